@@ -249,8 +249,8 @@ class Rows(NamedTuple):
 
     slots: Slots
     depth: int  # which slot gives their children
-    width: int  # W
-    factor: Tensor | None  # [B, W, r], see `BlockHead.factors`
+    tokens: Tensor  # [B, W]
+    factor: Tensor | None  # [B, W, r], see `BlockHead.factors`; None where tables alone make them
     state: Tensor | None  # [B, W, r] of their children
 
 
@@ -355,9 +355,9 @@ class BlockDrafter(TreeDrafter):
 
     def _rows(self, inputs: DraftInput, slots: Slots, depth: int, tokens: Tensor, state: Tensor | None) -> Rows:
         """Rows of the target's tokens [B, W] at a depth. state: theirs, of a recurrent head."""
-        if not self.head.config.markov:
-            return Rows(slots, depth, tokens.shape[1], None, None)
-        return Rows(slots, depth, tokens.shape[1], *self.head.factors(tokens, slots.mixed[:, depth], state))
+        if self.head.config.markov not in ("gated", "rnn"):
+            return Rows(slots, depth, tokens, None, None)
+        return Rows(slots, depth, tokens, *self.head.factors(tokens, slots.mixed[:, depth], state))
 
     def _level(
         self, inputs: DraftInput, rows: tuple[Tensor, ...], depth: int, first: int, tokens: Tensor, above: Rows,
@@ -369,11 +369,13 @@ class BlockDrafter(TreeDrafter):
     def predict(self, output: Rows) -> Tensor:
         """All logits [B, W, Vd] after rows, corrected on the shortlist."""
         slots, depth = output.slots, output.depth
-        z = slots.logits[:, depth, None].expand(-1, output.width, -1)
-        if output.factor is None:
+        z = slots.logits[:, depth, None].expand(-1, output.tokens.shape[1], -1)
+        if not self.head.config.markov:
             return z
-        ids = slots.ids[:, depth]
-        bias = output.factor @ self.head.successor(ids).mT
+        ids, factor = slots.ids[:, depth], output.factor
+        if factor is None:
+            factor, _ = self.head.factors(output.tokens, slots.mixed[:, depth], None)
+        bias = factor @ self.head.successor(ids).mT
         z = z.to(torch.promote_types(z.dtype, torch.float32))
         return z.scatter_add(-1, ids[:, None].expand_as(bias), bias.to(z.dtype))
 
@@ -385,8 +387,16 @@ class BlockDrafter(TreeDrafter):
         if self.shared_noise and inputs.mode.sample:  # as in sampling.draft_keys
             temperature = inputs.sampling.temperature
             softness = temperature.clamp_min(0.5).where(temperature > 0, 1.0)
-        table = self.head.successor.weight
-        return *kernels.follow(slots.scores, slots.ids, depth, output.factor, table, softness, width), None
+        head = self.head
+        known = (
+            None,
+            output.tokens,
+            head.predecessor.weight,
+            slots.mixed if head.config.markov == "selector" else None,
+        )
+        known = known if output.factor is None else (output.factor, None, None, None)
+        parents = kernels.Parents(head.successor.weight, *known)
+        return *kernels.follow(slots.scores, slots.ids, parents, softness, depth, width), None
 
     def _independent(self, inputs: DraftInput, slots: Slots) -> Draft:
         """A tree whose candidates at a depth are the same after every parent."""

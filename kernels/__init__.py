@@ -23,7 +23,7 @@ from kernels.backend import (
     triton,
     use_cpu,
 )
-from kernels.block_draft import convolve, follow, write_context
+from kernels.block_draft import Parents, convolve, follow, write_context
 from kernels.choice import Settings
 from kernels.cpu import BLOCK as CPU_BLOCK
 from kernels.cpu import TILE as CPU_TILE

@@ -3,6 +3,8 @@ slots, and the tokens that follow a token in a tree."""
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -131,10 +133,24 @@ def convolve(y: Tensor, delta: Tensor, base: Tensor, side: int, residual: Tensor
     return out
 
 
+class Parents(NamedTuple):
+    """The tokens that others are to follow, as what corrects the logits after each of them: factors [R].
+
+    They are given as they are, or as rows of a table, which the slot may multiply.
+    """
+
+    successor: Tensor  # [V, R]: the factor's product with a row is added to the logit of a token
+    factor: Tensor | None  # [B, W, R]; None: made of the others
+    tokens: Tensor | None  # [B, W] int64
+    predecessor: Tensor | None  # [V of the target, R]
+    mixed: Tensor | None  # [B, D, R]: of each slot; None: 1
+
+
 @jit
 def follow_kernel(
-    scores, ids, factor, table, softness, best_ids, best_scores, W, D, DEPTH, K, R, COUNT, CP: tl.constexpr,
-    KP: tl.constexpr, RP: tl.constexpr, SOFT: tl.constexpr,
+    scores, ids, successor, factor, tokens, predecessor, mixed, softness, best_ids, best_scores, W, D, DEPTH, K, R, COUNT,
+    CP: tl.constexpr, KP: tl.constexpr, RP: tl.constexpr, LOOKED_UP: tl.constexpr, MIXED: tl.constexpr,
+    SOFT: tl.constexpr,
 ):  # fmt: skip
     """`follow` of one row. Grid (B W,)."""
     row = tl.program_id(0)
@@ -144,10 +160,16 @@ def follow_kernel(
     there = k < K
     at = (b * D + DEPTH) * K + k
     z = tl.load(scores + at, mask=there, other=float("-inf"))
+    z = tl.where(z == z, z, float("-inf"))
     token = tl.load(ids + at, mask=there, other=0)
-    own = tl.load(factor + row * R + r, mask=r < R, other=0).to(tl.float32)
+    if LOOKED_UP:
+        own = tl.load(predecessor + tl.load(tokens + row) * R + r, mask=r < R, other=0).to(tl.float32)
+    else:
+        own = tl.load(factor + row * R + r, mask=r < R, other=0).to(tl.float32)
+    if MIXED:
+        own *= tl.load(mixed + (b * D + DEPTH) * R + r, mask=r < R, other=0).to(tl.float32)
     inside = there[:, None] & (r < R)[None, :]
-    rows = tl.load(table + token[:, None] * R + r[None, :], mask=inside, other=0).to(tl.float32)
+    rows = tl.load(successor + token[:, None] * R + r[None, :], mask=inside, other=0).to(tl.float32)
     bias = tl.sum(rows * own[None, :], 1)
     if SOFT:
         bias /= tl.load(softness + b)
@@ -171,40 +193,47 @@ def follow_kernel(
 
 
 def _follow_triton(
-    scores: Tensor, ids: Tensor, depth: int, factor: Tensor, table: Tensor, softness: Tensor | None, count: int
+    scores: Tensor, ids: Tensor, parents: Parents, softness: Tensor | None, depth: int, count: int
 ) -> tuple[Tensor, Tensor]:
     B, D, K = scores.shape
-    W, R = factor.shape[1:]
-    out = follow_shapes(scores, ids, depth, factor, table, softness, count)
+    out = follow_shapes(scores, ids, parents, softness, depth, count)
+    W, R = out[0].shape[1], parents.successor.shape[1]
+    given = [scores if t is None else t.contiguous() for t in (*parents, softness)]
     follow_kernel[B * W,](
-        scores.contiguous(), ids.contiguous(), factor.contiguous(), table, scores if softness is None else softness,
-        *out, W, D, depth, K, R, count, CP=triton.next_power_of_2(count), KP=triton.next_power_of_2(K),
-        RP=triton.next_power_of_2(R), SOFT=softness is not None, num_warps=4,
+        scores.contiguous(), ids.contiguous(), *given, *out, W, D, depth, K, R, count, CP=triton.next_power_of_2(count),
+        KP=triton.next_power_of_2(K), RP=triton.next_power_of_2(R), LOOKED_UP=parents.factor is None,
+        MIXED=parents.mixed is not None, SOFT=softness is not None, num_warps=4,
     )  # fmt: skip
     return out
 
 
-def follow_shapes(scores: Tensor, ids: Tensor, _depth: int, factor: Tensor, *rest) -> tuple[Tensor, Tensor]:
+def follow_shapes(
+    scores: Tensor, ids: Tensor, parents: Parents, _softness: Tensor | None, _depth: int, count: int
+) -> tuple[Tensor, Tensor]:
     """Empty outputs of `follow`."""
-    shape = (*factor.shape[:2], rest[-1])
+    shape = *(parents.tokens if parents.factor is None else parents.factor).shape[:2], count
     return ids.new_empty(shape), scores.new_empty(shape)
 
 
 @operation("follow", "draft_tree", _follow_triton, follow_shapes)
 def follow(
-    scores: Tensor, ids: Tensor, depth: int, factor: Tensor, table: Tensor, softness: Tensor | None, count: int
+    scores: Tensor, ids: Tensor, parents: Parents, softness: Tensor | None, depth: int, count: int
 ) -> tuple[Tensor, Tensor]:
     """The `count` best tokens after each of W tokens, from the shortlist of their slot: ids and log-probabilities
     [B,W,count].
 
-    The logit of token c after token w is that of its slot plus <factor[w], table[c]>. Outside the shortlist nothing is
-    added.
+    The logit of a token is that of its slot, plus the product of its successor row and the parent's factor. Outside the
+    shortlist nothing is added.
 
-    scores, ids [B,D,K]: log-probabilities of the shortlists of all slots, fp32 or wider, and their rows of `table` [V,R].
-    depth: the slot. factor [B,W,R]. softness [B,1,1]: by what logits were divided in the scores, None: by 1.
+    scores, ids [B,D,K]: log-probabilities of the shortlists of all slots, fp32 or wider, and their successor rows. depth:
+    the slot. softness [B,1,1]: by what logits were divided in the scores, None: by 1.
     """
     z, token = scores.select(1, depth)[:, None], ids.select(1, depth)
-    bias = factor.to(z.dtype) @ table[token].to(z.dtype).mT
+    z = torch.where(z.isnan(), -torch.inf, z)
+    factor = parents.predecessor[parents.tokens] if parents.factor is None else parents.factor
+    if parents.mixed is not None:
+        factor = factor * parents.mixed.select(1, depth)[:, None]
+    bias = factor.to(z.dtype) @ parents.successor[token].to(z.dtype).mT
     u = z + (bias if softness is None else bias / softness)
     u = torch.where(u.isnan(), -torch.inf, u)
     rest = (1 - z.exp().sum(-1, keepdim=True)).clamp_min(0).log().expand(-1, u.shape[1], -1)

@@ -250,8 +250,12 @@ def launch_small_work(B: int, V: int, K: int, N: int, half: torch.dtype) -> None
     for residual in (None, slots):
         kernels.convolve.triton(slots, delta, base, int(residual is not None), residual)
     short = new(B, 15, 16, kind=wide), new(B, 15, 16)
-    for soft in (None, settings.temperature):
-        kernels.follow.triton(*short, 3, new(B, K, 256, kind=half), new(V, 256, kind=half), soft, K)
+    codebook, mixed = new(V, 256, kind=half), new(B, 15, 256, kind=half)
+    for soft, known in (
+        (None, (new(B, K, 256, kind=half), None, None, None)),
+        (settings.temperature, (None, new(B, K), codebook, mixed)),
+    ):
+        kernels.follow.triton(*short, kernels.Parents(codebook, *known), soft, 3, K)
     block_draft.best_prefixes(new(B, 15, K), new(B, 15, K, kind=wide), new(B), N)
     draft.accept(*(new(B, N) for _ in range(3)), new(B, N, N, kind=flag), new(B, N, kind=flag), new(B, N), D)
     accepted = records.Accepted(new(B, D + 1), new(B), new(B), new(B, D + 1))

@@ -401,9 +401,15 @@ def test_interpreted_children_are_those_of_plain_code(ours, K, R, count):
     scores[0, 1, K - 1] = float("nan")
     ids = torch.stack([torch.randperm(50)[:K] for _ in range(6)]).view(2, 3, K)
     factor, table, soft = torch.randn(2, 4, R), torch.randn(50, R), torch.tensor([0.5, 2.0]).view(2, 1, 1)
-    for depth, softness in ((0, None), (2, soft)):
-        got = kernels.follow(scores, ids, depth, factor, table, softness, count)
-        want = kernels.follow.reference(scores, ids, depth, factor, table, softness, count)
+    tokens, before, mixed = torch.randint(0, 70, (2, 4)), torch.randn(70, R), torch.randn(2, 3, R)
+    for depth, softness, known in (
+        (0, None, (factor, None, None, None)), (2, soft, (factor, None, None, None)),
+        (1, soft, (None, tokens, before, None)), (0, None, (None, tokens, before, mixed)),
+        (2, soft, (None, tokens, before, mixed)),
+    ):  # fmt: skip
+        parents = kernels.Parents(table, *known)
+        got = kernels.follow(scores, ids, parents, softness, depth, count)
+        want = kernels.follow.reference(scores, ids, parents, softness, depth, count)
         assert torch.equal(got[0], want[0])
         torch.testing.assert_close(got[1], want[1], rtol=1e-5, atol=1e-5)
 

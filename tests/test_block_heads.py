@@ -172,7 +172,8 @@ def test_tensors_that_are_missing_too_many_or_of_another_shape_are_named(tmp_pat
     config = LAYOUTS["dspark, rnn"]
     for change, said in (
         ({"markov_head.joint_proj.bias": None}, "markov_head.joint_proj.bias"),
-        ({"prefix_gru.weight_hh_l0": torch.zeros(3, 1)}, "prefix_gru.weight_hh_l0"),
+        ({"prefix_gru.weight_hh_l0": torch.zeros(3, 1)}, "Domino heads"),
+        ({"gate.weight": torch.zeros(3, 1)}, "gate.weight"),
         ({"layers.1.mlp.up_proj.weight": torch.zeros(3, 3)}, "layers.1.mlp.up_proj.weight"),
     ):
         tensors = {k: v for k, v in (random_tensors(config) | change).items() if v is not None}

@@ -371,8 +371,8 @@ class _BlockReader:
     def _markov(self) -> tuple[str, int]:
         """What corrects the logits, and its rank."""
         flags = self.flags
-        if "prefix_gru.weight_ih_l0" in self.entries or flags.config.get("shift_label"):
-            self.fail("Domino heads (prefix_gru, shift_label) are not implemented.")
+        if any(name.startswith("prefix_gru.") for name in self.entries):
+            self.fail("Domino heads (prefix_gru) are not implemented.")
         if self.architecture in (OTHERS[1], OTHERS[3]):
             return "selector", flags.integer("selector_rank", 256)
         rank = flags.integer("markov_rank", 0, low=0)

@@ -114,8 +114,8 @@ class LoadOptions:
     )
     kv: str = option("int8: halve (fp32: quarter) the cache; not with a drafter", "model", ("model", "int8"))
     eagle: str | None = option(
-        "draft head (EAGLE-1/2/3, DFlash, DFlash2, DSpark, JetSpec): folder, .safetensors, .bin, .pth, or org/name in the "
-        "Hugging Face cache",
+        "draft head (EAGLE-1/2/3, DFlash, DFlash2, DSpark, JetSpec): folder, .safetensors, .bin, .pth, or org/name in "
+        "the Hugging Face cache",
         metavar="HEAD",
     )
     eagle_config: tuple[str, ...] = option(

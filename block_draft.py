@@ -308,6 +308,8 @@ class BlockDrafter(TreeDrafter):
             ahead = sampling.noise_ahead(inputs.sampling.seed, inputs.n, self.D + 1, inputs.hashes)
             inputs = inputs._replace(noise=ahead)
         slots = self._slots(inputs)
+        if self.dynamic and self._searches_in_cpp(inputs, slots):
+            return self._searched(inputs, slots)
         if not (self.head.config.markov or self._whole_logits(inputs)):
             draft = self._independent(inputs, slots)
         else:
@@ -321,21 +323,27 @@ class BlockDrafter(TreeDrafter):
 
     def _slots(self, inputs: DraftInput) -> Slots:
         """Absorb what was committed, run a block, and make the shortlists."""
-        fed = inputs.features.shape[1]
+        features = inputs.features
+        if kernels.use_cpu(
+            "draft_tree", features
+        ):  # reading values is free there, so only rows that count are absorbed
+            features = features.narrow(1, 0, min(int(inputs.count.max()), features.shape[1]))
+        fed = features.shape[1]
         where = self._place(inputs, self.block_depth, fed)
-        self._absorb(inputs.features, where, self.cache)
+        self._absorb(features, where, self.cache)
         positions, slots, cos, sin = (column.narrow(1, fed, self.block_depth.shape[1]) for column in where[:4])
         B = inputs.n.shape[0]
         seen = (mask.expand(B, -1, -1) for mask in (self.visible, self.visible_window))
         nodes = Nodes(cos, sin, positions, slots, inputs.n, *seen)
         tokens = torch.cat((inputs.root[:, None], self.masks.expand(B, -1)), 1)
         hidden = self.head(tokens, nodes, self.cache, inputs.parts.layers).narrow(1, 0, self.used)
-        config = self.head.config
-        if not config.markov:
-            logits = self.head.narrow_logits(hidden) if self._whole_logits(inputs) else None
-            return Slots(hidden, hidden, logits, None, None)
-        widest = self.tree.topk if self.dynamic else self.tree.max_children
-        logits, ids, scores = self._best(inputs, hidden, min(max(config.shortlist, widest), self.head.vocab_size), True)
+        config, whole = self.head.config, self._whole_logits(inputs)
+        if whole and not config.markov:
+            return Slots(hidden, hidden, self.head.narrow_logits(hidden), None, None)
+        count = self.tree.topk if self.dynamic else max(self.tree.max_children, 1)
+        if config.markov:
+            count = min(max(config.shortlist, count), self.head.vocab_size)
+        logits, ids, scores = self._best(inputs, hidden, count, bool(config.markov) or self.scoring == "noisy")
         return Slots(hidden, self.head.mixed(hidden), logits, ids, scores)
 
     def _best(
@@ -384,29 +392,49 @@ class BlockDrafter(TreeDrafter):
         if self._whole_logits(inputs):
             return super()._children(inputs, output, depth, paths, width, first_row)
         softness = None
-        if self.shared_noise and inputs.mode.sample:  # as in sampling.draft_keys
+        if self._softened(inputs):  # as in sampling.draft_keys
             temperature = inputs.sampling.temperature
             softness = temperature.clamp_min(0.5).where(temperature > 0, 1.0)
-        head = self.head
         known = (
-            None,
-            output.tokens,
-            head.predecessor.weight,
-            slots.mixed if head.config.markov == "selector" else None,
+            (None, output.tokens, *self._tables(slots)) if output.factor is None else (output.factor, None, None, None)
         )
-        known = known if output.factor is None else (output.factor, None, None, None)
-        parents = kernels.Parents(head.successor.weight, *known)
+        parents = kernels.Parents(self.head.successor.weight, *known)
         return *kernels.follow(slots.scores, slots.ids, parents, softness, depth, width), None
+
+    def _softened(self, inputs: DraftInput) -> bool:
+        """Whether scores are those of logits that the temperature has divided."""
+        return self.shared_noise and inputs.mode.sample
+
+    def _tables(self, slots: Slots) -> tuple[Tensor, Tensor | None]:
+        """What makes the factors of a token where tables alone do."""
+        return self.head.predecessor.weight, slots.mixed if self.head.config.markov == "selector" else None
+
+    def _searches_in_cpp(self, inputs: DraftInput, slots: Slots) -> bool:
+        known = slots.scores is not None and self.head.config.markov not in ("gated", "rnn")
+        return known and not self._whole_logits(inputs) and kernels.use_cpu("draft_tree", slots.scores, slots.mixed)
+
+    def _searched(self, inputs: DraftInput, slots: Slots) -> Draft:
+        """The best prefixes at once, without a limit to the rows of a depth. Pruning ends the search early."""
+        tables = (None, None, None)
+        if self.head.config.markov:
+            tables = self.head.successor.weight, *self._tables(slots)
+        text = (
+            slots.scores.contiguous(),
+            slots.ids.contiguous(),
+            self.draft_ids,
+            inputs.root,
+            inputs.sampling.temperature,
+        )
+        tree, p_min = self.tree, self.p_min if self.prunes(inputs.mode) else 0.0
+        how = bool(self.head.config.markov) and self._softened(inputs), tree.N, tree.topk, p_min
+        return Draft(*torch.ops.eaglet_cpu.slot_tree.default(*text, *tables, *how))
 
     def _independent(self, inputs: DraftInput, slots: Slots) -> Draft:
         """A tree whose candidates at a depth are the same after every parent."""
-        t = self.tree
-        count = t.topk if self.dynamic else max(t.max_children, 1)
-        _, best, scores = self._best(inputs, slots.hidden, count, self.scoring == "noisy")
-        best = self._target_ids(best)
+        t, best, scores = self.tree, self._target_ids(slots.ids), slots.scores
         if self.dynamic:
             return Draft(*best_prefixes(best, scores, inputs.root, t.N))
-        pick = ((t.depth - 1).clamp(min=0) * count + t.rank)[:, 1:]
+        pick = ((t.depth - 1).clamp(min=0) * best.shape[2] + t.rank)[:, 1:]
         tokens = torch.cat((inputs.root[:, None], best.flatten(1).gather(1, pick)), 1)
         gained = F.pad(scores.flatten(1).gather(1, pick), (1, 0))
         totals = torch.where(t.ancestors, gained[:, None], 0.0).sum(-1)

@@ -20,7 +20,7 @@ from drafters.tree_drafter import DraftRule
 from engine import Engine, EngineConfig
 from kernels import KernelBackend
 from sampling import SamplingMode, SamplingParams
-from step import draft_input
+from step import DecodeState, draft_input
 from tree_building import best_prefixes
 from weights.block_heads import read_head
 
@@ -352,6 +352,49 @@ def test_a_correction_that_knows_the_next_token_is_always_accepted(kind, setting
         result = Engine(model, None, drafter).generate(PROMPT, params).run()[0]
         assert result.token_ids == Engine(model).generate(PROMPT, params).run()[0].token_ids
         assert all(len(step) == 5 for step in result.tokens_per_step[:-1]), (kind, result.tokens_per_step)
+
+
+# ---- the search in C++ ---------------------------------------------------------------------------------------
+
+
+needs_cpp = pytest.mark.skipif(bool(kernels.cpu_problem()), reason="no C++ kernels here")
+
+
+@needs_cpp
+@pytest.mark.parametrize("settings", ({}, SAMPLED, {"temperature": 0.3, "seed": 2}))
+@pytest.mark.parametrize("kind", ("", "vanilla", "selector"))
+def test_the_search_in_cpp_finds_the_same_trees(kind, settings):
+    """A factor of another token or slot, places taken for ids, a normaliser over the shortlist alone, no temperature, a row
+    that gets the tree of another one, and pruning that keeps too much or too little."""
+    model = tiny_model(torch.float32)
+    ids = torch.arange(0, V, 2)
+    head = tiny_block(model, slots=6, slot0=True, markov=kind, rank=6 if kind else 0, draft_ids=ids, shortlist=9)
+    K, N, B = 7, 8, 3
+    drafter = BlockDrafter(head, trees.DynamicTree(N, 3, K), B, CTX + N + 1)
+    state = DecodeState(model, drafter, B, CTX)
+    state.n.copy_(torch.tensor([9, 20, 31]))
+    state.root.copy_(torch.tensor([5, 50, 90]))
+    state.features.copy_(torch.randn(state.features.shape))
+    drafter.cache.copy_(torch.randn(drafter.cache.shape))
+    state.sampling.set([SamplingParams(**settings | {"seed": b}) for b in range(B)])
+    mode = SamplingParams(**settings).mode
+    noise = sampling.noise_ahead(state.sampling.seed, state.n, drafter.D + 1, state.hashes) if mode.sample else None
+    inputs = draft_input(state, mode, noise)
+    with KernelBackend("cpu", "cpu").active():
+        slots = drafter._slots(inputs)
+        assert drafter._searches_in_cpp(inputs, slots)
+        got = drafter._searched(inputs, slots)
+        drafter.p_min, drafter.scoring = 0.04, "noisy"
+        pruned = drafter._searched(inputs, slots)
+    if kind:
+        plain = drafter._dynamic(inputs, drafter._rows(inputs, slots, 0, inputs.root[:, None], None), ())
+    else:
+        plain = drafter._independent(inputs, slots)
+    for b in range(B):
+        want = paths_of(plain, b)
+        same_tree(paths_of(got, b), want, 1e-4)
+        same_tree(paths_of(pruned, b), {path: w for path, w in want.items() if w >= math.log(0.04)}, 1e-4)
+    assert got.tokens.shape == (B, N) and pruned.tokens.shape[1] == int(pruned.valid.sum(1).max())
 
 
 # ---- the kernels against plain code --------------------------------------------------------------------------

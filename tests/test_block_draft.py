@@ -364,8 +364,8 @@ needs_cpp = pytest.mark.skipif(bool(kernels.cpu_problem()), reason="no C++ kerne
 @pytest.mark.parametrize("settings", ({}, SAMPLED, {"temperature": 0.3, "seed": 2}))
 @pytest.mark.parametrize("kind", ("", "vanilla", "selector"))
 def test_the_search_in_cpp_finds_the_same_trees(kind, settings):
-    """A factor of another token or slot, places taken for ids, a normaliser over the shortlist alone, no temperature, a row
-    that gets the tree of another one, and pruning that keeps too much or too little."""
+    """A factor of another token or slot, places taken for ids, a normaliser over the shortlist alone, no temperature, a
+    row that gets the tree of another one, and pruning that keeps too much or too little."""
     model = tiny_model(torch.float32)
     ids = torch.arange(0, V, 2)
     head = tiny_block(model, slots=6, slot0=True, markov=kind, rank=6 if kind else 0, draft_ids=ids, shortlist=9)

@@ -7,12 +7,13 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 import kernels
+from block_draft import BlockDrafter, BlockHead
 from drafters.base import Drafter
 from drafters.draft_model import DraftModelDrafter, check_vocabulary
 from drafters.lookahead import LookaheadDrafter
@@ -28,12 +29,14 @@ from support.errors import UsageError, bad_files
 from support.machine import describe_device, shapes_only
 from tokenizer import Tokenizer, load_tokenizer
 from tree import DynamicTree, TreeTables, check_width, parse_tree, tree_tables
+from weights.block_heads import BlockConfig, BlockFile, read_head
 from weights.checkpoint import Checkpoint
 from weights.files import local_path
-from weights.heads import EagleConfig, EagleFile, read_eagle
+from weights.heads import EagleConfig, EagleFile
 from weights.quantized import QuantSpec, adopt_, pack_, replace_module
 from weights.rounding import quantize_
 
+DraftHead: TypeAlias = EagleHead | BlockHead
 # Multiply-adds in fp16 with fp32 sums per byte of memory, by compute capability: data sheets of A100, RTX 3090, RTX 4090,
 # H100 (without wgmma, which our kernels do not use) and RTX 5090.
 PRODUCTS = {(8, 0): 77, (8, 6): 38, (8, 9): 82, (9, 0): 92, (12, 0): 58}
@@ -43,7 +46,7 @@ PRUNE = 10  # percent, until the price of a node was measured
 BY_PRICE = -1  # `prune` where it is not given: the engine measures the price of a node
 
 
-def resolve(asked: LoadOptions, checkpoint: Checkpoint, head: EagleFile | None = None) -> LoadOptions:
+def resolve(asked: LoadOptions, checkpoint: Checkpoint, head: EagleFile | BlockFile | None = None) -> LoadOptions:
     """The options with everything decided: device, dtype, ctx, and the tree and its pruning where none is named.
 
     Raises UsageError where the model's context is exceeded or no tree was tuned.
@@ -79,7 +82,7 @@ def build_trees(options: LoadOptions, device: torch.device) -> DynamicTree | Tre
     return trees[0]
 
 
-def tuned_tree_path(options: LoadOptions, checkpoint: Checkpoint, head: EagleFile) -> Path:
+def tuned_tree_path(options: LoadOptions, checkpoint: Checkpoint, head: EagleFile | BlockFile) -> Path:
     """Where the tree tuned for this device, model, head, quantization, dtype and compilation lies, if there is one.
 
     `python -m scripts.tune_tree` writes it and `--tree auto` reads it.
@@ -97,13 +100,19 @@ def tuned_tree_path(options: LoadOptions, checkpoint: Checkpoint, head: EagleFil
     return cache.folder() / "trees" / f"{machine}-{digest.hexdigest()[:16]}.json"
 
 
-def default_tree(options: LoadOptions, quantization: str | None, head: EagleConfig | None) -> str:
+def default_tree(options: LoadOptions, quantization: str | None, head: EagleConfig | BlockConfig | None) -> str:
     """The default tree: on a GPU, the largest of three trees that is verified in about the time of one token.
 
     Reading a weight takes the time of PRODUCTS[GPU] products per byte. Rows that need more of them are not free.
     quantization: of the target, as `Checkpoint.quantization` names it.
     """
-    if head is None or head.unshifted or options.device != "cuda" or options.verify != "match":
+    block = head if isinstance(head, BlockConfig) else None
+    if block and options.verify != "match":
+        return f"chain:{block.depth}"
+    if block and options.device != "cuda":
+        return block_tree(block)
+    unshifted = isinstance(head, EagleConfig) and head.unshifted
+    if head is None or unshifted or options.device != "cuda" or options.verify != "match":
         return "paper25"
     weight_bytes = {"int4": 0.5, "int8": 1.0}.get((quantization or "float")[:4], 2.0)
     capability = torch.cuda.get_device_capability()
@@ -111,25 +120,36 @@ def default_tree(options: LoadOptions, quantization: str | None, head: EagleConf
     if weight_bytes < 1 and capability in GRAPHICS:
         rows *= 2  # int4 may add in fp16 there, which is twice as fast
     nodes, topk = (60, 10) if rows >= 60 else (32 if rows >= 32 else 16, 8)
+    if block:
+        return block_tree(block, nodes, topk)
     return f"dynamic:{nodes},{7 if head.version == 3 else 5},{topk}"
 
 
-def with_tree(options: LoadOptions, quantization: str | None, head: EagleConfig | None) -> LoadOptions:
+def block_tree(config: BlockConfig, nodes: int = 26, topk: int = 8) -> str:
+    """The dynamic tree that a block head drafts by default."""
+    return f"dynamic:{nodes},{min(config.depth, 8) - 1},{topk}"
+
+
+def with_tree(options: LoadOptions, quantization: str | None, head: EagleConfig | BlockConfig | None) -> LoadOptions:
     """The options with the tree, its pruning and its n-gram nodes decided. quantization, head: as in `default_tree`.
 
     A tree that the user named is drafted as it is.
     """
     tree, prune, ngram_nodes = options.tree, options.prune, options.ngram_nodes
     by_default = prune is None and tree is None and options.can_prune
+    block = isinstance(head, BlockConfig)
+    if block and prune and ngram_nodes:
+        raise UsageError("--prune and --ngram-nodes do not go together for a head that drafts blocks; leave one out.")
+    by_default = by_default and not (block and ngram_nodes)
     if ngram_nodes is None:
-        ngram_nodes = NGRAM_NODES if by_default else 0
+        ngram_nodes = NGRAM_NODES if by_default and not block else 0
     if prune is None:
         prune = BY_PRICE if by_default else 0
     tree = default_tree(options, quantization, head) if tree is None else tree
     return replace(options, tree=tree, prune=prune, ngram_nodes=ngram_nodes)
 
 
-def find_tuned_tree(options: LoadOptions, checkpoint: Checkpoint, head: EagleFile | None) -> str:
+def find_tuned_tree(options: LoadOptions, checkpoint: Checkpoint, head: EagleFile | BlockFile | None) -> str:
     """The file that `--tree auto` stands for. Raises UsageError with the command that makes it."""
     if head is None:
         raise UsageError("--tree auto looks up the tree tuned for a draft head; it needs --eagle HEAD.")
@@ -148,7 +168,7 @@ def find_tuned_tree(options: LoadOptions, checkpoint: Checkpoint, head: EagleFil
 class DraftFiles(NamedTuple):
     """The files that the options name for drafting, as far as they are read before memory is planned."""
 
-    head: EagleFile | None = None
+    head: EagleFile | BlockFile | None = None
     model: Checkpoint | None = None  # a draft LLM's
 
 
@@ -160,7 +180,7 @@ def read_drafter(options: LoadOptions, config: ModelConfig, tokenizer: Tokenizer
     head = draft = None
     if options.eagle:
         overrides = dict(item.split("=", 1) for item in options.eagle_config)
-        head = read_eagle(options.eagle, config, overrides)
+        head = read_head(options.eagle, config, overrides)
     if options.draft_checkpoint:
         draft = options.open_checkpoint(draft=True)
         theirs = load_tokenizer(draft.tokenizer_source, draft.config.vocab_size)
@@ -211,19 +231,24 @@ def _vocabulary_order(tokenizer: Tokenizer, K: int, V: int) -> Tensor:
 
 
 def build_head(
-    file: EagleFile, model: Transformer, options: LoadOptions | None = None, tokenizer: Tokenizer | None = None
-) -> EagleHead:
-    """An EagleHead on the model's device and in its dtype, its tensors loaded strictly.
+    file: EagleFile | BlockFile, model: Transformer, options: LoadOptions | None = None,
+    tokenizer: Tokenizer | None = None,
+) -> DraftHead:  # fmt: skip
+    """A head on the model's device and in its dtype, its tensors loaded strictly.
 
     options, tokenizer: of a head whose draft vocabulary may be trimmed (`draft_vocabulary`). Raises ValueError where that
-    is asked of an EAGLE-3 head, and where tensors are missing or too many.
+    is asked of a head with an LM head of its own, and where tensors are missing or too many.
     """
     ids = draft_vocabulary(options, model.config, tokenizer) if options else None
-    if ids is not None and file.config.version != 1:
-        raise ValueError("--draft-vocab trims EAGLE-1/2 heads; an EAGLE-3 head brings its own draft vocabulary.")
+    if ids is not None and file.config.has_lm_head:
+        raise ValueError(
+            "--draft-vocab trims heads that share the model's LM head, like EAGLE-1/2; this one brings its own draft "
+            "vocabulary. Leave it out."
+        )
     ids = file.tensors.get("draft_ids") if ids is None else ids
+    kind = EagleHead if isinstance(file.config, EagleConfig) else BlockHead
     with shapes_only():
-        head = EagleHead(file.config, model, ids).eval().requires_grad_(False)
+        head = kind(file.config, model, ids).eval().requires_grad_(False)
     head.to(dtype=model.dtype).to_empty(device=model.device)
     tensors = {name: t.to(model.device) for name, t in file.tensors.items()}
     if ids is not None:
@@ -240,11 +265,11 @@ def build_head(
     else:
         adopt_(head, tensors, model.device, model.dtype)
     head.rotary.build(model.device, model.rotary.length)
-    head.trim()
+    head.finish()
     return head
 
 
-def round_head_(head: EagleHead, backend: kernels.KernelBackend, model: Transformer) -> None:
+def round_head_(head: DraftHead, backend: kernels.KernelBackend, model: Transformer) -> None:
     """Round the float linears of a quantized model's head to int8, if the C++ kernels can multiply with all of them.
 
     A drafter cannot change a token, so its rounding costs nothing but, rarely, a draft. Of a head that is quantized
@@ -261,12 +286,12 @@ def round_head_(head: EagleHead, backend: kernels.KernelBackend, model: Transfor
 
 def build_drafter(
     model: Transformer, options: LoadOptions, backend: kernels.KernelBackend,
-    head: EagleHead | None = None, draft: Checkpoint | None = None,
+    head: DraftHead | None = None, draft: Checkpoint | None = None,
 ) -> Drafter | None:  # fmt: skip
     """The drafter that the options ask for, or None. Its weights are packed for the backend.
 
-    head is for an EAGLE drafter, draft is a draft LLM's checkpoint; Medusa heads are read here. A batch may have one
-    static tree per sequence. The tree of an n-gram drafter is as large and deep as --tree says.
+    head is for a drafter that has one, draft is a draft LLM's checkpoint; Medusa heads are read here. A batch may have
+    one static tree per sequence. The tree of an n-gram drafter is as large and deep as --tree says.
     """
     if not options.drafter_kind:
         return None
@@ -278,7 +303,7 @@ def build_drafter(
         return _new_drafter(model, options, head, draft)
 
 
-def _new_drafter(model: Transformer, options: LoadOptions, head: EagleHead | None, draft: Checkpoint | None) -> Drafter:
+def _new_drafter(model: Transformer, options: LoadOptions, head: DraftHead | None, draft: Checkpoint | None) -> Drafter:
     B = options.slots
     kind = options.drafter_kind
     tree = build_trees(options, model.device)
@@ -305,5 +330,6 @@ def _new_drafter(model: Transformer, options: LoadOptions, head: EagleHead | Non
         p_min = (PRUNE if unpriced else options.prune or 0) / 100
         ngram_nodes = options.ngram_nodes if p_min else 0
         rule = rule._replace(p_min=p_min, unpriced=unpriced, ngram_nodes=ngram_nodes)
-        drafter = eagle_drafter(head, tree, B, length, rule)
+        make = eagle_drafter if isinstance(head, EagleHead) else BlockDrafter
+        drafter = make(head, tree, B, length, rule)
     return WithNGrams(drafter, options.ngram_nodes) if options.ngram_nodes and not options.prune else drafter

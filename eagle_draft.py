@@ -198,7 +198,7 @@ class EagleHead(nn.Module):
         best = logits.argmax(-1) if best is None else best
         return (logits if self.draft_ids is None else logits[:, self.draft_ids]).softmax(-1), self.draft_places(best)
 
-    def trim(self) -> None:
+    def finish(self) -> None:
         """Make an LM head of the target's rows for a trimmed draft vocabulary (EAGLE-1/2). Call it after loading."""
         if self.trimmed:
             rows = lm_head_rows(self.target, self.draft_ids).to(self.target.dtype)

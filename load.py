@@ -39,7 +39,7 @@ from ranks import (
     same_model,
 )  # fmt: skip
 from support import cache
-from support.errors import bad_files, one_line
+from support.errors import UsageError, bad_files, one_line
 from support.machine import (
     default_device,
     default_threads,
@@ -49,6 +49,7 @@ from support.machine import (
     release_threads,
 )
 from tokenizer import load_tokenizer
+from weights.block_heads import BlockConfig
 from weights.checkpoint import Checkpoint
 from weights.files import Progress, check_sha256, local_path
 from weights.quantized import pack_
@@ -135,6 +136,8 @@ def _load(
             checkpoint = checkpoint.sharded(Shard(ranks.rank, ranks.size))
         tokenizer = load_tokenizer(checkpoint.tokenizer_source, checkpoint.config.vocab_size)
         files = read_drafter(asked, checkpoint.config, tokenizer)
+    if ranks and files.head and isinstance(files.head.config, BlockConfig):
+        raise UsageError(f"--tp splits no {files.head.config.kind} head yet; leave out --tp, or take an EAGLE head.")
     options = resolve(asked, checkpoint, files.head)
     if asked.compile and not options.compile:
         say("note    nothing to compile: the C++ kernels run (--kernels reference --compile compiles the reference)")

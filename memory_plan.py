@@ -14,6 +14,7 @@ from options import COMPILE_MODES, LoadOptions
 from step import HISTORY, RING
 from support.errors import NotEnoughMemory
 from support.machine import size_text
+from weights.block_heads import BlockConfig, context_rows
 from weights.checkpoint import Checkpoint
 from weights.files import local_path
 from weights.hf import build_model
@@ -83,13 +84,15 @@ def plan_memory(checkpoint: Checkpoint, files: DraftFiles, options: LoadOptions)
     buffers = B * length * 8 + (B * 5 + 8) * config.vocab_size + rotary + RING * B * 2 * (D + 2) * 8
     drafter = 0
     if head is not None:
-        kv += cache_bytes(head.config.layer, 1, length + 128)
+        kv += cache_bytes(head.config.layer, head.config.layer.num_hidden_layers, length + 128)
         rounded = options.kernels == "cpu" and bool(checkpoint.quantization)
         drafter = held_bytes(head.tensors, dtype, options.device, options.kernels, rounded=rounded)
         # a trimmed vocabulary copies rows of the target's LM head and holds their ids, which a head's own file has
-        own = len(head.tensors.get("draft_ids", ())) if head.config.version == 1 else 0
+        own = 0 if head.config.has_lm_head else len(head.tensors.get("draft_ids", ()))
         row = config.hidden_size + 4 if rounded else config.hidden_size * element
         drafter += options.draft_vocab * (row + 8) or own * row
+        if isinstance(head.config, BlockConfig):  # the product that makes the keys and values of all layers
+            drafter += held_bytes(context_rows(head), dtype, options.device, options.kernels, rounded=rounded)
         kept = D + 1 + (0 if options.eagle_always else HISTORY + 1)
         buffers += B * kept * max(1, len(head.config.taps)) * config.hidden_size * element
         buffers += 4 * ctx * head.config.layer.head_dim

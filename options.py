@@ -114,7 +114,9 @@ class LoadOptions:
     )
     kv: str = option("int8: halve (fp32: quarter) the cache; not with a drafter", "model", ("model", "int8"))
     eagle: str | None = option(
-        "EAGLE-1/2/3 head: folder, .safetensors, .bin, .pth, or org/name in the Hugging Face cache", metavar="HEAD"
+        "draft head (EAGLE-1/2/3, DFlash, DFlash2, DSpark, JetSpec): folder, .safetensors, .bin, .pth, or org/name in "
+        "the Hugging Face cache",
+        metavar="HEAD",
     )
     eagle_config: tuple[str, ...] = option(
         "config value for a head without a config.json (repeatable)", (), metavar="KEY=VALUE"
@@ -134,7 +136,7 @@ class LoadOptions:
         f"auto (tuned by scripts.tune_tree), {TREES} (default: paper25; on a GPU by its speed)"
     )
     prune: int | None = option(
-        "skip nodes of an EAGLE tree whose acceptance probability is below PERCENT; needs the C++ CPU kernels "
+        "skip nodes of a head's tree whose acceptance probability is below PERCENT; needs the C++ CPU kernels "
         "(default: from the measured cost of a node if --tree is not given; otherwise 0)",
         metavar="PERCENT", least=0, most=99,
     )  # fmt: skip

@@ -21,12 +21,14 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from block_draft import BlockHead
+from drafting import DraftHead, block_tree
 from eagle_draft import EagleHead
 from load import load
 from model import Transformer
@@ -47,9 +49,10 @@ from support.machine import default_device, shapes_only, size_text
 from support.progress import Progress, say
 from support.texts import read_chats, read_texts, stdlib_texts, token_windows
 from tokenizer import Tokenizer, load_tokenizer
+from weights.block_heads import BlockConfig, read_head, save_quantized_block
 from weights.checkpoint import Checkpoint
 from weights.files import Entry, local_path
-from weights.heads import EagleConfig, read_card, read_eagle, save_quantized_eagle
+from weights.heads import EagleConfig, read_card, save_quantized_eagle
 from weights.hf import build_model
 from weights.quantized import ALGORITHMS, GROUPS, HEADS, MODES, QuantSpec, apply_spec_, set_tensor
 from weights.quantizer import Windows, quantize_checkpoint
@@ -57,11 +60,13 @@ from weights.rounding import quantize_
 from weights.shards import Shard
 
 T = TypeVar("T")
+HeadConfig: TypeAlias = EagleConfig | BlockConfig
 WINDOW = 512  # tokens of a sequence
 CALIBRATION_WINDOWS = 128
 EVALUATION_WINDOWS = 16
 BATCH = 4  # sequences of a calibration that run together
 DRAFT_STEPS = 3  # that a head is calibrated for: its own outputs are inputs from the second on
+BLOCK_STRIDE = 24  # tokens of a calibration text between two blocks
 LM_HEAD_STRIDE = 8  # every so many rows of a calibration reach a head's LM head
 TAU_PROMPTS = 12  # prompts on which a head's tau is measured
 
@@ -75,18 +80,19 @@ class Calibration(NamedTuple):
 
 def quantize_head(
     path: str | Path, target: ModelConfig, spec: QuantSpec, calibration: Calibration | None = None
-) -> tuple[EagleConfig, dict[str, Tensor], dict[str, Any]]:
-    """Round the EAGLE head at `path`: by GPTQ with a `calibration`, otherwise to nearest.
+) -> tuple[HeadConfig, dict[str, Tensor], dict[str, Any]]:
+    """Round the head at `path`: by GPTQ with a `calibration`, otherwise to nearest.
 
     Returns (its config, the tensors, its part of the receipt). Raises ValueError if the head does not fit the target, and
     UsageError if the group size does not fit the head or the head is quantized already.
     """
-    file = read_eagle(path, target)
+    file = read_head(path, target)
     if any(name.endswith(".qweight") for name in file.tensors):
         raise UsageError(f"{path} is quantized already. Give the head from which it was made.")
     with shapes_only():
         model = build_model(target) if calibration is None else calibration.model
-        head = EagleHead(file.config, model, file.tensors.get("draft_ids")).requires_grad_(False)
+        kind = EagleHead if isinstance(file.config, EagleConfig) else BlockHead
+        head = kind(file.config, model, file.tensors.get("draft_ids")).requires_grad_(False)
     for name, tensor in (file.tensors if calibration is None else file.floats()).items():
         set_tensor(head, name, tensor.to(model.device) if calibration else tensor)
     errors = quantize_(head, spec) if calibration is None else _gptq_head(head, spec, calibration)
@@ -96,22 +102,28 @@ def quantize_head(
             tensors[name] = tensor.half()
     sizes = [sum(tensor.nbytes for tensor in group.values()) for group in (file.tensors, tensors)]
     receipt = {"algorithm": spec.algorithm, "bytes_before": sizes[0], "bytes_after": sizes[1]}
-    return file.config, tensors, receipt | {"worst": max(errors.values())}
+    return file.config, tensors, receipt | {"worst": max(errors.values()), "kind": file.config.kind}
 
 
 @torch.no_grad()
-def _gptq_head(head: EagleHead, spec: QuantSpec, calibration: Calibration) -> dict[str, float]:
+def _gptq_head(head: DraftHead, spec: QuantSpec, calibration: Calibration) -> dict[str, float]:
     """Round a head in place while it drafts along the calibration text. Returns the relative errors by name."""
     model, half = calibration.model, calibration.model.dtype != torch.float32
     head.rotary.build(model.device, model.rotary.length)
     rows = []
     for tokens in calibration.windows.to(model.device).split(BATCH):
         hidden_states, taps = model.forward_train(tokens, head.config.taps)
-        shown = tokens.roll(1, 1) if head.config.unshifted else tokens  # row i is paired with shown[i + 1]
-        rows.append((shown, hidden_states if taps is None else taps))
+        rows.append((tokens, hidden_states if taps is None else taps))
+
+    def draft_blocks() -> None:
+        for tokens, features in rows:
+            with torch.autocast(model.device.type, torch.bfloat16, enabled=half):
+                head.draft_along(tokens, features.float(), BLOCK_STRIDE)
 
     def draft() -> None:
         for tokens, features in rows:
+            if head.config.unshifted:  # row i is paired with tokens[i + 1]
+                tokens = tokens.roll(1, 1)
             with torch.autocast(model.device.type, torch.bfloat16, enabled=half):
                 feature, memory = head.fuse(features[:, :-1].float()), []
                 for step in range(DRAFT_STEPS):
@@ -119,12 +131,14 @@ def _gptq_head(head: EagleHead, spec: QuantSpec, calibration: Calibration) -> di
                     if head.lm_head is not None:  # the largest matrix, with few inputs: some of the rows are enough
                         head.predict(feature[:, ::LM_HEAD_STRIDE])
 
-    return quantize_(head, spec, draft)
+    return quantize_(head, spec, draft if isinstance(head, EagleHead) else draft_blocks)
 
 
 def measure_tau(directory: Path, head: str | Path, prompts: list[list[int]], device: str) -> float:
     """Mean number of tokens per greedy step of a model directory with an EAGLE head and the same tree everywhere."""
-    engine = load(directory, eagle=str(head), tree="paper25", eagle_always=True, device=device)
+    config = read_head(head, Checkpoint.open(directory).config).config
+    tree = block_tree(config) if isinstance(config, BlockConfig) else "paper25"
+    engine = load(directory, eagle=str(head), tree=tree, eagle_always=True, device=device)
     steps: list[int] = []
     for ids in prompts:
         params = SamplingParams(max_new_tokens=min(128, engine.ctx - len(ids)))
@@ -157,10 +171,15 @@ def show(receipt: dict[str, Any]) -> str:
     ]
     if "head" in r:
         tau = ["not measured" if t is None else f"{t:.2f}" for t in (r["tau_before"], r["tau_after"])]
-        lines.append(f"EAGLE head  {_sizes(r['head'])}   tau {tau[0]} -> {tau[1]}")
+        lines.append(f"{_head_name(r['head'])}  {_sizes(r['head'])}   tau {tau[0]} -> {tau[1]}")
         lines += [f"note        {note}" for note in r["notes"]]
     memory = f"   peak memory {size_text(r['peak_memory_bytes'])}" if r["peak_memory_bytes"] else ""
     return "\n".join([*lines, f"took        {r['seconds']:.0f} s{memory}"])
+
+
+def _head_name(receipt: dict[str, Any]) -> str:
+    """What a head is called at the begin of a line. The generations of EAGLE are all called so."""
+    return f"{receipt['kind'].partition('-')[0]} head".ljust(10)
 
 
 def _quality(r: dict[str, Any]) -> str:
@@ -239,7 +258,7 @@ def run(args: argparse.Namespace) -> str:
             if made := if_it_fits(gptq, notes, "the head was rounded to nearest"):
                 rounded, used = made, head_spec
         head_config, tensors, receipt = rounded
-        save_quantized_eagle(head_config, tensors, used, unfinished / "eagle")
+        _save_head(head_config, tensors, used, unfinished / "eagle")
         texts = windows.evaluation[:TAU_PROMPTS]
         prompts = [row[: min(64, texts.shape[1] // 2)].tolist() for row in texts]
         additions: dict[str, Any] = {"head": receipt}
@@ -283,19 +302,28 @@ def _head_alone(args: argparse.Namespace, spec: QuantSpec) -> str:
     else:
         config, tensors, receipt = quantize_head(args.eagle, target, spec)
     with directory_written_whole(out) as unfinished:
-        save_quantized_eagle(config, tensors, spec, unfinished)
+        _save_head(config, tensors, spec, unfinished)
         if card := read_card(args.eagle):
             write_json(unfinished / "CARD.json", card | {"rounded": {"mode": spec.mode, **receipt}})
-    return f"EAGLE head  {_sizes(receipt)}   largest relative error of a matrix {receipt['worst']:.2%}   {out}"
+    return (
+        f"{_head_name(receipt)}  {_sizes(receipt)}   largest relative error of a matrix {receipt['worst']:.2%}   {out}"
+    )
 
 
 def _gptq_head_of(
     args: argparse.Namespace, checkpoint: str | Path, target: ModelConfig, spec: QuantSpec, windows: Tensor
-) -> tuple[EagleConfig, dict[str, Tensor], dict[str, Any]]:
+) -> tuple[HeadConfig, dict[str, Tensor], dict[str, Any]]:
     """`quantize_head` by GPTQ, with the model at `checkpoint` in memory."""
     engine = load(checkpoint, device=args.device)
     with engine.backend.active():
         return quantize_head(args.eagle, target, spec, Calibration(engine.model, windows))
+
+
+def _save_head(config: HeadConfig, tensors: dict[str, Tensor], spec: QuantSpec, directory: Path) -> None:
+    if isinstance(config, EagleConfig):
+        save_quantized_eagle(config, tensors, spec, directory)
+    else:
+        save_quantized_block(config, tensors, spec, directory)
 
 
 def _check(args: argparse.Namespace, directory: Path, out: Path) -> None:

@@ -167,3 +167,36 @@ def _select(
     tokens = tokens.gather(1, flat)
     tokens = torch.cat([root[:, None], tokens if ids is None else ids[tokens]], 1)
     return DraftTree(tokens, parent, depth, ancestors, valid, pad(scores.gather(1, flat), (1, 0)))
+
+
+@kernels.operation(
+    "best_prefixes",
+    "draft_tree",
+    kernels.block_draft.best_prefixes,
+    kernels.block_draft.prefixes_shapes,
+    at=(1,),
+    copies=True,
+)
+def best_prefixes(tokens: Tensor, scores: Tensor, root: Tensor, N: int) -> DraftTree:
+    """The tree of the root and the N - 1 likeliest prefixes, where every depth has candidates of its own, which do not
+    depend on the parent (DDTree).
+
+    tokens, scores [B, D, K]: the candidates at each depth and their log-probabilities, descending; root [B]. The sums are
+    in float64. Where there are fewer prefixes that are possible at all, nodes at the end are padding.
+    """
+    D, K = tokens.shape[1:]
+    gains = _usable(scores).double()
+    above, place, size = gains.new_zeros(root.shape[0], 1), root[:, None] * 0 - 1, 0
+    levels = []
+    for depth in range(D):  # of each depth, the best N - 1 are enough
+        total = (above[:, :, None] + gains[:, depth, None]).flatten(1)
+        best = _best(total, N - 1)
+        above = total.gather(1, best)
+        levels.append((tokens[:, depth].gather(1, best % K), above, place.gather(1, best // K)))
+        place = torch.arange(size, size + best.shape[1], device=root.device).expand_as(best)
+        size += best.shape[1]
+    pool, totals, parent = (torch.cat(parts, 1) for parts in zip(*levels, strict=True))
+    live = 1 + (totals > -torch.inf).sum(1)
+    tree = DraftTree(*_select.reference(pool, totals, parent, root, None, N, D, live))
+    shown = torch.where(tree.valid, tree.scores, -torch.inf).to(torch.promote_types(scores.dtype, torch.float32))
+    return tree._replace(scores=shown, tokens=tree.tokens.where(tree.valid, 0))

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol
 
 from bench.random_models import random_head
 from drafters.medusa import MEDUSA_FILES
-from drafting import DraftFiles, build_drafter, build_head, read_drafter, resolve, with_tree
+from drafting import DraftFiles, block_tree, build_drafter, build_head, read_drafter, resolve, with_tree
 from engine import Engine, EngineConfig
 from model_config import ModelConfig
 from options import LoadOptions, read_option
@@ -26,9 +26,9 @@ from runtime.results import GenerationResult
 from sampling import SamplingParams
 from support.errors import UsageError
 from support.machine import synchronize
+from weights.block_heads import is_block_head, read_head
 from weights.checkpoint import load_config
 from weights.files import local_path, read_entries
-from weights.heads import read_eagle
 
 SAME_TOKENS, SAME_DISTRIBUTION, OTHER_ENGINE = "same tokens", "same distribution", "other engine"
 LABELS = (SAME_TOKENS, SAME_DISTRIBUTION, OTHER_ENGINE)  # from the strongest promise to none
@@ -184,7 +184,7 @@ def find_drafters(directory: Path, config: ModelConfig) -> Iterator[tuple[str, P
         if any((folder / name).is_file() for name in MEDUSA_FILES):
             yield "medusa", folder
             continue
-        for kind, reader, more in (("eagle", read_eagle, (config,)), ("draft_checkpoint", load_config, ())):
+        for kind, reader, more in (("eagle", read_head, (config,)), ("draft_checkpoint", load_config, ())):
             with contextlib.suppress(ValueError):
                 reader(folder, *more)
                 yield kind, folder
@@ -204,7 +204,11 @@ def default_arms(directory: Path, config: ModelConfig, cuda: bool) -> list[tuple
     others = [("n-gram", {"drafter": "ngram", "tree": "chain:15" if cuda else "chain:7"})]
     for kind, folder in find_drafters(directory, config):
         name = folder.name
-        if kind == "eagle":
+        block = read_head(folder, config).config if is_block_head(folder) else None
+        if block is not None:
+            heads.append((f"{name} tree", {kind: name, "tree": block_tree(block)}))
+            heads.append((f"{name} chain", {kind: name, "tree": f"chain:{block.depth}"}))
+        elif kind == "eagle":
             heads.append((f"{name} paper25", {kind: name, "tree": "paper25"}))
             heads.append((f"{name} dynamic", {kind: name, "tree": DYNAMIC_GPU if cuda else DYNAMIC}))
             heads += [] if cuda else [(f"{name} chain", {kind: name, "tree": CHAIN})]
@@ -250,7 +254,7 @@ def build_engine(base: Engine, options: dict[str, Any], ctx: int) -> Engine:
     if base.head is not None and opts.drafter_kind == "eagle":
         head = base.head
     elif opts.drafter_kind == "eagle" and opts.eagle.startswith("random:"):
-        head = random_head(model, int(opts.eagle.removeprefix("random:")), model.quant)
+        head = random_head(model, opts.eagle.removeprefix("random:"), model.quant)
     else:
         files = read_drafter(opts, model.config, base.tokenizer)
         head = build_head(files.head, model, opts, base.tokenizer) if files.head else None

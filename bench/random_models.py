@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from block_draft import BlockHead
 from eagle_draft import EagleHead
 from engine import Engine, EngineConfig
 from load import open_backend, use_threads
@@ -20,6 +21,7 @@ from model import Transformer
 from model_config import DTYPES, ModelConfig, RopeConfig
 from options import LoadOptions
 from support.machine import shapes_only
+from weights.block_heads import BlockConfig
 from weights.heads import EagleConfig, default_taps
 from weights.hf import build_model
 from weights.quantized import QuantLinear, QuantSpec, apply_spec_, pack_, set_tensor
@@ -104,11 +106,36 @@ def random_model(config: ModelConfig, quant: str | None, device: torch.device, d
     return model
 
 
-def random_head(model: Transformer, version: int, quant: str | None = None) -> EagleHead:
-    """An EAGLE head (generation 1 or 3) for `model`, on its device and in its dtype, not packed yet."""
-    torch.manual_seed(version)
+# The block heads that are published for models of 8 billion parameters, at most five layers each.
+BLOCKS = {
+    "dflash": {"slots": 16},
+    "dspark": {"slots": 7, "slot0": True, "markov": "vanilla", "rank": 256},
+    "dflash2": {"slots": 16, "markov": "selector", "rank": 256, "conv_taps": 2, "conv_group": 16},
+}
+
+
+def block_config(target: ModelConfig, kind: str, layers: int = 5) -> BlockConfig:
+    """The geometry of a published block head of a kind in BLOCKS for `target`."""
+    same = """hidden_size intermediate_size num_attention_heads num_key_value_heads head_dim max_position_embeddings
+        rms_norm_eps rope dtype vocab_size"""
+    sizes = {name: vars(target)[name] for name in same.split()}
+    layer = ModelConfig("qwen3", num_hidden_layers=layers, qk_norm=True, **sizes)
+    L = target.num_hidden_layers
+    taps = tuple(sorted({round(2 + i * (L - 4) / 4) for i in range(5)}))
+    vocab = target.vocab_size
+    return BlockConfig(layer, target.hidden_size, taps, mask_id=vocab - 1, target_vocab_size=vocab, **BLOCKS[kind])
+
+
+def random_head(model: Transformer, kind: str, quant: str | None = None) -> EagleHead | BlockHead:
+    """A head for `model`, on its device and in its dtype, not packed yet. kind: "1" or "3" (the generation of an EAGLE
+    head), or one of BLOCKS."""
+    torch.manual_seed(0 if kind in BLOCKS else int(kind))
     with shapes_only():
-        head = EagleHead(head_config(model.config, version), model).eval().requires_grad_(False)
+        if kind in BLOCKS:
+            head = BlockHead(block_config(model.config, kind), model)
+        else:
+            head = EagleHead(head_config(model.config, int(kind)), model)
+        head = head.eval().requires_grad_(False)
     if quant:
         apply_spec_(head, _spec(model.config, quant))
     if head.draft_ids is not None:
@@ -116,7 +143,7 @@ def random_head(model: Transformer, version: int, quant: str | None = None) -> E
         head.draft_ids = torch.arange(drafted, device=model.device) * model.config.vocab_size // drafted
     fill_random_(head, model.device, model.dtype)
     head.rotary.build(model.device, model.rotary.length)
-    head.trim()
+    head.finish()
     return head
 
 

@@ -164,10 +164,10 @@ def _drafter(engine: Engine) -> str:
     kind = engine.options.drafter_kind
     if engine.head:
         trimmed = f" vocabulary {engine.head.vocab_size:,}" if engine.head.draft_ids is not None else ""
-        version = engine.head.config.version
+        kind = engine.head.config.kind
         size = size_text(engine.plan.head)
         pruned = ", pruned" if engine.drafter.p_min else ""
-        return f"   head EAGLE-{version}  {size}{trimmed}  tree {engine.options.tree}{pruned}"
+        return f"   head {kind}  {size}{trimmed}  tree {engine.options.tree}{pruned}"
     if not kind:
         return ""
     weights = f"  {size_text(engine.plan.head)}" if engine.plan.head else ""

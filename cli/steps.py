@@ -252,9 +252,9 @@ def facts(engine: Engine, result: GenerationResult) -> list[tuple[str, str]]:
     if options is not None:
         quant = f"{engine.model.quant}, " if engine.model.quant else ""
         about.append(("model", f"{_name(options.checkpoint)} ({quant}{options.dtype})"))
-        version = f" (EAGLE-{engine.head.config.version})" if engine.head else ""
+        kind = f" ({engine.head.config.kind})" if engine.head else ""
         files = [file for file in (options.eagle, options.draft_checkpoint, options.medusa) if file]
-        about += [("draft model" if options.draft_checkpoint else "head", _name(file) + version) for file in files]
+        about += [("draft model" if options.draft_checkpoint else "head", _name(file) + kind) for file in files]
         if options.drafter_kind and not files:
             about.append(("drafter", options.drafter_kind))
     tau = ""

@@ -5,6 +5,7 @@ An `Operation` decides which of them, or of the C++ kernels, does a call. Linear
 when their weight was packed.
 """
 
+import kernels.block_draft as block_draft
 import kernels.choice as choice
 import kernels.draft as draft
 from kernels.attention import tree_attention
@@ -22,6 +23,7 @@ from kernels.backend import (
     triton,
     use_cpu,
 )
+from kernels.block_draft import Parents, convolve, follow, write_context
 from kernels.choice import Settings
 from kernels.cpu import BLOCK as CPU_BLOCK
 from kernels.cpu import TILE as CPU_TILE

@@ -1,7 +1,7 @@
 """The CPU backend: C++ kernels that are built once for this machine, and the layout of their weights.
 
 They are in cpu.cpp (linear layers, attention, whole decoder layers), cpu_step.cpp (the small work of a step) and
-cpu_draft.cpp (a whole static draft tree).
+cpu_draft.cpp (draft trees).
 
 For int4 and int8 weights a row of activations is rounded to int8 with one scale per 32 columns, and products are summed
 as integers, or (--activations float) the row stays as it is. The bits of a row's result depend neither on the other rows

@@ -1,7 +1,10 @@
-// Static draft trees of an EAGLE head on x86 CPUs with AVX2, a whole tree in one call. kernels/cpu.py builds this file. What
-// it computes is said in plain PyTorch in drafters/tree_drafter.py and eagle_draft.py, and has the same bits.
+// Draft trees on x86 CPUs with AVX2. kernels/cpu.py builds this file. Static trees of an EAGLE head take one call with all
+// forwards of the head: what it computes is said in plain PyTorch in drafters/tree_drafter.py and eagle_draft.py, and has the
+// same bits. The tree of a block head takes one call behind its forward (block_draft.py).
 
 #include "cpu.h"
+
+#include <map>
 
 namespace {
 
@@ -332,9 +335,117 @@ Draft::Fields draft_tree(const Tensor& drafts, std::vector<Tensor> list, bool sh
   return draft.fields();
 }
 
+// ---- trees of block heads --------------------------------------------------------------------------------------------
+
+// What may follow a token: places in the draft vocabulary and log-probabilities, the best first.
+using Children = std::vector<std::pair<float, int64_t>>;
+
+// The children in a slot after one token (`kernels.follow`), from the slot's shortlist of K. factor [R]: what the products with
+// the rows of `successor` are added of.
+Children children_after(const float* scores, const int64_t* places, int64_t K, const float* factor, const float* successor, int64_t R,
+                        float softness, int64_t count) {
+  Children found(K);
+  double rest = 1, total = 0;
+  for (int64_t k = 0; k < K; ++k) {
+    const float* row = successor + places[k] * R;
+    float bias = 0;
+    for (int64_t r = 0; r < R; ++r) bias += row[r] * factor[r];
+    const float u = scores[k] + bias / softness;
+    found[k] = {std::isnan(u) ? -INFINITY : u, places[k]};
+    if (scores[k] > -INFINITY) rest -= std::exp((double)scores[k]);
+  }
+  float top = 0;
+  for (const auto& [u, place] : found) top = std::max(top, u);
+  for (const auto& [u, place] : found) total += std::exp((double)(u - top));
+  const float all = top + (float)std::log(total + std::max(rest, 0.0) * std::exp(-(double)top));
+  std::stable_sort(found.begin(), found.end(), [](const auto& a, const auto& b) { return a.first > b.first; });
+  found.resize(std::min(count, K));
+  for (auto& [u, place] : found) u -= all;
+  return found;
+}
+
+// The root and the best prefixes, N nodes with those that are likelier than p_min, [B,N or fewer]: of every sequence the search
+// takes the likeliest candidate, and then its sibling and its first child are candidates.
+// scores, places [B,D,K]: the shortlists of the slots. successor [V,R], predecessor [V,R], mixed [B,D,R]: what corrects them by
+// the token before (`kernels.Parents`), if anything does. soft: scores are of logits divided by the temperature, 1/2 at least.
+Draft::Fields slot_tree(const Tensor& scores, const Tensor& places, const std::optional<Tensor>& draft_ids, const Tensor& root,
+                        const Tensor& temperature, const std::optional<Tensor>& successor, const std::optional<Tensor>& predecessor,
+                        const std::optional<Tensor>& mixed, bool soft, int64_t N, int64_t count, double p_min) {
+  struct Candidate {
+    double total;
+    int64_t order, parent, depth, rank;
+    const Children* list;
+    bool operator<(const Candidate& other) const { return total != other.total ? total < other.total : order > other.order; }
+  };
+  struct Node {
+    int64_t id, parent, depth;
+    float score;
+  };
+  const int64_t B = scores.size(0), D = scores.size(1), K = scores.size(2), R = successor ? successor->size(1) : 0;
+  const double least = p_min > 0 ? std::log(p_min) : -INFINITY;
+  std::vector<std::vector<Node>> trees(B);
+  std::vector<float> factor(R);
+  size_t widest = p_min > 0 ? 1 : N;
+  for (int64_t b = 0; b < B; ++b) {
+    std::map<std::pair<int64_t, int64_t>, Children> known;  // by the slot, and by the token before
+    const float heat = floats(temperature)[b], softness = soft && heat > 0 ? std::max(heat, 0.5f) : 1.f;
+    auto after = [&](int64_t depth, int64_t token) {
+      const auto [at, missing] = known.try_emplace({depth, R ? token : 0});
+      if (missing) {
+        const float* given = floats(scores) + (b * D + depth) * K;
+        const int64_t* listed = integers(places) + (b * D + depth) * K;
+        if (R) {
+          std::copy_n(floats(*predecessor) + token * R, R, factor.begin());
+          if (mixed)
+            for (int64_t r = 0; r < R; ++r) factor[r] *= floats(*mixed)[(b * D + depth) * R + r];
+          at->second = children_after(given, listed, K, factor.data(), floats(*successor), R, softness, count);
+        } else {
+          for (int64_t k = 0; k < std::min(count, K); ++k) at->second.push_back({given[k], listed[k]});
+        }
+      }
+      return &at->second;
+    };
+    std::vector<Node>& nodes = trees[b];
+    nodes.push_back({integers(root)[b], 0, 0, 0.f});
+    std::vector<Candidate> heap;
+    int64_t order = 0;
+    auto offer = [&](int64_t parent, double base, int64_t depth, int64_t rank, const Children* list) {
+      if (rank >= (int64_t)list->size()) return;
+      const double total = base + (*list)[rank].first;
+      if (!(total >= least) || total == -INFINITY) return;
+      heap.push_back({total, order++, parent, depth, rank, list});
+      std::push_heap(heap.begin(), heap.end());
+    };
+    std::vector<double> totals{0};
+    offer(0, 0, 0, 0, after(0, nodes[0].id));
+    while ((int64_t)nodes.size() < N && !heap.empty()) {
+      std::pop_heap(heap.begin(), heap.end());
+      const Candidate best = heap.back();
+      heap.pop_back();
+      const int64_t place = (*best.list)[best.rank].second, id = draft_ids ? integers(*draft_ids)[place] : place;
+      nodes.push_back({id, best.parent, best.depth + 1, (float)best.total});
+      totals.push_back(best.total);
+      offer(best.parent, totals[best.parent], best.depth, best.rank + 1, best.list);
+      if (best.depth + 1 < D) offer(nodes.size() - 1, best.total, best.depth + 1, 0, after(best.depth + 1, id));
+    }
+    widest = std::max(widest, nodes.size());
+  }
+  Draft draft(root, temperature, widest);
+  for (int64_t b = 0; b < B; ++b)
+    for (int64_t i = 0; i < draft.Z; ++i) {
+      const bool real = i < (int64_t)trees[b].size();
+      const Node node = real ? trees[b][i] : Node{0, 0, 0, -INFINITY};
+      draft.set(b, i, real, node.id, node.parent, node.depth, node.score);
+    }
+  return draft.fields();
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(eaglet_cpu, m) {
+  m.def("slot_tree(Tensor scores, Tensor places, Tensor? draft_ids, Tensor root, Tensor temperature, Tensor? successor, "
+        "Tensor? predecessor, Tensor? mixed, bool soft, int N, int count, float p_min) "
+        "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
   m.def("tree_draft(Tensor[] head, Tensor[] tree, Tensor[] levels, int children, float eps, float scale, "
         "bool keep_normed, bool noisy) -> Tensor");
   m.def("draft_tree(Tensor drafts, Tensor[] text, bool shared_noise, Tensor(a!) kv, bool round, float p_min, "
@@ -342,6 +453,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(eaglet_cpu, m) {
 }
 
 STABLE_TORCH_LIBRARY_IMPL(eaglet_cpu, CPU, m) {
+  m.impl("slot_tree", TORCH_BOX(&slot_tree));
   m.impl("tree_draft", TORCH_BOX(&tree_draft));
   m.impl("draft_tree", TORCH_BOX(&draft_tree));
 }

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 import kernels
+from block_draft import BlockHead
 from drafters.base import UNCOMPILED, Drafter, PlainDrafter
 from eagle_draft import EagleHead
 from memory_plan import MemoryPlan
@@ -56,11 +57,13 @@ class EngineConfig:
     kv_dtype: torch.dtype | None = None
     options: LoadOptions | None = None
     plan: MemoryPlan | None = None
-    head: EagleHead | None = None
+    head: EagleHead | BlockHead | None = None
     generation: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, options: LoadOptions, backend: kernels.KernelBackend, head: EagleHead | None = None) -> EngineConfig:
+    def of(
+        cls, options: LoadOptions, backend: kernels.KernelBackend, head: EagleHead | BlockHead | None = None
+    ) -> EngineConfig:
         """The configuration that resolved options ask for."""
         return cls(
             options.slots, options.ctx, options.compile, options.compile_mode, backend,

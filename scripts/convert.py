@@ -18,8 +18,9 @@ from model_config import DTYPES
 from support.errors import UsageError, bad_files, command_parser, run_command
 from support.files import clean_up, directory_written_whole
 from support.progress import Progress
+from weights.block_heads import read_head, save_block
 from weights.checkpoint import Checkpoint
-from weights.heads import read_eagle, save_eagle
+from weights.heads import EagleConfig, save_eagle
 from weights.hf import save_hf
 
 
@@ -40,16 +41,20 @@ def convert_model(source: Path, destination: Path, dtype: str | None) -> None:
 
 
 def convert_eagle(head: Path, target: Path, destination: Path, overrides: Sequence[str]) -> None:
-    """Read a head strictly for the model in `target` and write it under SafeAILab tensor names. Raises ValueError.
+    """Read a head strictly for the model in `target`, and write an EAGLE head under SafeAILab's tensor names, and another
+    one as its makers do. Raises ValueError.
 
     `overrides` are KEY=VALUE pairs for its config. What had to be assumed is printed.
     """
     for pair in overrides:
         if "=" not in pair:
             raise UsageError(f"--eagle-config {pair}: expected key=value.")
-    read = read_eagle(head, Checkpoint.open(target).config, dict(pair.split("=", 1) for pair in overrides))
+    read = read_head(head, Checkpoint.open(target).config, dict(pair.split("=", 1) for pair in overrides))
     with directory_written_whole(destination, keep=True) as unfinished:
-        save_eagle(read.config, read.tensors, unfinished)
+        if isinstance(read.config, EagleConfig):
+            save_eagle(read.config, read.tensors, unfinished)
+        else:
+            save_block(read.config, read.tensors, unfinished)
     for note in read.notes:
         print(f"note  {note}", file=sys.stderr)
 

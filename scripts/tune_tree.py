@@ -29,7 +29,7 @@ from support.errors import UsageError, at_least, command_parser, run_command
 from support.files import write_json
 from support.progress import Progress
 from tree import DynamicTree, parse_tree
-from weights.heads import read_eagle
+from weights.block_heads import read_head
 
 # options of `load` that a tree is tuned for
 TUNED_FOR = """checkpoint eagle eagle_config draft_vocab draft_vocab_text device dtype quant threads compile kernels
@@ -115,7 +115,7 @@ def run(args: argparse.Namespace) -> int:
         options = LoadOptions(**options_from(args, *TUNED_FOR))
         checkpoint = options.open_checkpoint()
         overrides = dict(item.split("=", 1) for item in options.eagle_config)
-        path = tuned_tree_path(options, checkpoint, read_eagle(options.eagle, checkpoint.config, overrides))
+        path = tuned_tree_path(options, checkpoint, read_head(options.eagle, checkpoint.config, overrides))
     path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path, content)
     print(f"written to {path}" + ("" if args.out else "   (--tree auto)"))

@@ -213,7 +213,8 @@ def our_operations():
     return {f"eaglet::{operation.name}": operation for operation in found}
 
 
-ROOMS = ("kernels", "model", "sampling", "step", "tree_building", "verify", "drafters", "eagle_draft", "runtime")
+ROOMS = ("kernels", "model", "sampling", "step", "tree_building", "verify", "drafters", "eagle_draft",
+         "block_draft", "runtime")  # fmt: skip
 
 
 class Launches(TorchDispatchMode):
@@ -320,7 +321,7 @@ def step_engine(shape, quant, version, nodes, layers, batch=1):
     backend = open_backend(LoadOptions(device="cuda"), lambda note: None)
     with torch.no_grad(), backend.active():
         target = random_model(config, quant, device, DTYPES[dtype])
-        head = random_head(target, version, quant or "int8") if nodes > 1 else None
+        head = random_head(target, str(version), quant or "int8") if nodes > 1 else None
         drafter = build_drafter(target, options, backend, head)
         return Engine(target, None, drafter, EngineConfig.of(options, backend, head))
 

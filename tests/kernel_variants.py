@@ -10,7 +10,8 @@ import fake_cuda
 import torch
 import triton.language as tl
 
-from kernels import choice, draft, experts, kv, records
+import kernels
+from kernels import block_draft, choice, draft, experts, kv, records
 from kernels.attention import attend_kernel, attention_tiles, lacks_fences
 from kernels.experts import expert_kernel
 from kernels.linear import NO_HEADS, launch_tile, linear_kernel
@@ -242,6 +243,20 @@ def launch_small_work(B: int, V: int, K: int, N: int, half: torch.dtype) -> None
         draft.expand([], *first, known)
         draft.expand([*pool[:4], pool[6]], new(B, K, K), new(B, K, K, kind=wide), known)
         draft.select(new(B, 710), new(B, 710, kind=wide), new(B, 710), new(B), known, N, D, None)
+    turned, layers = (new(B, D, 64, kind=wide), new(B, D, 64, kind=wide)), 5
+    context, cache = new(B, D, layers, 2, 8, 128, kind=half), new(layers, 2, B, 8, S, 128, kind=half)
+    kernels.write_context.triton(context, new(layers, 128, kind=half), 1e-6, *turned, cache, new(B, D))
+    slots, delta, base = new(B, 16, H, kind=half), new(B, 16, 4 * H // 16, kind=half), new(2, 2, H, kind=half)
+    for residual in (None, slots):
+        kernels.convolve.triton(slots, delta, base, int(residual is not None), residual)
+    short = new(B, 15, 16, kind=wide), new(B, 15, 16)
+    codebook, mixed = new(V, 256, kind=half), new(B, 15, 256, kind=half)
+    for soft, known in (
+        (None, (new(B, K, 256, kind=half), None, None, None)),
+        (settings.temperature, (None, new(B, K), codebook, mixed)),
+    ):
+        kernels.follow.triton(*short, kernels.Parents(codebook, *known), soft, 3, K)
+    block_draft.best_prefixes(new(B, 15, K), new(B, 15, K, kind=wide), new(B), N)
     draft.accept(*(new(B, N) for _ in range(3)), new(B, N, N, kind=flag), new(B, N, kind=flag), new(B, N), D)
     accepted = records.Accepted(new(B, D + 1), new(B), new(B), new(B, D + 1))
     state = dict(tokens=new(B, S), ring=new(8, B, 2 + 2 * (D + 1)), stop_ids=new(B, 8), step=new(1))

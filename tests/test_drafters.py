@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from block_kit import tiny_block
 from fake_cuda import Indexing, OneDevice, on_fake_gpu
 from test_tree import files_run
 from tiny import CTX, DRAFT_VOCAB, PROMPT, TREES, V, geometry, tables, tiny_head, tiny_model
@@ -16,6 +17,7 @@ from torch._dynamo.trace_rules import check_file
 
 import sampling
 import tree as trees
+from block_draft import BlockDrafter
 from drafters import ngram
 from drafters.base import Draft, Drafter, PlainDrafter
 from drafters.draft_model import DraftModelDrafter, check_vocabulary
@@ -65,6 +67,12 @@ def eagle(model=MODEL, B=1, tree=SHALLOW, K=6):
     return WithNGrams(EagleDrafter(head, built, B, CTX + built.N + K + 1), K)
 
 
+def block(model=MODEL, B=1, tree=SHALLOW, prune=0.0, **changes):
+    built = tables(tree, B)
+    head = tiny_block(model, slots=5, **changes)
+    return BlockDrafter(head, built, B, CTX + built.N + 1, DraftRule(p_min=prune))
+
+
 KINDS = {
     "ngram": lambda model, B: NGramDrafter(model, 14, 5),
     "lookahead": lambda model, B: LookaheadDrafter(model, B, 4, 3, 3),
@@ -75,6 +83,18 @@ KINDS = {
     "medusa, own heads": lambda model, B: MedusaDrafter(medusa_heads(model, own=True), tables(SHALLOW, B)),
     "eagle and n-grams": lambda model, B: eagle(model, B),
     "dynamic eagle and n-grams": lambda model, B: eagle(model, B, trees.DynamicTree(12, 3, 4)),
+    "block, static": lambda model, B: block(model, B),
+    "block, chain": lambda model, B: block(model, B, trees.chain(4), causal=True),
+    "block, tree": lambda model, B: block(model, B, trees.DynamicTree(14, 3, 4), windows=(0, 3), causal_window=True),
+    "block, pruned tree": lambda model, B: block(model, B, trees.DynamicTree(14, 3, 4), 0.02),
+    "DSpark, tree": lambda model, B: block(
+        model, B, trees.DynamicTree(14, 4, 4), slot0=True, markov="rnn", rank=6, draft_ids=DRAFT_VOCAB
+    ),
+    "DSpark, static": lambda model, B: block(model, B, slot0=True, markov="gated", rank=6),
+    "DFlash2, tree": lambda model, B: block(
+        model, B, trees.DynamicTree(14, 3, 4), markov="selector", rank=6, conv_taps=2, conv_group=8
+    ),
+    "block and n-grams": lambda model, B: WithNGrams(block(model, B, trees.DynamicTree(9, 2, 3)), 5),
     "lookahead and n-grams": lambda model, B: WithNGrams(LookaheadDrafter(model, B, 3, 2, 2), 5),
 }
 
@@ -180,6 +200,9 @@ GRAPHS = {
     "draft model, dynamic, penalties": ("draft model, dynamic", dict(temperature=1.0, top_p=0.9, presence_penalty=0.4)),
     "medusa": ("medusa", dict(temperature=1.0, top_k=9, repetition_penalty=1.1)),
     "n-gram nodes": ("eagle and n-grams", {}),
+    "block": ("block, tree", dict(temperature=1.0)),
+    "DSpark": ("DSpark, tree", dict(temperature=1.0, top_p=0.9)),
+    "DFlash2, penalties": ("DFlash2, tree", dict(temperature=1.0, presence_penalty=0.4)),
 }  # fmt: skip
 
 

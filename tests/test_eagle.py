@@ -597,7 +597,7 @@ def test_multi_round_draws_from_the_filtered_distribution(rule, distribution):
     params, tree = FILTERS[distribution], trees.PAPER25
     head = tiny_head(tiny_model(), vocab=DRAFT_VOCAB)
     head.target.lm_head.weight.mul_(2)
-    head.trim()
+    head.finish()
     engine = eagle_engine(head, tree, multi_round=rule)
     seen = record(engine)
     engine.generate(PROMPT, params).run()

@@ -218,7 +218,7 @@ def test_random_weights_of_a_deep_model_stay_finite(quant):
         logits = model.logits(hidden)
         assert torch.isfinite(logits).all() and 0.3 < logits.std() < 3
         assert taps.abs().max() < 1000 and kv.abs().max() < 100
-        head = random_models.random_head(model, 3, quant)
+        head = random_models.random_head(model, "3", quant)
         assert 0.2 < head.predict(head.fuse(taps)).std() < 5
 
 

@@ -6,6 +6,7 @@ Tests named `test_interpreted_*` need TRITON_INTERPRET=1 before Triton is import
 from dataclasses import replace
 from unittest import mock
 
+import fake_cuda
 import pytest
 import torch
 from fake_cuda import Launches, OneDevice, fake_gpu, step_engine
@@ -392,3 +393,29 @@ def test_interpreted_engine_gives_the_plain_tokens(ours, name, monkeypatch):
 
     want = run(KernelBackend("reference", "cpu"))
     assert run(ours, name == "greedy") == want and not ours.declined
+
+
+@needs_triton
+@pytest.mark.parametrize("kind,tree,whole,drafting", [
+    ("dflash", "dynamic:60,7,10", 284, 46), ("dflash", "dynamic:16,14,1", 284, 46),
+    ("dspark", "dynamic:60,6,10", 268, 55),
+    ("dspark", "dynamic:8,6,1", 223, 49), ("dflash2", "dynamic:16,7,8", 330, 93),
+])  # fmt: skip
+def test_a_block_is_drafted_with_few_launches(monkeypatch, kind, tree, whole, drafting):
+    """Work for each depth or layer that could be done once: the keys and values of the text, the candidates of all slots,
+    a tree of marginals.
+
+    The head has five layers. drafting: of the draft alone, where EAGLE-3 with dynamic:60,7,10 has 95. whole: of the step
+    of 32 layers, where that has 329, 224 of them in the target.
+    """
+    monkeypatch.setitem(fake_cuda.TREES, 99, tree)
+    with fake_gpu(monkeypatch):
+        counts, _ = counted(step_engine("llama-3-8b", "int4", kind, 99, LAYERS), {})
+    layers = sum(count for (part, _), count in counts.items() if part == "layer")
+    draft = sum(count for (part, _), count in counts.items() if part == "draft")
+    own = (
+        0 if kind == "dflash2" else round(5 * layers / (LAYERS + 5))
+    )  # layers of the head are layers of the same class
+    rest = sum(counts.values()) - layers - draft
+    assert draft + own <= drafting and (kind == "dflash2" or drafting <= 0.6 * 95)
+    assert rest + draft + own + (layers - own) * 32 // LAYERS <= whole

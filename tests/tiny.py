@@ -76,7 +76,7 @@ def tiny_head(
     head = cls(config, target, draft_vocab=vocab).to(target.dtype)
     randomise(head, seed)
     head.rotary.build("cpu", CTX)
-    head.trim()
+    head.finish()
     return head
 
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn, get_args, get_origin, get_type_hints
+from typing import Any, Generic, NamedTuple, NoReturn, TypeVar, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from support.files import read_json
 from support.reader import ConfigReader, check, is_a, parse_json, refusal
 from weights.files import Entry, check_entries, local_path, read_entries, tensor_files
 from weights.hf import config_to_hf, read_rows, write_directory
-from weights.quantized import TENSORS, QuantLinear, QuantSpec, empty_tensors, read_spec, spec_to_json
+from weights.quantized import LOOKED_UP, TENSORS, QuantLinear, QuantSpec, empty_tensors, read_spec, spec_to_json
 from weights.stored import read_stored
 
 PREFIXES = {r"^(draft_model|model)\.": "", r"^(midlayer|transformer)\.": "layers.0.", r"^fusion_fc\.": "fc."}
@@ -31,6 +31,7 @@ ATTENTION, AUX = "layers.0.self_attn.", "eagle_aux_hidden_state_layer_ids"
 # What the head's decoder layer takes from the head's config, and what --eagle-config may set.
 HEAD_KEYS = "num_attention_heads num_key_value_heads head_dim rms_norm_eps rope_theta rope_scaling".split()
 OVERRIDES = (*HEAD_KEYS, "max_position_embeddings", "norm_before_residual", "norm_output", AUX)
+Config = TypeVar("Config")
 SIZES = {2048: "1B", 3072: "3B", 4096: "7B or 8B", 5120: "13B", 6656: "33B", 8192: "70B"}
 
 
@@ -56,6 +57,11 @@ class EagleConfig:
     target_vocab_size: int = 0  # needed to save a head that has a draft vocabulary
     unshifted: bool = False  # version 1: feature i goes with token i, not i + 1 (an ablation of the paper)
 
+    @property
+    def kind(self) -> str:
+        """What it is called in reports."""
+        return f"EAGLE-{self.version}"
+
     def layout(self, layers: int) -> str:
         """What `save_eagle` writes for a target of that many layers, and which programs read it correctly."""
         names = f"EAGLE-{self.version}, SafeAILab tensor names; "
@@ -70,10 +76,10 @@ class EagleConfig:
         return f"EAGLE-{self.version} (SafeAILab layout)"
 
 
-class EagleFile(NamedTuple):
-    """A head as read: tensors under the state-dict names of `eagle_draft.EagleHead`, and what had to be assumed."""
+class HeadFile(NamedTuple, Generic[Config]):
+    """A head as read: tensors under the state-dict names of its module, and what had to be assumed."""
 
-    config: EagleConfig
+    config: Config
     tensors: dict[str, Tensor]
     notes: list[str]
 
@@ -88,6 +94,9 @@ class EagleFile(NamedTuple):
             elif leaf not in TENSORS:
                 floats[name] = tensor.float() if tensor.is_floating_point() else tensor
         return floats
+
+
+EagleFile = HeadFile[EagleConfig]
 
 
 def default_taps(layers: int) -> tuple[int, ...]:
@@ -212,22 +221,42 @@ def save_eagle(config: EagleConfig, tensors: Mapping[str, Tensor], directory: st
 
 def save_quantized_eagle(config: EagleConfig, tensors: Mapping[str, Tensor], spec: QuantSpec, directory: Path) -> None:
     """Write a quantized head in our own format. `tensors` have the names of the head's state dict."""
-    write_directory(directory, tensors, {"eaglet_quant": spec_to_json(spec), "eaglet_head": asdict(config)})
+    save_quantized(asdict(config), "eaglet_head", tensors, spec, directory)
+
+
+def save_quantized(
+    described: dict[str, Any], key: str, tensors: Mapping[str, Tensor], spec: QuantSpec, directory: str | Path
+) -> None:
+    """Write a quantized head of any kind, whose config stands under `key` of config.json."""
+    write_directory(directory, tensors, {"eaglet_quant": spec_to_json(spec), key: described})
 
 
 def read_quantized_eagle(directory: str | Path) -> EagleFile:
     """Read what `save_quantized_eagle` wrote. `weights.quantized.adopt_` puts the tensors into a head."""
+    file = read_quantized(directory, EagleConfig, "eaglet_head", head_tensors)
+    _check_described(file.config, f"{Path(directory) / 'config.json'} (eaglet_head)")
+    return file
+
+
+def read_quantized(
+    directory: str | Path,
+    kind: type[Config],
+    key: str,
+    tensors_of: Callable[[Config], dict[str, dict[str, tuple[int, ...]]]],
+) -> HeadFile[Config]:
+    """Read what `save_quantized` wrote of a head whose config is of this kind, and has these tensors."""
     where = Path(directory) / "config.json"
     raw = read_json(where)
     spec = read_spec(raw.get("eaglet_quant"), str(where))
-    config = _read_described(raw.get("eaglet_head"), f"{where} (eaglet_head)")
+    config = _read_described(raw.get(key), f"{where} ({key})", kind)
     entries = read_entries(tensor_files(Path(directory)))
-    table = {name: _whole_shape(parts) for name, parts in head_tensors(config).items()}
+    table = {name: _whole_shape(parts) for name, parts in tensors_of(config).items()}
     shapes: dict[str, tuple[int, ...]] = {}
     dtypes: dict[str, torch.dtype] = {}
     for name, shape in table.items():
         base, _, leaf = name.rpartition(".")
-        bits = 16 if leaf == "bias" or len(shape) == 1 or base == "embed_tokens" else _bits(spec, base, shape[1], where)
+        rounded = leaf == "weight" and len(shape) == 2 and name not in LOOKED_UP
+        bits = _bits(spec, base, shape[1], where) if rounded else 16
         if bits == 16:
             shapes[name] = shape
             continue
@@ -238,19 +267,53 @@ def read_quantized_eagle(directory: str | Path) -> EagleFile:
                 dtypes[f"{base}.{kind}"] = empty.dtype
     if config.layer.vocab_size != config.target_vocab_size:
         shapes["draft_ids"], dtypes["draft_ids"] = (config.layer.vocab_size,), torch.int64
-    elif config.version == 1 and "draft_ids" in entries:  # rows of the LM head that it drafts with
+    elif not config.has_lm_head and "draft_ids" in entries:  # rows of the LM head that it drafts with
         shapes["draft_ids"], dtypes["draft_ids"] = (entries["draft_ids"].shape or (1,))[:1], torch.int64
     check_entries(shapes, entries, str(directory), dtypes)
     tensors = {name: read_stored(entries, name, str(directory)) for name in shapes}
     if (ids := tensors.get("draft_ids")) is not None:
         if not _are_token_ids(ids, config.target_vocab_size):
             raise refusal(directory, "draft_ids are not ascending token ids of the target: damaged?")
-    return EagleFile(config, tensors, [])
+    return HeadFile(config, tensors, [])
 
 
 def _are_token_ids(ids: Tensor, vocab: int) -> bool:
     """Whether ids [Vd] are a draft vocabulary: one token id or more, ascending, below vocab."""
     return len(ids) > 0 and bool((ids.diff() > 0).all() and ids[0] >= 0 and ids[-1] < vocab)
+
+
+def draft_ids_of(entries: dict[str, Entry], vocab: int, wide: bool, fail: Callable[[str], NoReturn]) -> Tensor | None:
+    """Absolute target ids [Vd] of a head's draft vocabulary, None if it is the target's, which has `vocab` tokens.
+
+    The tensors d2t and t2d, which name them, are taken out of the entries. wide: whether the head may have an LM head of
+    its own. fail: raises the error for this head.
+    """
+
+    def rows_of(name: str) -> int:
+        shape = entries[name].shape if name in entries else (vocab, 1)
+        return shape[0] if len(shape) == 2 else fail(f"{name} is no matrix.")
+
+    offsets, member = entries.pop("d2t", None), entries.pop("t2d", None)
+    misfit = f"but the target's vocabulary is {vocab}"
+    rows = rows_of("lm_head.weight")
+    if "lm_head.weight" not in entries and offsets is not None and not wide and len(offsets.shape) == 1:
+        rows = offsets.shape[0]  # it drafts with these rows of the target's LM head
+    if (embedded := rows_of("embed_tokens.weight")) != vocab:
+        fail(f"embed_tokens has {embedded} rows, {misfit}. Pass the matching --checkpoint.")
+    if member is not None and member.shape != (vocab,):
+        fail(f"t2d is {list(member.shape)}, {misfit}. Pass the matching --checkpoint.")
+    if offsets is None:
+        if rows != vocab:
+            fail(f"the LM head has {rows} rows, {misfit}, and there is no d2t table.")
+        return None
+    if offsets.dtype not in (torch.int64, torch.int32) or offsets.shape != (rows,):
+        fail(f"d2t is {offsets.dtype} {list(offsets.shape)}, expected int64 [{rows}].")
+    ids = offsets.read().long() + torch.arange(rows)
+    if not _are_token_ids(ids, vocab):
+        fail(f"d2t holds no offsets to ascending token ids below {vocab}: damaged?")
+    if member is not None and not torch.equal(member.read().nonzero().flatten(), ids):
+        fail("t2d and d2t disagree: damaged.")
+    return None if rows == vocab else ids
 
 
 def _whole_shape(parts: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
@@ -265,22 +328,25 @@ def _bits(spec: QuantSpec, name: str, columns: int, where: Path) -> int:
         raise refusal(where, str(error)) from error
 
 
-def _read_described(given: Any, where: str) -> EagleConfig:
-    """The EagleConfig that `asdict` wrote. Raises ValueError in one line for a wrong type, range or combination."""
-    check(given, _json_shape(EagleConfig), where, "the head")
+def _read_described(given: Any, where: str, kind: type[Config]) -> Config:
+    """The config that `asdict` wrote. Raises ValueError in one line for a wrong type, or a layer that cannot be."""
+    check(given, _json_shape(kind), where, "the head")
     layer = {k: tuple(v) if isinstance(v, list) else v for k, v in given["layer"].items()}
     layer = ModelConfig(**layer | {"rope": RopeConfig(**layer.get("rope", {}))})
     ModelConfig.from_hf(config_to_hf(layer), where)  # checks the ranges
-    config = EagleConfig(**given | {"layer": layer, "taps": tuple(given.get("taps", ()))})
+    return kind(**given | {"layer": layer, "taps": tuple(given.get("taps", ()))})
+
+
+def _check_described(config: EagleConfig, where: str) -> None:
+    """Raise ValueError in one line for a wrong range or combination."""
     sizes = (config.target_hidden_size, config.target_vocab_size)
     wide = config.version == 3
     taps = list(config.taps)
     ascending = taps == sorted(taps) and all(0 <= tap <= 1000 for tap in taps) and len(taps) <= 16
-    if config.version not in (1, 3) or wide != bool(taps) or not ascending or layer.num_hidden_layers != 1:
+    if config.version not in (1, 3) or wide != bool(taps) or not ascending or config.layer.num_hidden_layers != 1:
         raise refusal(where, f"no head of version {config.version} with taps {taps!r:.40} and one layer is known.")
-    if not all(1 <= size <= 10_000_000 for size in sizes) or layer.vocab_size > config.target_vocab_size:
+    if not all(1 <= size <= 10_000_000 for size in sizes) or config.layer.vocab_size > config.target_vocab_size:
         raise refusal(where, f"target_hidden_size and target_vocab_size are {sizes}, which no model has.")
-    return config
 
 
 def _json_shape(kind: type) -> dict[str, Any]:
@@ -371,7 +437,7 @@ class _HeadReader:
         """The whole head. Raises ValueError as `read_eagle` does."""
         taps, flags = self._taps(), self.flags
         wide = bool(taps)
-        draft_ids = self._draft_ids(wide)
+        draft_ids = draft_ids_of(self.entries, self.target.vocab_size, wide, self.fail)
         layer = self._layer(taps)
         own_embed = self.speculators or self.ours or layer.hidden_size != self.target.hidden_size
         if wide and not self.speculators and not self.ours and not flags.boolean("norm_output", True):
@@ -446,36 +512,6 @@ class _HeadReader:
         if ids != sorted(ids) or not 0 <= ids[0] <= ids[-1] <= layers:
             self.fail(f"the aux layers {ids} are not ascending layers of a target with {layers}.")
         return tuple(ids)
-
-    def _draft_ids(self, wide: bool) -> Tensor | None:
-        """Absolute target ids [Vd] of the draft vocabulary, None if it is the target's. wide: of an EAGLE-3 head.
-
-        The tensors d2t and t2d, which name them, are taken out of the entries.
-        """
-        offsets, member = self.entries.pop("d2t", None), self.entries.pop("t2d", None)
-        vocab, misfit = self.target.vocab_size, f"but the target's vocabulary is {self.target.vocab_size}"
-        rows = vocab
-        if "lm_head.weight" in self.entries:
-            rows = self._shape("lm_head.weight")[0]
-        elif offsets is not None and not wide and len(offsets.shape) == 1:
-            rows = offsets.shape[0]  # it drafts with these rows of the target's LM head
-        embedded = self._shape("embed_tokens.weight")[0] if "embed_tokens.weight" in self.entries else vocab
-        if embedded != vocab:
-            self.fail(f"embed_tokens has {embedded} rows, {misfit}. Pass the matching --checkpoint.")
-        if member is not None and member.shape != (vocab,):
-            self.fail(f"t2d is {list(member.shape)}, {misfit}. Pass the matching --checkpoint.")
-        if offsets is None:
-            if rows != vocab:
-                self.fail(f"the LM head has {rows} rows, {misfit}, and there is no d2t table.")
-            return None
-        if offsets.dtype not in (torch.int64, torch.int32) or offsets.shape != (rows,):
-            self.fail(f"d2t is {offsets.dtype} {list(offsets.shape)}, expected int64 [{rows}].")
-        ids = offsets.read().long() + torch.arange(rows)
-        if not _are_token_ids(ids, vocab):
-            self.fail(f"d2t holds no offsets to ascending token ids below {vocab}: damaged?")
-        if member is not None and not torch.equal(member.read().nonzero().flatten(), ids):
-            self.fail("t2d and d2t disagree: damaged.")
-        return None if rows == vocab else ids
 
     def _layer(self, taps: tuple[int, ...]) -> ModelConfig:
         """The head's decoder layer: sizes from the tensors, the rest from its own config."""

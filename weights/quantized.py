@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -34,6 +34,8 @@ ALGORITHMS = ("rtn", "gptq")
 HEADS = ("fp16", "int8", "int4")
 GROUPS = (32, 64, 128)
 TENSORS = ("qweight", "scales", "zeros", "mins", "perm")
+# Tables whose rows are looked up, so that they are neither rounded nor packed, but for a tied embedding.
+LOOKED_UP = ("embed_tokens.weight", "predecessor.weight", "successor.weight")
 Stored = Mapping[str, Tensor]  # the tensors of one quantized weight, by the names of TENSORS
 
 
@@ -437,7 +439,7 @@ def held_bytes(
             total += count // shape[-1] * padded(shape[-1])
         elif leaf in ("zeros", "mins", "perm") or not tensor.dtype.is_floating_point:
             total += count * width
-        elif tiles and leaf == "weight" and len(shape) == 2 and (tied or not name.endswith("embed_tokens.weight")):
+        elif tiles and leaf == "weight" and len(shape) == 2 and (tied or not name.endswith(LOOKED_UP)):
             total += count + 4 * shape[0] if rounded else count * (width if shape[0] % kernels.CPU_TILE == 0 else 4)
         else:
             total += count * dtype.itemsize
@@ -477,6 +479,21 @@ def apply_spec_(module: nn.Module, spec: QuantSpec, names: Collection[str] = ())
             new.append(QuantLinear(empty, bias, per_token))
         replace_module(module, name, QuantExperts(child, *new) if experts else new[0])
     return module
+
+
+def row_parts(linears: Sequence[nn.Linear | QuantLinear], first: int) -> nn.Linear | QuantLinear:
+    """One linear with the rows from `first` on of several that have the same input, none of which is packed."""
+    tensors = [layer.state_dict() for layer in linears]
+    stored = {}
+    for name in tensors[0]:  # the rows are the first axis of weights and codes, and the last one of scales
+        rows_first = name in ("weight", "qweight")
+        parts = [held[name][first:] if rows_first else held[name][..., first:] for held in tensors]
+        stored[name] = torch.cat(parts, 0 if rows_first else -1)
+    if "weight" not in stored:
+        return QuantLinear(stored)
+    out = nn.Linear(*stored["weight"].shape[::-1], bias=False, device="meta")
+    out.weight = nn.Parameter(stored["weight"].detach(), requires_grad=False)
+    return out
 
 
 def replace_module(module: nn.Module, name: str, new: nn.Module) -> None:

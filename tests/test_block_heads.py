@@ -1,0 +1,207 @@
+"""weights/block_heads.py, block_draft.BlockHead: every published layout is read, and computes what its formulas say."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from block_kit import (
+    H,
+    block_outputs,
+    built,
+    corrected,
+    draft_ids,
+    layouts,
+    random_tensors,
+    setting,
+    tap_ids,
+    target,
+    write_layout,
+)
+from tiny import CTX, V
+
+import tree as trees
+from block_draft import BlockDrafter
+from sampling import SamplingParams
+from step import DecodeState, draft_input
+from support.errors import one_line
+from weights.block_heads import BlockFile, block_tensors, is_block_head, read_block, read_head, save_block
+
+LAYOUTS = layouts()
+MODEL = target()
+ANCHOR, TEXT = 17, 7
+
+
+def features_of(config: dict, count: int = TEXT, seed: int = 1) -> torch.Tensor:
+    """Random features [count, taps, H] in the file's order."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(count, len(tap_ids(config)), H, generator=generator, dtype=torch.float64)
+
+
+def read_layout(tmp_path, name, how="one file"):
+    config = LAYOUTS[name]
+    tensors = random_tensors(config)
+    return config, tensors, read_head(write_layout(tmp_path / "head", config, tensors, how), MODEL.config)
+
+
+def slots_of(head, features: torch.Tensor, taps: list[int], first: int = 0, B: int = 1):
+    """The drafter after `features`, of which the first ones came as a prompt, and its Slots in the next step."""
+    ordered = features[:, sorted(range(len(taps)), key=lambda i: taps[i])].flatten(1)
+    chain = trees.tree_tables([trees.chain(head.config.depth)] * B)
+    drafter = BlockDrafter(head, chain, B, CTX + chain.N + 1)
+    state = DecodeState(MODEL, drafter, B, CTX)
+    for row in range(B):
+        if first:
+            tokens = torch.zeros(1, first + 1, dtype=torch.int64)
+            drafter.prefill(row, tokens, ordered[None, :first], torch.tensor([0]))
+        state.n[row] = len(features)
+        state.root[row] = ANCHOR
+        state.count[row] = len(features) - first
+        state.features[row, : len(features) - first] = ordered[first:]
+    return drafter, drafter._slots(draft_input(state, SamplingParams().mode)), state
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_logits_are_those_of_the_formulas(tmp_path, name):
+    """A head that is read or computed wrongly and changes no output: the slot, the mask, the window, the positions, the
+    order of the tapped layers, a norm that is missing, a convolution across the anchor, or another RoPE base."""
+    config, tensors, file = read_layout(tmp_path, name)
+    head = built(file, MODEL)
+    features = features_of(config)
+    first = TEXT - min(3, head.config.depth)
+    _, slots, _ = slots_of(head, features, tap_ids(config), first)
+    out, z = block_outputs(config, tensors, features, ANCHOR, MODEL)
+    torch.testing.assert_close(slots.hidden[0], out, rtol=0, atol=1e-10)
+    torch.testing.assert_close(head.narrow_logits(slots.hidden)[0], z, rtol=0, atol=1e-10)
+    if head.config.markov:
+        path, state = [ANCHOR, 5, 60, 5, 33], None
+        for d in range(min(len(path), head.config.depth)):
+            tokens = torch.tensor([[path[d]]])
+            factor, state = head.factors(tokens, slots.mixed[:, d], state)
+            bias = factor[0, 0] @ head.successor.weight.T
+            want = corrected(config, tensors, out, z, path[: d + 1])
+            torch.testing.assert_close(z[d] + bias, want, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("how", ("shards", "bin"))
+@pytest.mark.parametrize("name", ("dflash2", "dspark, gated", "speculators"))
+def test_files_of_all_kinds_are_read(tmp_path, name, how):
+    """A head in shards or in a pickle that is read differently from the same head in one file."""
+    _, _, one = read_layout(tmp_path / "a", name)
+    _, _, other = read_layout(tmp_path / "b", name, how)
+    assert one.config == other.config and one.tensors.keys() == other.tensors.keys()
+    assert all(torch.equal(one.tensors[key], other.tensors[key]) for key in one.tensors)
+
+
+@pytest.mark.parametrize("name", [name for name in LAYOUTS if "speculators" not in name])
+def test_a_head_is_written_as_it_is_published(tmp_path, name):
+    """An export that another program, or this one, reads as another head."""
+    config, tensors, file = read_layout(tmp_path, name)
+    save_block(file.config, file.tensors, tmp_path / "again")
+    again = read_block(tmp_path / "again", MODEL.config)
+    assert again.config == replace(file.config, layer=again.config.layer)
+    same = ("windows", "rope", "rms_norm_eps", "head_dim", "num_hidden_layers", "num_key_value_heads", "vocab_size")
+    assert all(vars(again.config.layer)[key] == vars(file.config.layer)[key] for key in same)
+    assert again.tensors.keys() == file.tensors.keys()
+    assert all(torch.equal(again.tensors[key], file.tensors[key]) for key in again.tensors)
+    from safetensors.torch import load_file
+
+    written = load_file(tmp_path / "again" / "model.safetensors")
+    for key in written.keys() & tensors.keys() - {"fc.weight"}:
+        assert torch.equal(written[key], tensors[key])
+    assert {key for key in tensors if "confidence" not in key} == written.keys()
+
+
+def test_the_vocabulary_of_a_speculators_head_is_its_own(tmp_path):
+    """Draft ids that are offsets, or a successor table that is indexed by the target's ids."""
+    config, _, file = read_layout(tmp_path, "speculators")
+    assert file.tensors["draft_ids"].tolist() == draft_ids(config)
+    assert file.config.taps == (1, 3, 5) and file.config.layer.vocab_size == 40 and file.config.has_lm_head
+    assert block_tensors(file.config)["successor.weight"] == {"markov_head.markov_w2.weight": (40, 6)}
+
+
+def test_slots_and_depths_follow_the_architecture(tmp_path):
+    """The wrong token for every slot: DeepSpec's DFlash drafts in slot 0, and speculators say whether theirs do."""
+    depth = {name: read_layout(tmp_path / name, name)[2].config.depth for name in LAYOUTS}
+    assert depth["dflash"] == 5 and depth["dspark, plain"] == 5 and depth["dspark, gated"] == 4
+    assert depth["speculators"] == 4 and depth["speculators, anchor unused"] == 3 and depth["dflash2"] == 4
+
+
+BAD = {
+    "an unknown setting": ("dflash", {"pivot": 3}, "pivot = 3 is not understood"),
+    "an unknown nested one": ("dflash", {"dflash_config": {"mask_token_id": 1, "swa": True}}, "dflash_config.swa"),
+    "Domino": ("dflash", {"dflash_config": {"mask_token_id": 1, "shift_label": True}}, "shift_label = True"),
+    "another kind": ("dflash", {"architectures": ["LlamaForCausalLM"]}, "more than one decoder layer"),
+    "another Markov head": ("dspark, vanilla", {"markov_head_type": "fir"}, "markov_head_type = 'fir'"),
+    "another target": ("dflash", {"num_target_layers": 36}, "made for 36 layers, this model has 6"),
+    "another width": ("dflash", {"hidden_size": 64}, "made for hidden_size 64, this model has 32"),
+    "another vocabulary": ("dflash", {"vocab_size": 98}, "made for a vocabulary of 98"),
+    "the last layer": ("dflash", {"dflash_config": {"mask_token_id": 1, "target_layer_ids": [0, 2, 5]}}, "[0, 2, 5]"),
+    "a bias": ("dflash", {"attention_bias": True}, "attention_bias = true"),
+    "no mask": ("dflash", {"dflash_config": {"target_layer_ids": [0, 2, 4]}}, "'mask_token_id' is missing"),
+    "a window that is off": (
+        "dflash", {"layer_types": ["sliding_attention"] * 2, "use_sliding_window": False}, "which of them"
+    ),
+    "scaled RoPE of an unknown kind": ("dflash", {"rope_scaling": {"rope_type": "su", "factor": 2}}, "rope_type = 'su'"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_what_is_not_understood_is_refused_by_name(tmp_path, what):
+    """A setting that is overlooked: the head would draft something else, and nothing would show it."""
+    name, change, said = BAD[what]
+    config = LAYOUTS[name]
+    folder = write_layout(tmp_path / "head", {**config, **change}, random_tensors(config))
+    with pytest.raises(ValueError) as error:
+        read_head(folder, MODEL.config)
+    assert said in one_line(error.value), one_line(error.value)
+
+
+def test_settings_that_are_off_and_frozen_copies_are_no_reason_to_refuse(tmp_path):
+    """A head that cannot be read because its file has more than is needed: nulls, or the target's embedding and head."""
+    config = LAYOUTS["dspark, vanilla"] | {"pivot": None, "residual": False}
+    tensors = random_tensors(config) | {"embed_tokens.weight": torch.randn(V, H), "lm_head.weight": torch.randn(V, H)}
+    file = read_head(write_layout(tmp_path / "head", config, tensors), MODEL.config)
+    assert not {"lm_head.weight", "embed_tokens.weight"} & file.tensors.keys()
+
+
+def test_tensors_that_are_missing_too_many_or_of_another_shape_are_named(tmp_path):
+    """A damaged file that is read in part."""
+    config = LAYOUTS["dspark, rnn"]
+    for change, said in (
+        ({"markov_head.joint_proj.bias": None}, "markov_head.joint_proj.bias"),
+        ({"prefix_gru.weight_hh_l0": torch.zeros(3, 1)}, "Domino heads"),
+        ({"gate.weight": torch.zeros(3, 1)}, "gate.weight"),
+        ({"layers.1.mlp.up_proj.weight": torch.zeros(3, 3)}, "layers.1.mlp.up_proj.weight"),
+    ):
+        tensors = {k: v for k, v in (random_tensors(config) | change).items() if v is not None}
+        folder = write_layout(tmp_path / said, config, tensors)
+        with pytest.raises(ValueError, match=said):
+            read_head(folder, MODEL.config)
+
+
+def test_a_folder_says_itself_what_kind_it_is(tmp_path):
+    """--eagle that takes a block head for an EAGLE head, or the other way round, by the name of its folder."""
+    config = LAYOUTS["dflash"]
+    folder = write_layout(tmp_path / "eagle3", config, random_tensors(config))
+    assert is_block_head(folder) and is_block_head(folder / "model.safetensors")
+    assert isinstance(read_head(folder / "model.safetensors", MODEL.config), BlockFile.__origin__)
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    assert not is_block_head(folder)
+
+
+def test_values_can_be_set_on_the_command_line(tmp_path):
+    """--eagle-config that is ignored for a block head, or that takes any key."""
+    config = LAYOUTS["dspark, vanilla"]
+    folder = write_layout(tmp_path / "head", config, random_tensors(config))
+    file = read_head(folder, MODEL.config, {"rope_theta": "123.0", "shortlist": "20"})
+    assert file.config.layer.rope.theta == 123 and file.config.shortlist == 20
+    with pytest.raises(ValueError, match="unknown key of a block head"):
+        read_head(folder, MODEL.config, {"block": "3"})
+
+
+def test_settings_have_a_default_only_where_the_layout_has_one():
+    """`setting` of the tests themselves: nested values come first."""
+    assert setting({"a": 1, "dflash_config": {"a": 2}}, "a") == 2 and setting({}, "a", 3) == 3

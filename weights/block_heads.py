@@ -1,0 +1,424 @@
+"""Heads that draft a block of tokens at once: DFlash, DFlash2, DSpark and JetSpec, as their makers publish them.
+
+Read are the layouts of z-lab, DeepSpec, SpecForge (JetSpec) and speculators. What a head computes follows from its own
+config, and every setting that is not understood is refused by its name, because a head that is read wrongly changes no
+output and only lowers the acceptance.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from model_config import ModelConfig
+from support.files import read_json
+from support.reader import ConfigReader, is_a, parse_json, refusal
+from weights.files import Entry, check_entries, few_names, local_path, read_entries, tensor_files
+from weights.heads import EagleFile, HeadFile, draft_ids_of, read_eagle, read_quantized, save_quantized
+from weights.hf import config_to_hf, read_rows, write_directory
+from weights.quantized import QuantSpec
+
+PREFIXES = {r"^(draft_model|model)\.": "", r"^logit_head\.": "markov_head."}
+PREFIXES |= {r"^confidence_proj\.": "confidence_head.proj."}
+SLOT0 = ("Qwen3DSparkModel", "DSparkDraftModel", "DSparkSpeculator")  # of these, slot 0 drafts, too
+OTHERS = ("DFlashDraftModel", "DFlash2DraftModel", "DFlashSpeculator", "DFlash2Speculator")
+MARKOV = ("vanilla", "gated", "rnn")
+OVERRIDES = ("rope_theta", "rms_norm_eps", "is_causal", "shortlist")  # what --eagle-config may set
+# Settings of a decoder layer, and those that say nothing about what a head computes.
+GEOMETRY = """attention_bias head_dim hidden_act hidden_size intermediate_size layer_types max_position_embeddings
+    num_attention_heads num_hidden_layers num_key_value_heads rms_norm_eps rope_parameters rope_scaling rope_theta
+    sliding_window use_sliding_window vocab_size""".split()
+IDLE = """_attn_implementation _name_or_path architectures attention_dropout auto_map bos_token_id dtype eos_token_id
+    initializer_range max_anchors max_window_layers model_type num_anchors pad_token_id speculators_config
+    speculators_version tie_word_embeddings torch_dtype training_block_size transformers_version use_cache""".split()
+TOP = """aux_hidden_state_layer_ids block_size confidence_head_with_markov dflash_config draft_vocab_size
+    enable_confidence_head is_causal markov_head_type markov_rank mask_token_id num_target_layers sample_from_anchor
+    sliding_window_non_causal speculators_model_type target_hidden_size target_layer_ids
+    transformer_layer_config""".split()
+NESTED = """block_size causal causal_head conv_group_size conv_kernel_size final_logit_softcapping
+    input_embedding_scale mask_token_id num_target_layers output_multiplier selector_rank selector_top_k
+    target_layer_ids""".split()
+
+
+@dataclass(frozen=True)
+class BlockConfig:
+    """What a block head computes. `layer` has the geometry of all its layers, and the size of its vocabulary.
+
+    `taps` name the target layers whose *input* is read, ascending.
+    """
+
+    layer: ModelConfig
+    target_hidden_size: int
+    taps: tuple[int, ...]
+    slots: int  # rows of a block, the anchor's included
+    mask_id: int
+    slot0: bool = False  # whether the anchor's slot drafts the first token, else the slot after it does
+    causal: bool = False  # what the slots see of each other where attention is full
+    causal_window: bool = False  # and where it has a window
+    markov: str = ""  # one of MARKOV, "selector" (DFlash2), or "": tokens do not depend on the ones before
+    rank: int = 0  # of the factors that correct the logits
+    shortlist: int = 16  # the tokens of a slot that are corrected
+    conv_taps: int = 0  # of the convolutions over the slots (DFlash2), 0 without any
+    conv_group: int = 1  # channels that share what the rows add to the kernel of a convolution
+    embedding_scale: float = 1.0
+    logits_scale: float = 1.0
+    logits_cap: float = 0.0  # 0: none
+    has_lm_head: bool = False
+    target_vocab_size: int = 0
+
+    @property
+    def depth(self) -> int:
+        """The most tokens that a block drafts."""
+        return self.slots if self.slot0 else self.slots - 1
+
+    @property
+    def kind(self) -> str:
+        """What it is called in reports."""
+        if self.markov in MARKOV:
+            return "DSpark"
+        return "DFlash2" if self.conv_taps or self.markov else "JetSpec" if self.causal else "DFlash"
+
+
+BlockFile = HeadFile[BlockConfig]
+
+
+def block_tensors(config: BlockConfig) -> dict[str, dict[str, tuple[int, ...]]]:
+    """Our tensor name -> the published tensors whose rows it is made of, with their shapes."""
+    c, r = config.layer, config.rank
+    H, I, hd = c.hidden_size, c.intermediate_size, c.head_dim
+    q, kv = c.num_attention_heads * hd, c.num_key_value_heads * hd
+    table = {"fc.weight": {"fc.weight": (H, len(config.taps) * config.target_hidden_size)}}
+    table |= {f"{name}.weight": {f"{name}.weight": (H,)} for name in ("hidden_norm", "norm")}
+    for i in range(c.num_hidden_layers):
+        at = f"layers.{i}."
+        parts = {
+            "input_norm": {"input_layernorm": (H,)},
+            "post_norm": {"post_attention_layernorm": (H,)},
+            "attention.q_norm": {"self_attn.q_norm": (hd,)},
+            "attention.k_norm": {"self_attn.k_norm": (hd,)},
+            "attention.qkv": {f"self_attn.{x}_proj": (q if x == "q" else kv, H) for x in "qkv"},
+            "attention.o": {"self_attn.o_proj": (H, q)},
+            "mlp.gate_up": {"mlp.gate_proj": (I, H), "mlp.up_proj": (I, H)},
+            "mlp.down": {"mlp.down_proj": (H, I)},
+        }
+        for ours, theirs in parts.items():
+            table[f"{at}{ours}.weight"] = {f"{at}{name}.weight": shape for name, shape in theirs.items()}
+        for conv in ("attention_conv", "mlp_conv") if config.conv_taps else ():
+            rows = 2 * config.conv_taps * (H // config.conv_group)
+            table[f"{at}{conv}.base"] = {f"{at}{conv}.base_kernel": (2, config.conv_taps, H)}
+            table[f"{at}{conv}.projection.weight"] = {f"{at}{conv}.kernel_projection.weight": (rows, H)}
+    if config.has_lm_head:
+        table["lm_head.weight"] = {"lm_head.weight": (c.vocab_size, H)}
+    books = {"predecessor": (config.target_vocab_size, r), "successor": (c.vocab_size, r)}
+    if config.markov == "selector":
+        names = {name: f"candidate_selector.{name}_codebook" for name in books}
+        table |= {f"{ours}.weight": {names[ours]: shape} for ours, shape in books.items()}
+        table["mix.weight"] = {"candidate_selector.hidden_projection.weight": (r, H)}
+    elif config.markov:
+        names = {"predecessor": "markov_w1", "successor": "markov_w2"}
+        table |= {f"{ours}.weight": {f"markov_head.{name}.weight": books[ours]} for ours, name in names.items()}
+    name, rows, columns = {"gated": ("gate_proj", r, H + r), "rnn": ("joint_proj", 3 * r, 2 * r + H)}.get(
+        config.markov, ("", 0, 0)
+    )
+    if name:
+        table["mix.weight"] = {f"markov_head.{name}.weight": (rows, columns)}
+        table["mix.bias"] = {f"markov_head.{name}.bias": (rows,)}
+    return table
+
+
+def context_rows(file: BlockFile) -> dict[str, Tensor]:
+    """The parts of a head's tensors that are stored a second time, for the keys and values of the text."""
+    layer = file.config.layer
+    first = layer.num_attention_heads * layer.head_dim
+    names = [name for name in file.tensors if ".attention.qkv." in name]
+    return {
+        name: t[first:] if name.endswith(("weight", "qweight")) else t[..., first:]
+        for name, t in ((name, file.tensors[name]) for name in names)
+    }
+
+
+def is_block_head(path: str | Path) -> bool:
+    """Whether a folder, or the folder of a file, has the config.json of a block head."""
+    path = local_path(path)
+    where = (path if path.is_dir() else path.parent) / "config.json"
+    if not where.is_file():
+        return False
+    raw = read_json(where)
+    names = raw.get("architectures")
+    known = isinstance(names, list) and any(name in (*SLOT0, *OTHERS) for name in names)
+    return known or "eaglet_block" in raw or raw.get("speculators_model_type") in ("dflash", "dflash2", "dspark")
+
+
+def read_head(
+    path: str | Path, target: ModelConfig, overrides: Mapping[str, str] | None = None
+) -> EagleFile | BlockFile:
+    """Read a draft head of any kind, which its own files say. The arguments are those of `read_eagle`."""
+    return read_block(path, target, overrides) if is_block_head(path) else read_eagle(path, target, overrides)
+
+
+def read_block(path: str | Path, target: ModelConfig, overrides: Mapping[str, str] | None = None) -> BlockFile:
+    """Read a block head: a published one, in one file or in shards, or one that quantize.py wrote.
+
+    Args:
+        path: a folder, or a file with a config.json beside it, or `org/name` in the Hugging Face cache.
+        target: the model that the head shall draft for.
+        overrides: config keys (OVERRIDES) to replace, with values as JSON text.
+
+    Raises:
+        ValueError: one line, if the head is damaged, does not fit the target, or has a setting that is not understood.
+    """
+    path = local_path(path)
+    folder = path if path.is_dir() else path.parent
+    raw = read_json(folder / "config.json")
+    if "eaglet_quant" in raw:
+        file = read_quantized(folder, BlockConfig, "eaglet_block", block_tensors)
+        made_for = file.config.target_hidden_size, file.config.target_vocab_size
+        wanted = target.hidden_size, target.vocab_size
+        if made_for != wanted:
+            sizes = f"made for hidden_size and vocab_size {made_for}, this model has {wanted}"
+            raise ValueError(f"{path} does not fit this model: {sizes}. Pass the matching --checkpoint.")
+        return file
+    return _BlockReader(path, raw, target, overrides or {}).read()
+
+
+def save_quantized_block(
+    config: BlockConfig, tensors: Mapping[str, Tensor], spec: QuantSpec, directory: str | Path
+) -> None:
+    """Write a quantized head in our own format. `tensors` have the names of the head's state dict."""
+    save_quantized(asdict(config), "eaglet_block", tensors, spec, directory)
+
+
+def save_block(config: BlockConfig, tensors: Mapping[str, Tensor], directory: str | Path) -> None:
+    """Write a float head as z-lab (DFlash, DFlash2, JetSpec) or DeepSpec (all that draft in slot 0) publish theirs.
+
+    `tensors` are those of a BlockFile. Raises ValueError for a head with a vocabulary of its own, which neither has.
+    """
+    if config.has_lm_head or "draft_ids" in tensors:
+        raise ValueError("save_block: z-lab and DeepSpec have no heads with a vocabulary of their own.")
+    table = block_tensors(config)
+    out: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        pieces = tensor.split([shape[0] for shape in table[name].values()])
+        out |= dict(zip(table[name], pieces, strict=True))
+    layer = config.layer
+    windows = [w for w in layer.windows if w]
+    keys = config_to_hf(replace(layer, windows=(0,) * layer.num_hidden_layers)) | {"model_type": "qwen3"}
+    keys = {key: value for key, value in keys.items() if key in (*GEOMETRY, *IDLE)} | {"head_dim": layer.head_dim}
+    keys["layer_types"] = ["sliding_attention" if w else "full_attention" for w in layer.windows]
+    keys |= {"sliding_window": windows[0] if windows else None, "use_sliding_window": bool(windows)}
+    drafted = {"mask_token_id": config.mask_id, "target_layer_ids": [tap - 1 for tap in config.taps]}
+    if config.slot0:
+        keys |= {"architectures": [SLOT0[0]], "block_size": config.slots, **drafted, "enable_confidence_head": False}
+        keys |= {"markov_rank": config.rank, "markov_head_type": config.markov or "vanilla"}
+    elif config.conv_taps or config.markov:
+        selector = {"selector_rank": config.rank, "selector_top_k": config.shortlist}
+        selector |= {"conv_kernel_size": config.conv_taps, "conv_group_size": config.conv_group}
+        scales = {"output_multiplier": config.logits_scale, "final_logit_softcapping": config.logits_cap}
+        scales |= {"input_embedding_scale": config.embedding_scale, "block_size": config.slots}
+        keys |= {"architectures": [OTHERS[1]], "dflash_config": drafted | selector | scales}
+    else:
+        keys |= {"architectures": [OTHERS[0]], "block_size": config.slots, "dflash_config": drafted}
+    if not config.slot0 and config.causal == config.causal_window:  # otherwise it depends on the layer
+        keys["is_causal"] = config.causal
+    write_directory(directory, out, keys)
+
+
+class _BlockReader:
+    """One head while it is being understood."""
+
+    def __init__(self, path: Path, raw: dict[str, Any], target: ModelConfig, overrides: Mapping[str, str]):
+        self.path, self.target, self.notes = path, target, []
+        self.entries = self._open()
+        given = {key: self._value(key, text) for key, text in overrides.items()}
+        nested = raw.get("dflash_config") or {}
+        layer = raw.get("transformer_layer_config", raw)
+        if not isinstance(nested, dict) or not isinstance(layer, dict):
+            self.fail("dflash_config and transformer_layer_config must be JSON objects.")
+        self.speculators = "transformer_layer_config" in raw
+        self._refuse(raw, (*TOP, *IDLE, *NESTED, *(() if self.speculators else GEOMETRY)), "")
+        self._refuse(nested, NESTED, "dflash_config.")
+        if self.speculators:
+            self._refuse(layer, (*GEOMETRY, *IDLE), "transformer_layer_config.")
+        names = raw.get("architectures") or []
+        found = [name for name in names if name in (*SLOT0, *OTHERS)] if isinstance(names, list) else []
+        if raw.get("speculators_model_type"):
+            found += [{"dspark": SLOT0[2], "dflash2": OTHERS[3]}.get(raw["speculators_model_type"], OTHERS[2])]
+        if not found:
+            self.fail(f"architectures = {names!r:.60} names no block head that is known.")
+        self.architecture = found[0]
+        geometry = {**layer, **{k: v for k, v in given.items() if k in GEOMETRY}}
+        if "rope_theta" in given and isinstance(layer.get("rope_parameters"), dict):
+            geometry["rope_parameters"] = {**layer["rope_parameters"], "rope_theta": given["rope_theta"]}
+        self.geometry = ConfigReader(geometry, str(path))
+        self.top = ConfigReader({**raw, **given}, str(path))
+        self.flags = ConfigReader({**raw, **{k: v for k, v in nested.items() if v is not None}, **given}, str(path))
+        if self.architecture.startswith(("Qwen3DSpark", "DFlashDraft")) and "block_size" in raw:
+            self.flags.config["block_size"] = raw["block_size"]
+
+    def fail(self, text: str) -> NoReturn:
+        raise refusal(self.path, text)
+
+    def _value(self, key: str, text: str) -> Any:
+        if key not in OVERRIDES:
+            raise ValueError(f"--eagle-config {key}: unknown key of a block head; known: {', '.join(OVERRIDES)}.")
+        try:
+            return parse_json(text, f"--eagle-config {key}")
+        except ValueError as error:
+            raise ValueError(f"--eagle-config {key}={text:.60}: not a JSON value.") from error
+
+    def _refuse(self, config: Mapping[str, Any], known: tuple[str, ...] | list[str], where: str) -> None:
+        """Refuse settings that are not known and that are not switched off."""
+        other = sorted(key for key, value in config.items() if key not in known and value not in (None, False))
+        if other:
+            self.fail(f"{where}{other[0]:.60} = {config[other[0]]!r:.60} is not understood, so this head is not read.")
+
+    def _open(self) -> dict[str, Entry]:
+        path = self.path
+        files = [path] if path.is_file() else tensor_files(path)
+        if not files:
+            self.fail("no head here: expected model.safetensors, pytorch_model.bin or shards of one of them.")
+        entries: dict[str, Entry] = {}
+        for name, entry in read_entries(files).items():
+            plain = name
+            for pattern, prefix in PREFIXES.items():
+                plain = re.sub(pattern, prefix, plain)
+            if plain in entries:
+                self.fail(f"two tensors are called {plain!r:.80} once prefixes are removed.")
+            entries[plain] = entry
+        return entries
+
+    def read(self) -> BlockFile:
+        """The whole head. Raises ValueError as `read_block` does."""
+        target, flags = self.target, self.flags
+        ids, order = self._taps()
+        draft_ids = draft_ids_of(self.entries, target.vocab_size, "lm_head.weight" in self.entries, self.fail)
+        own_head = self.speculators and "lm_head.weight" in self.entries
+        vocab = self.entries["lm_head.weight"].shape[0] if own_head else target.vocab_size
+        layer = self._layer(vocab)
+        markov, rank = self._markov()
+        causal = self._causal()
+        two = self.architecture in (OTHERS[1], OTHERS[3])
+        config = BlockConfig(
+            layer=layer,
+            target_hidden_size=target.hidden_size,
+            taps=ids,
+            slots=flags.integer("block_size", 16, 2, 64),
+            mask_id=flags.integer("mask_token_id", None, 0, target.vocab_size - 1),
+            slot0=flags.boolean("sample_from_anchor", self.architecture in SLOT0),
+            causal=bool(causal),
+            causal_window=self.architecture not in SLOT0 if causal is None else causal,
+            markov=markov,
+            rank=rank,
+            shortlist=flags.integer(
+                "shortlist", flags.integer("selector_top_k", 16) if two else 16, 1, layer.vocab_size
+            ),
+            conv_taps=flags.integer("conv_kernel_size", 2, 1, 64) if two else 0,
+            conv_group=flags.integer("conv_group_size", 16) if two else 1,
+            embedding_scale=flags.number("input_embedding_scale", 1.0, 1e-6, 1e6) if two else 1.0,
+            logits_scale=flags.number("output_multiplier", 1.0, 1e-6, 1e6) if two else 1.0,
+            logits_cap=flags.number("final_logit_softcapping", 0.0) if two else 0.0,
+            has_lm_head=own_head,
+            target_vocab_size=target.vocab_size,
+        )
+        if layer.hidden_size % config.conv_group:
+            self.fail(f"conv_group_size {config.conv_group} does not divide hidden_size {layer.hidden_size}.")
+        table = block_tensors(config)
+        shapes = {name: shape for parts in table.values() for name, shape in parts.items()}
+        shapes |= self._unused(config, draft_ids)
+        check_entries(shapes, self.entries, str(self.path))
+        tensors = {} if draft_ids is None else {"draft_ids": draft_ids}
+        tensors |= {ours: read_rows(self.entries, parts) for ours, parts in table.items()}
+        if order != sorted(order):  # the target gives its states in the order of its layers
+            columns = tensors["fc.weight"].unflatten(1, (len(order), -1))
+            tensors["fc.weight"] = columns[:, torch.tensor(order)].flatten(1).contiguous()
+        return BlockFile(config, tensors, self.notes)
+
+    def _taps(self) -> tuple[tuple[int, ...], list[int]]:
+        """The layers whose inputs the head reads, ascending, and which of the file's each of them is."""
+        layers, flags = self.target.num_hidden_layers, self.flags
+        made_for = flags.integer("num_target_layers", layers)
+        if made_for != layers:
+            raise ValueError(f"{self.path} does not fit this model: made for {made_for} layers, this model has {layers}. "
+                             "Pass the matching --checkpoint.")  # fmt: skip
+        n = self.geometry.integer("num_hidden_layers", high=100)
+        ids = flags.config.get("aux_hidden_state_layer_ids" if self.speculators else "target_layer_ids")
+        if ids is None and not self.speculators:
+            ids = [layers // 2] if n == 1 else [round(1 + i * (layers - 4) / (n - 1)) for i in range(n)]
+            self.notes.append(f"no target_layer_ids: assumed the outputs of layers {ids}")
+        if not isinstance(ids, list) or not ids or not all(is_a(i, int) for i in ids):
+            self.fail(f"the tapped layers are {ids!r:.60}, expected a list of layer numbers.")
+        taps = [i if self.speculators else i + 1 for i in ids]
+        if not all(0 <= tap < layers for tap in taps):
+            self.fail(f"the tapped layers {ids} are not outputs of layers 0 to {layers - 2} (id -1: the embeddings).")
+        order = sorted(range(len(taps)), key=lambda i: taps[i])
+        return tuple(taps[i] for i in order), order
+
+    def _causal(self) -> bool | None:
+        """Whether the slots see only those before them; None where it depends on the layer."""
+        if self.architecture == SLOT0[0]:
+            return False
+        for reader, key in ((self.top, "is_causal"), (self.flags, "causal_head"), (self.flags, "causal")):
+            if reader.config.get(key) is not None:
+                return reader.boolean(key)
+        return False if self.flags.boolean("sliding_window_non_causal", False) else None
+
+    def _markov(self) -> tuple[str, int]:
+        """What corrects the logits, and its rank."""
+        flags = self.flags
+        if any(name.startswith("prefix_gru.") for name in self.entries):
+            self.fail("Domino heads (prefix_gru) are not implemented.")
+        if self.architecture in (OTHERS[1], OTHERS[3]):
+            return "selector", flags.integer("selector_rank", 256)
+        rank = flags.integer("markov_rank", 0, low=0)
+        return (flags.text("markov_head_type", "vanilla", MARKOV) if rank else ""), rank
+
+    def _unused(self, config: BlockConfig, draft_ids: Tensor | None) -> dict[str, tuple[int, ...]]:
+        """The shapes of tensors that may be there and are not read: copies of the target's, and what estimates the
+        acceptance, because trees are pruned by the draft's own probabilities."""
+        H, vocab = config.layer.hidden_size, self.target.vocab_size
+        inputs = H + config.rank * self.flags.boolean("confidence_head_with_markov", bool(config.rank))
+        optional = {"embed_tokens.weight": (vocab, H), "lm_head.weight": (vocab, H)}
+        optional |= {"confidence_head.proj.weight": (1, inputs), "confidence_head.proj.bias": (1,)}
+        if config.has_lm_head:
+            del optional["lm_head.weight"]
+        return {name: shape for name, shape in optional.items() if name in self.entries}
+
+    def _layer(self, vocab: int) -> ModelConfig:
+        """The geometry of the head's layers, all from its own config."""
+        read, target = self.geometry, self.target
+        if read.boolean("attention_bias", False):
+            self.fail("attention_bias = true is not implemented.")
+        if (hidden := read.integer("hidden_size")) != target.hidden_size:
+            sizes = f"made for hidden_size {hidden}, this model has {target.hidden_size}"
+            raise ValueError(f"{self.path} does not fit this model: {sizes}. Pass the matching --checkpoint.")
+        if (known := read.integer("vocab_size", target.vocab_size)) != target.vocab_size:
+            sizes = f"made for a vocabulary of {known}, this model has {target.vocab_size}"
+            raise ValueError(f"{self.path} does not fit this model: {sizes}. Pass the matching --checkpoint.")
+        layers = read.integer("num_hidden_layers", high=100)
+        if "fc.weight" not in self.entries:
+            self.fail(f"no {few_names(['fc.weight'])}: not a block head.")
+        passed = {key: read.config.get(key) for key in GEOMETRY if key not in ("sliding_window", "layer_types")}
+        hf = passed | {
+            "model_type": "qwen3",
+            "architectures": None,
+            "vocab_size": vocab,
+            "use_sliding_window": False,
+            "max_position_embeddings": read.integer("max_position_embeddings", target.max_position_embeddings),
+            "torch_dtype": str(self.entries["fc.weight"].dtype).removeprefix("torch."),
+        }
+        kinds = read.config.get("layer_types") or ["full_attention"] * layers
+        known_kinds = ("full_attention", "sliding_attention")
+        if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in known_kinds for kind in kinds):
+            self.fail("layer_types must name full_attention or sliding_attention for each layer.")
+        windows = (0,) * layers
+        if known_kinds[1] in kinds:
+            if not read.boolean("use_sliding_window", True):
+                self.fail("layer_types names sliding layers, but use_sliding_window is false: which of them holds?")
+            windows = tuple(read.integer("sliding_window") * (kind == known_kinds[1]) for kind in kinds)
+        return replace(ModelConfig.from_hf(hf, str(self.path)), windows=windows)

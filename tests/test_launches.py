@@ -30,7 +30,7 @@ from sampling import SamplingMode, SamplingParams, SamplingState
 OURS = ("noise", "choose", "draft_topk", "draft_tree", "commit")
 interpreted = pytest.mark.skipif(not kernels.INTERPRETED, reason="run by tests/test_interpreter.py")
 needs_triton = pytest.mark.skipif(kernels.triton is None, reason="triton is not installed")
-LAYERS = 4
+LAYERS = 8
 TOP_P = dict(temperature=1.0, top_p=0.9)
 
 

@@ -12,8 +12,19 @@ from kernels.backend import dot, jit, native, operation, overlapping, tl, triton
 from kernels.kv import cache_problem, cpu_problem, dequantize_rows, load_rows, scales_of
 
 
+def capped_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, cap: float) -> Tensor:
+    """Attention whose scores s become cap * tanh(s / cap): q [B,Hq,T,hd], k and v [B,Hkv,R,hd] -> [B,Hq,T,hd].
+
+    mask [T,R]: what is added to the scores.
+    """
+    grouped = q.unflatten(1, (k.shape[1], -1))
+    scores = (grouped @ k[:, :, None].mT).to(torch.promote_types(q.dtype, torch.float32)) * scale
+    weights = (cap * torch.tanh(scores / cap) + mask).softmax(-1).to(v.dtype)
+    return (weights @ v[:, :, None]).flatten(1, 2)
+
+
 def _attend_one(
-    q: Tensor, kv: Tensor, visible: Tensor, positions: Tensor, start: int, window: int, scale: float
+    q: Tensor, kv: Tensor, visible: Tensor, positions: Tensor, start: int, window: int, scale: float, cap: float
 ) -> Tensor:
     """The reference for one sequence: q [1,Hq,T,hd], kv [2,1,Hkv,S,hd], visible [T,R], positions [T]."""
     _, query_heads, T, dim = q.shape
@@ -29,7 +40,7 @@ def _attend_one(
         kv = dequantize_rows(kv, q.dtype)
     k, v = kv.unbind(0)
     group = query_heads // kv_heads
-    if T == 1 and window <= 0 and (R == 1 or bool(visible.all())):
+    if T == 1 and window <= 0 and not cap and (R == 1 or bool(visible.all())):
         out = F.scaled_dot_product_attention(q.reshape(1, kv_heads, group, dim), k, v, scale=scale)
         return out.view(q.shape)
     # Queries that share a key head become the heads of one batch entry, so neither keys nor mask are copied.
@@ -41,6 +52,8 @@ def _attend_one(
     mask[:, start - low :].masked_fill_(~visible, -math.inf)
 
     def attend(k: Tensor, v: Tensor) -> Tensor:
+        if cap:
+            return capped_attention(q, k, v, mask, scale, cap)
         k, v = (x.transpose(0, 1).expand(-1, group, -1, -1) for x in (k, v))
         return F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask, scale=scale).reshape(q.shape)
 
@@ -335,7 +348,7 @@ def attention_tiles(dim: int, region: bool, int8: bool, window: int, wgmma: bool
 
 def _tree_attention_triton(
     q: Tensor, kv: Tensor, start: Tensor, visible: Tensor, positions: Tensor, window: int, scale: float,
-    arrived: Tensor | None,
+    arrived: Tensor | None, _cap: float,
 ) -> Tensor:  # fmt: skip
     """`tree_attention` in one launch, whose grid depends on S and T alone."""
     batch, query_heads, T, dim = q.shape
@@ -366,16 +379,19 @@ def _tree_attention_triton(
     return out
 
 
-def _attention_problem(q: Tensor, kv: Tensor, *_rest) -> str:
+def _attention_problem(q: Tensor, kv: Tensor, *rest) -> str:
+    if rest[-1]:
+        return "scores are capped"
     return cache_problem(kv) if kv.dtype in (q.dtype, torch.int8) else "queries and cache differ in dtype"
 
 
 def _attention_cpu(
-    q: Tensor, kv: Tensor, start: Tensor, visible: Tensor, positions: Tensor, window: int, scale: float, _arrived: None
-) -> Tensor:
+    q: Tensor, kv: Tensor, start: Tensor, visible: Tensor, positions: Tensor, window: int, scale: float,
+    _arrived: None, cap: float,
+) -> Tensor:  # fmt: skip
     visible = visible.expand(q.shape[0], -1, -1).contiguous()
     rows = q.transpose(1, 2).contiguous(), kv, start, visible, positions.contiguous()
-    return torch.ops.eaglet_cpu.tree_attention.default(*rows, window, scale)
+    return torch.ops.eaglet_cpu.tree_attention.default(*rows, window, scale, cap)
 
 
 @operation(
@@ -385,7 +401,7 @@ def _attention_cpu(
 )  # fmt: skip
 def tree_attention(
     q: Tensor, kv: Tensor, start: Tensor, visible: Tensor, positions: Tensor, window: int, scale: float,
-    arrived: Tensor | None = None,
+    arrived: Tensor | None = None, cap: float = 0.0,
 ) -> Tensor:  # fmt: skip
     """Attention of T rows over a static cache -> [B,T,Hq,hd] in q's dtype. There is no backward.
 
@@ -398,15 +414,16 @@ def tree_attention(
     j > position - window.
     arrived: counters at zero, as `rope_write_kv` returns them. They are zero again afterwards. Without them the
     operator makes its own, which is one launch more.
+    cap: scores s become cap * tanh(s / cap), if it is not 0.
 
     A row that a query may not see never influences it, even if it holds NaN. Plain code reads `start` on the host, so
     its cost follows the live length.
     """
     starts = start.tolist()
     if len(starts) == 1:
-        return _attend_one(q, kv, visible[0], positions[0], starts[0], window, scale).transpose(1, 2).contiguous()
+        return _attend_one(q, kv, visible[0], positions[0], starts[0], window, scale, cap).transpose(1, 2).contiguous()
     rows = [
-        _attend_one(q[b : b + 1], kv[:, b : b + 1], visible[b], positions[b], n, window, scale)
+        _attend_one(q[b : b + 1], kv[:, b : b + 1], visible[b], positions[b], n, window, scale, cap)
         for b, n in enumerate(starts)
     ]
     return torch.cat(rows).transpose(1, 2).contiguous()

@@ -237,14 +237,14 @@ def packed_experts(
     x [T,H]; gate_up packs [E,2I,H], down packs [E,H,I]. Returns [T,H] in x's dtype, and its norm. On Triton there is no
     host sync, and of each expert in use the weights are read once. Elsewhere the host reads which experts are in use.
     """
-    hidden = _experts(x, routes, gate_up, True)
-    return mix(_experts(hidden, routes, down, False), routes.weights, residual, norm_weight, eps)
+    hidden = _experts(x, routes, gate_up, 1)
+    return mix(_experts(hidden, routes, down, 0), routes.weights, residual, norm_weight, eps)
 
 
-def _experts(x: Tensor, routes: Routes, weight: PackedWeight, gated: bool) -> Tensor:
+def _experts(x: Tensor, routes: Routes, weight: PackedWeight, gated: int) -> Tensor:
     apart = gated and weight.has_zeros  # as in `packed_linear`
-    y = expert_linear(weight.reorder(x), routes, *weight.parts(), gated and not apart)
-    return epilogue(y, None, None, True) if apart else y
+    y = expert_linear(weight.reorder(x), routes, *weight.parts(), 0 if apart else gated)
+    return epilogue(y, None, None, gated) if apart else y
 
 
 def _expert_rows(x: Tensor, slots: int) -> tuple[Tensor, int]:
@@ -278,7 +278,7 @@ def _expert_shapes(x, routes, tensors, numbers, gated) -> Tensor:
 
 
 @operation("expert_linear", "packed_experts", _triton_experts, _expert_shapes, problem=_experts_problem, plain=False)
-def expert_linear(x: Tensor, routes: Routes, tensors: PackedTensors, numbers: list[int], gated: bool) -> Tensor:
+def expert_linear(x: Tensor, routes: Routes, tensors: PackedTensors, numbers: list[int], gated: int) -> Tensor:
     """x [T,K] or [T,k,K] -> [T,k,N]: row (t, j) is expert routes.ids[t, j] applied to x[t] or x[t, j]."""
     weight, out = from_parts(tensors, numbers), _expert_shapes(x, routes, tensors, numbers, gated)
     rows, shared = _expert_rows(x, routes.ids.shape[1])

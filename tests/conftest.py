@@ -74,6 +74,38 @@ FAMILIES = {
         "GraniteConfig",
         {"attention_multiplier": 0.2, "embedding_multiplier": 3.0, "residual_multiplier": 0.5, "logits_scaling": 2.0},
     ),
+    "gemma2": (
+        "Gemma2Config",
+        {"head_dim": 32, "query_pre_attn_scalar": 20, "sliding_window": 8, "tie_word_embeddings": True}
+        | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
+    ),
+    "gemma3": (
+        "Gemma3TextConfig",
+        {"head_dim": 32, "query_pre_attn_scalar": 20, "sliding_window": 8, "tie_word_embeddings": True}
+        | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+        | {
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
+            }
+        },
+    ),
+    "olmo2": ("Olmo2Config", {"rms_norm_eps": 1e-5}),
+    "olmo3": (
+        "Olmo3Config",
+        {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+        | {
+            "rope_parameters": {
+                "full_attention": {
+                    "rope_type": "yarn",
+                    "rope_theta": 5e5,
+                    "factor": 4.0,
+                    "original_max_position_embeddings": 64,
+                },
+                "sliding_attention": {"rope_type": "default", "rope_theta": 5e5},
+            }
+        },
+    ),
     "qwen3_moe": (
         "Qwen3MoeConfig",
         {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": False},

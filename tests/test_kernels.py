@@ -106,7 +106,7 @@ def linear_definition(x, w, bias, residual, gated):
     y = x.double() @ w.mT + (0 if bias is None else bias.double())
     if gated:
         gate, up = y.chunk(2, -1)
-        y = gate * torch.sigmoid(gate) * up
+        y = (torch.nn.functional.gelu(gate, approximate="tanh") if gated == 2 else gate * torch.sigmoid(gate)) * up
     return y if residual is None else y + residual.double()
 
 
@@ -683,6 +683,8 @@ LINEARS = [
     (4, torch.float16, 32, 192, 64, True, 2, False, LinearConfig(32, 1, accumulate="float16")),
     (8, torch.float16, 48, 256, 0, False, 1, True, LinearConfig(64, 2)),
     (8, torch.bfloat16, 40, 160, 0, False, 20, False, TINY),
+    (4, torch.float16, 40, 192, 64, True, 3, 2, TINY),
+    (8, torch.float16, 48, 256, 0, False, 1, 2, LinearConfig(64, 2)),
     (16, torch.float16, 48, 256, 0, False, 3, False, LinearConfig(64, 2)),
     (16, torch.bfloat16, 40, 160, 0, False, 3, True, LinearConfig(64, 2)),
 ]
@@ -706,7 +708,7 @@ def test_interpreted_linear(bits, dtype, n, k, group, zeros, m, gated, config):
 
 @interpreted
 @pytest.mark.parametrize("bits", [4, 8, 16])
-@pytest.mark.parametrize("gated,add", [(False, False), (True, False), (False, True)])
+@pytest.mark.parametrize("gated,add", [(False, False), (True, False), (False, True), (2, False)])
 def test_interpreted_linear_rows_are_independent(bits, gated, add):
     """The bits of a row may depend neither on M nor on its neighbours, even if these are NaN. Otherwise
     verification and plain decoding would differ."""

@@ -23,7 +23,16 @@ from support.reader import check
 from weights.files import Destination, Entry, Progress, local_path, read_entries, tensor_files
 from weights.gguf import GGUFFile, fill_gguf
 from weights.gguf_types import FLOAT_TYPES
-from weights.hf import build_model, fill_hf, is_meta, read_config, read_meta_config, read_meta_entries, token_ids
+from weights.hf import (
+    as_computed,
+    build_model,
+    fill_hf,
+    is_meta,
+    read_config,
+    read_meta_config,
+    read_meta_entries,
+    token_ids,
+)
 from weights.quantized import QuantSpec, apply_spec_, read_spec
 from weights.rounding import fill_rounded, half_of
 from weights.shards import Shard, connect_, narrow_
@@ -132,6 +141,8 @@ class Checkpoint:
             entries = read_meta_entries(self.directory, self.config, share)
         elif files := tensor_files(self.directory):
             entries = read_entries(files, share)
+            if self.kind != "eaglet":
+                entries = as_computed(entries, self.config)
         else:
             raise ValueError(f"{self.directory}: no model*.safetensors, no pytorch_model*.bin. All downloaded?")
         if not self.shard:

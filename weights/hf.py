@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from model import Transformer
-from model_config import MLP_BIAS, ModelConfig, RopeConfig
+from model_config import ACTIVATIONS, FAMILIES, ModelConfig, RopeConfig
 from support.files import read_json, write_json
 from support.machine import shapes_only
 from support.reader import INDEX_LIMIT, ConfigReader, is_a, refusal
@@ -41,6 +41,13 @@ EXPERT_NAMES = {
     "mixtral": ("block_sparse_moe", ("w1", "w3", "w2")),
     "qwen3_moe": ("mlp", ("gate_proj", "up_proj", "down_proj")),
 }
+# Hugging Face's names of a block's norms: before and after attention, before and after the MLP.
+NORM_NAMES = {
+    "before": ("input_layernorm", "", "post_attention_layernorm", ""),
+    "after": ("", "post_attention_layernorm", "", "post_feedforward_layernorm"),
+    "both": ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"),
+}
+CLASSES = {"gemma3_text": "Gemma3", "smollm3": "SmolLM3"}  # names of classes that do not follow from the model_type
 
 
 def read_config(raw: dict[str, Any], directory: Path) -> ModelConfig:
@@ -197,14 +204,16 @@ def hf_views(model: Transformer, fused_experts: bool = False) -> dict[str, Tenso
 
     for i, block in enumerate(model.layers):
         at = f"model.layers.{i}"
-        put(at, "input_layernorm", block.input_norm)
+        norms = block.input_norm, block.attention_norm, block.post_norm, block.mlp_norm
+        for name, norm in zip(NORM_NAMES[c.norms], norms, strict=True):
+            if norm is not None:
+                put(at, name, norm)
         qkv, gate_up = ("qkv_proj", "gate_up_proj") if fused else ("q_proj k_proj v_proj", "gate_proj up_proj")
         put(f"{at}.self_attn", qkv, block.attention.qkv, None if fused else [q, kv, kv])
         put(f"{at}.self_attn", "o_proj", block.attention.o)
         if c.qk_norm:
             put(f"{at}.self_attn", "q_norm", block.attention.q_norm)
             put(f"{at}.self_attn", "k_norm", block.attention.k_norm)
-        put(at, "post_attention_layernorm", block.post_norm)
         if not c.num_local_experts:
             put(f"{at}.mlp", gate_up, block.mlp.gate_up, None if fused else [c.intermediate_size] * 2)
             put(f"{at}.mlp", "down_proj", block.mlp.down)
@@ -224,10 +233,29 @@ def hf_views(model: Transformer, fused_experts: bool = False) -> dict[str, Tenso
     return views
 
 
+def as_computed(entries: Entries, config: ModelConfig) -> dict[str, Entry]:
+    """The tensors of a Hugging Face directory as the model computes with them: norms whole, where files lack a part."""
+
+    def of(name: str, entry: Entry) -> Entry:
+        if not config.norm_offset or not name.endswith("norm.weight"):
+            return entry
+        wide = torch.promote_types(entry.dtype, torch.float32)
+        return entry._replace(dtype=wide, read=lambda: entry.read().to(wide) + config.norm_offset, part=None)
+
+    return {name: of(name, entry) for name, entry in entries.items()}
+
+
+def as_stored(views: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
+    """What a Hugging Face directory holds of these tensors: the inverse of `as_computed`."""
+    return {name: view - config.norm_offset if name.endswith("norm.weight") else view for name, view in views.items()}
+
+
 def save_hf(model: Transformer, directory: str | Path) -> None:
     """Write a model directory with Hugging Face names, for transformers and `load_model`. Weights keep their dtype."""
     dtype = str(model.dtype).removeprefix("torch.")
-    write_directory(directory, hf_views(model), config_to_hf(replace(model.config, dtype=dtype)))
+    write_directory(
+        directory, as_stored(hf_views(model), model.config), config_to_hf(replace(model.config, dtype=dtype))
+    )
 
 
 def write_directory(directory: str | Path, tensors: Mapping[str, Tensor], config: dict[str, Any]) -> None:
@@ -242,30 +270,37 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
     """A ModelConfig as config.json keys that transformers 4 and 5 and `ModelConfig.from_hf` understand."""
     same = """model_type hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim
         vocab_size max_position_embeddings rms_norm_eps tie_word_embeddings bos_token_id"""
-    family, eos = config.model_type, config.eos_token_ids
+    name, eos = config.model_type, config.eos_token_ids
+    family = FAMILIES[name]
     out = {key: getattr(config, key) for key in same.split()}
     out |= {
-        "architectures": [f"{''.join(map(str.capitalize, family.split('_')))}ForCausalLM"],
-        "hidden_act": "silu",
+        "architectures": [f"{CLASSES.get(name) or ''.join(map(str.capitalize, name.split('_')))}ForCausalLM"],
+        "hidden_act": ACTIVATIONS[config.activation][0],
         "pad_token_id": None,
     }
     out |= {"torch_dtype": config.dtype, "eos_token_id": eos[0] if len(eos) == 1 else list(eos) or None}
     out |= {"rope_theta": config.rope.theta, "rope_scaling": _scaling_to_hf(config.rope)}
+    if family.window_rope:
+        ropes = {"full_attention": config.rope, "sliding_attention": config.window_rope or config.rope}
+        full = {kind: {"rope_theta": r.theta, "rope_type": "default"} for kind, r in ropes.items()}
+        out["rope_parameters"] = {kind: full[kind] | (_scaling_to_hf(r) or {}) for kind, r in ropes.items()}
     out |= {"attention_bias": config.qkv_bias, "sliding_window": max(config.windows) or None}
-    if family in MLP_BIAS:
-        out["mlp_bias"] = config.mlp_bias
-    if family == "seed_oss":
-        out["attention_out_bias"] = config.o_bias
-    if family == "smollm3":
+    biases = config.qkv_bias, config.o_bias, config.mlp_bias
+    out |= {key: bias for key, bias in zip(family.biases, biases, strict=True) if key}
+    if "no_rope_layer_interval" in family.defaults:
         out["no_rope_layers"] = [int(i not in config.unrotated) for i in range(config.num_hidden_layers)]
-    if family == "granite":
+    if "logits_scaling" in family.defaults:
         names = ("attention_multiplier", "embedding_multiplier", "residual_multiplier")
         out |= {name: getattr(config, name) for name in names} | {"logits_scaling": 1 / config.logits_multiplier}
+    if "query_pre_attn_scalar" in family.defaults:
+        out |= {"query_pre_attn_scalar": round(config.attention_multiplier**-2), "hidden_activation": out["hidden_act"]}
+        out["attn_logit_softcapping"] = config.attention_cap or None
+        out["final_logit_softcapping"] = config.logits_cap or None
     if config.num_local_experts:
         out |= {key: getattr(config, key) for key in ("num_local_experts", "num_experts_per_tok", "norm_topk_prob")}
-    if family == "qwen3_moe":
+    if name == "qwen3_moe":
         out |= {"num_experts": config.num_local_experts, "moe_intermediate_size": config.intermediate_size}
-    if family.startswith(("qwen", "smollm3")):
+    if family.windows in ("switch", "pattern"):
         kinds = ["sliding_attention" if window else "full_attention" for window in config.windows]
         full = len(kinds) - kinds[::-1].index("full_attention") if "full_attention" in kinds else 0
         out |= {"use_sliding_window": any(config.windows), "layer_types": kinds, "max_window_layers": full}

@@ -183,9 +183,9 @@ class QuantLinear(SelfCounting):
         return replace(first, weight=weight, **kept)
 
     def forward(
-        self, x: Tensor, residual: Tensor | None = None, gated: bool = False, norm: RMSNorm | None = None
+        self, x: Tensor, residual: Tensor | None = None, gated: int = 0, norm: RMSNorm | None = None
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """x [..., in] -> y [..., out] (+ residual). If gated: SiLU(first half) * second half [..., out / 2].
+        """x [..., in] -> y [..., out] (+ residual). gated: one of `kernels.GATES`, for y [..., out / 2].
 
         With a norm: (y, norm(y)).
         """

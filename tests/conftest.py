@@ -76,12 +76,12 @@ FAMILIES = {
     ),
     "gemma2": (
         "Gemma2Config",
-        {"head_dim": 32, "query_pre_attn_scalar": 20, "sliding_window": 8, "tie_word_embeddings": True}
+        {"head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 8, "tie_word_embeddings": True}
         | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
     ),
     "gemma3": (
         "Gemma3TextConfig",
-        {"head_dim": 32, "query_pre_attn_scalar": 20, "sliding_window": 8, "tie_word_embeddings": True}
+        {"head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 8, "tie_word_embeddings": True}
         | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
         | {
             "rope_parameters": {
@@ -89,6 +89,10 @@ FAMILIES = {
                 "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
             }
         },
+    ),
+    "gemma3-scale": (
+        "Gemma3TextConfig",
+        {"head_dim": 16, "query_pre_attn_scalar": 20, "sliding_window": 8, "final_logit_softcapping": 2.0},
     ),
     "olmo2": ("Olmo2Config", {"rms_norm_eps": 1e-5}),
     "olmo3": (

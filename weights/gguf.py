@@ -26,14 +26,14 @@ from torch import Tensor
 from kernels import PackedWeight
 from kernels.blocks import NUMBERS_OF_PART, Blocks, Part, fits_blocks, pack_blocks, stack_blocks
 from model import Transformer
-from model_config import ModelConfig
+from model_config import FAMILIES, ModelConfig
 from support.errors import UsageError, UserError
 from support.machine import size_text
 from support.reader import is_a
 from weights.files import Destination, Entries, Entry, Spans, check_entries, check_finite
-from weights.gguf_metadata import TOKEN_LISTS, hf_config, tokenizer_files
+from weights.gguf_metadata import ARCHITECTURES, TOKEN_LISTS, hf_config, tokenizer_files
 from weights.gguf_types import BY_NAME, FLOAT_TYPES, FORMATS, TYPES, read_blocks
-from weights.hf import hf_views, parameter_sources, read_parameter
+from weights.hf import NORM_NAMES, hf_views, parameter_sources, read_parameter
 from weights.quantized import QuantEmbedding, TiedEmbedding, set_tensor
 from weights.shards import Shard
 from weights.stored import install
@@ -45,19 +45,18 @@ BLOCK = 32  # values of a row that share a scale in Q4_0, Q4_1 and Q8_0
 MOST_ELEMENTS, MOST_TENSORS = 2_000_000, 100_000
 TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 LAYER = {
-    "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
     "attn_v": "self_attn.v_proj",
     "attn_output": "self_attn.o_proj",
     "attn_q_norm": "self_attn.q_norm",
     "attn_k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
     "ffn_gate_inp": "block_sparse_moe.gate",
 }
+NORMS = ("attn_norm", "post_attention_norm", "ffn_norm", "post_ffw_norm")  # before and after attention and the MLP
 EXPERT = {"gate": "w1", "down": "w2", "up": "w3"}
 
 
@@ -220,10 +219,12 @@ class GGUFFile:
     @cached_property
     def sources(self) -> dict[str, tuple[GGUFTensor, int | None]]:
         """Hugging Face tensor name -> the tensor here, and the expert in it if it holds all experts of a layer."""
+        family = FAMILIES[ARCHITECTURES[self.metadata["general.architecture"]]]
+        names = LAYER | dict(zip(NORMS, NORM_NAMES[family.facts.get("norms", "before")], strict=True))
         return {
             hf: (tensor, expert)
             for name, tensor in self.tensors.items()
-            for hf, expert in _hf_names(name, tensor.shape[-1])
+            for hf, expert in _hf_names(name, tensor.shape[-1], names)
         }
 
     @property
@@ -447,8 +448,11 @@ class GGUFFile:
         return {"qweight": packed, "scales": scales.contiguous(), "mins": mins.contiguous()}
 
 
-def _hf_names(name: str, experts: int) -> Iterator[tuple[str, int | None]]:
-    """The Hugging Face names of a GGUF tensor, each with the index of its expert. An unknown name stays as it is."""
+def _hf_names(name: str, experts: int, names: Mapping[str, str]) -> Iterator[tuple[str, int | None]]:
+    """The Hugging Face names of a GGUF tensor, each with the index of its expert. An unknown name stays as it is.
+
+    names: of the tensors of a layer.
+    """
     stem, _, kind = name.rpartition(".")
     match = re.fullmatch(r"blk\.(\d+)\.(\w+)(?:\.(\d+))?", stem)
     if match is None:
@@ -461,7 +465,7 @@ def _hf_names(name: str, experts: int) -> Iterator[tuple[str, int | None]]:
         for e in range(experts) if role[2] else [int(match[3])]:
             yield f"{at}.block_sparse_moe.experts.{e}.{EXPERT[role[1]]}.{kind}", e if role[2] else None
     else:
-        yield (f"{at}.{LAYER[match[2]]}.{kind}" if match[2] in LAYER else name), None
+        yield (f"{at}.{names[match[2]]}.{kind}" if names.get(match[2]) else name), None
 
 
 def fill_gguf(

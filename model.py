@@ -293,8 +293,8 @@ class RotaryTable(nn.Module):
         with torch.device("cpu"):
             positions, tables = torch.arange(self.length).float()[:, None], []
             for rope in self.ropes:
-                inv, scale = rope.frequencies(self.head_dim)
-                tables.append((positions * inv, scale))
+                inv, scale = rope.frequencies(self.head_dim, self.length)
+                tables.append((positions * inv, torch.where(inv > 0, scale, 1.0)))
             self.cos = torch.cat([angles.cos() * scale for angles, scale in tables], 1).to(device)
             self.sin = torch.cat([angles.sin() * scale for angles, scale in tables], 1).to(device)
 

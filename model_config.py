@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from support.reader import ConfigReader
+from support.reader import ConfigReader, is_a
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,7 @@ class Family:
     # every n-th layer, where n is `sliding_window_pattern`.
     windows: str = "none"
     window_rope: bool = False  # whether layers with a window have a rotation of their own
+    full_unrotated: bool = False  # whether the layers without a window have no rotation, where others have one
 
 
 NO_BIAS = ("", "", "")
@@ -37,6 +38,24 @@ OLMO_FACTS = {"norms": "after", "qk_norm": True, "wide_qk_norm": True}
 GRANITE = dict.fromkeys(("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling"), 1.0)
 # Supported values of `model_type`.
 FAMILIES: dict[str, Family] = {
+    "ernie4_5": Family(
+        {
+            "num_key_value_heads": 2,
+            "head_dim": 128,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 5e5,
+            "tie_word_embeddings": True,
+        },
+        {"neighbours": True},
+        ("use_bias", "use_bias", "use_bias"),
+    ),
+    "exaone4": Family(
+        {"rms_norm_eps": 1e-5, "sliding_window": 4096, "sliding_window_pattern": 4},
+        {"norms": "after", "qk_norm": True},
+        NO_BIAS,
+        windows="pattern",
+        full_unrotated=True,
+    ),
     "gemma2": Family(
         GEMMA | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "sliding_window_pattern": 2},
         GEMMA_FACTS,
@@ -48,8 +67,20 @@ FAMILIES: dict[str, Family] = {
         windows="pattern",
         window_rope=True,
     ),
+    "glm4": Family(
+        {"num_key_value_heads": 2, "head_dim": 128, "rms_norm_eps": 1.5625e-7, "partial_rotary_factor": 0.5}
+        | {"attention_bias": True},
+        {"norms": "both", "neighbours": True},
+        ("attention_bias", "", ""),
+    ),
     "granite": Family(GRANITE, biases=("attention_bias", "attention_bias", "mlp_bias")),
     "llama": Family(biases=("attention_bias", "attention_bias", "mlp_bias")),
+    "ministral": Family(
+        # by default every layer has the window, and there are at most 1000
+        {"num_key_value_heads": 8, "sliding_window": 4096, "sliding_window_pattern": 1001},
+        biases=NO_BIAS,
+        windows="pattern",
+    ),
     "mistral": Family({"num_key_value_heads": 8}, biases=NO_BIAS, windows="all"),
     "mixtral": Family(
         {"num_key_value_heads": 8, "rope_theta": 1e6, "rms_norm_eps": 1e-5, "num_experts_per_tok": 2, "num_experts": 8},
@@ -63,7 +94,7 @@ FAMILIES: dict[str, Family] = {
         windows="pattern",
         window_rope=True,
     ),
-    "phi3": Family({"rms_norm_eps": 1e-5}, biases=NO_BIAS, windows="all"),
+    "phi3": Family({"rms_norm_eps": 1e-5, "partial_rotary_factor": 1.0}, biases=NO_BIAS, windows="all"),
     "qwen2": Family({"num_key_value_heads": 32}, {"qkv_bias": True}, NO_BIAS, windows="switch"),
     "qwen3": Family({"num_key_value_heads": 32, "head_dim": 128}, {"qk_norm": True}, windows="switch"),
     "qwen3_moe": Family(
@@ -81,7 +112,7 @@ FAMILIES: dict[str, Family] = {
         windows="switch",
     ),
 }
-ROPE_TYPES = ("default", "linear", "llama3", "yarn", "dynamic")
+ROPE_TYPES = ("default", "linear", "llama3", "yarn", "dynamic", "longrope")
 # What `hidden_act` or `hidden_activation` may say, by the activation that it stands for.
 ACTIVATIONS = {"silu": ("silu", "swish"), "gelu_tanh": ("gelu_pytorch_tanh", "gelu_new")}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
@@ -106,22 +137,37 @@ class RopeConfig:
     mscale: float = 0.0
     mscale_all_dim: float = 0.0
     truncate: bool = True
+    partial: float = 1.0  # the share of each head that is rotated
+    short_factor: tuple[float, ...] = ()  # of longrope, for contexts up to the original length, and for longer ones
+    long_factor: tuple[float, ...] = ()
 
-    def frequencies(self, head_dim: int) -> tuple[Tensor, float]:
+    def frequencies(self, head_dim: int, length: int = 0) -> tuple[Tensor, float]:
         """Inverse frequencies [head_dim / 2] in float32, and the factor for cos and sin, as transformers computes them.
 
+        Dimensions that are not rotated have the frequency 0. length: of the context, which longrope depends on.
         `dynamic` scaling gets the unscaled frequencies: `ModelConfig.max_positions` ends where its scaling would begin.
         """
-        inv = 1.0 / self.theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim)
+        rotated, scale = int(head_dim * self.partial), 1.0
+        inv = 1.0 / self.theta ** (torch.arange(0, rotated, 2, dtype=torch.int64).float() / rotated)
         if self.kind == "none":
-            return torch.zeros_like(inv), 1.0
-        if self.kind == "linear":
-            return inv / self.factor, 1.0
-        if self.kind == "llama3":
-            return self._llama3(inv), 1.0
-        if self.kind == "yarn":
-            return self._yarn(inv, head_dim)
-        return inv, 1.0
+            inv = torch.zeros_like(inv)
+        elif self.kind == "linear":
+            inv = inv / self.factor
+        elif self.kind == "llama3":
+            inv = self._llama3(inv)
+        elif self.kind == "yarn":
+            inv, scale = self._yarn(inv, rotated)
+        elif self.kind == "longrope":
+            inv, scale = self._longrope(inv, length)
+        return torch.cat((inv, torch.zeros(head_dim // 2 - len(inv)))), scale
+
+    def _longrope(self, inv: Tensor, length: int) -> tuple[Tensor, float]:
+        """Scales every dimension by a factor of its own."""
+        factors = self.long_factor if length > self.original_max_positions else self.short_factor
+        if self.attention_factor is not None:
+            return inv / torch.tensor(factors), self.attention_factor
+        grown = max(math.log(self.factor), 0.0) / math.log(self.original_max_positions)
+        return inv / torch.tensor(factors), math.sqrt(1 + grown)
 
     def _llama3(self, inv: Tensor) -> Tensor:
         """Scales long wavelengths by `factor`, keeps short ones, and blends the two in between."""
@@ -176,6 +222,7 @@ class ModelConfig:
     activation: str = "silu"  # of the MLP's gate: one of ACTIVATIONS
     windows: tuple[int, ...] = ()
     window_rope: RopeConfig | None = None  # of the layers with a window; None: as of the others
+    neighbours: bool = False  # whether checkpoints rotate neighbouring dimensions, and not i with i + hd / 2
     unrotated: tuple[int, ...] = ()  # the layers without rotary positions
     attention_multiplier: float = 0.0  # of the products of queries and keys; 0: 1 / sqrt(head_dim)
     embedding_multiplier: float = 1.0
@@ -200,6 +247,13 @@ class ModelConfig:
             )
         if self.head_dim % 2:
             raise ValueError(f"config.json: head_dim is {self.head_dim}, but RoPE needs an even size.")
+        if (rotated := int(self.head_dim * self.rope.partial)) % 2 or not rotated:
+            raise ValueError(
+                f"config.json: partial_rotary_factor rotates {rotated} of a head's {self.head_dim} dimensions."
+            )
+        sizes = {len(self.rope.short_factor), len(self.rope.long_factor)}
+        if self.rope.kind == "longrope" and sizes != {rotated // 2}:
+            raise ValueError(f"config.json: short_factor and long_factor need {rotated // 2} numbers each.")
 
     @property
     def ropes(self) -> tuple[RopeConfig, ...]:
@@ -245,6 +299,8 @@ class ModelConfig:
         facts = _read_biases(read, family) | _read_numbers(read, defaults, hidden) | _read_experts(read, defaults)
         if "no_rope_layer_interval" in defaults:
             facts["unrotated"] = _read_unrotated(read, layers)
+        if family.full_unrotated and any(windows):
+            facts["unrotated"] = tuple(i for i, window in enumerate(windows) if not window)
         bos = config.get("bos_token_id")
         eos = config.get("eos_token_id")
         geometry = dict(
@@ -284,7 +340,7 @@ def _refuse_unknown_architecture(read: ConfigReader, family: Family) -> None:
     if read.config.get("mlp_only_layers"):
         raise read.error("mlp_only_layers names layers without experts, which are not implemented.")
     for place in (read.config, read.config.get("rope_parameters"), read.config.get("rope_scaling")):
-        if isinstance(place, dict):
+        if isinstance(place, dict) and "partial_rotary_factor" not in family.defaults:
             ConfigReader(place, read.where).number("partial_rotary_factor", 1.0, 1.0, 1.0)
 
 
@@ -335,36 +391,52 @@ def _read_ropes(outer: ConfigReader, family: Family, max_positions: int) -> tupl
     scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(scaling, dict):
         raise outer.error(f"rope_scaling / rope_parameters must be an object, found {scaling!r}.")
-    theta = family.defaults.get("rope_theta", 10000.0)
     if not family.window_rope:
-        return _read_rope(outer, scaling, theta, max_positions), None
+        return _read_rope(outer, family, scaling, max_positions), None
     local: dict[str, Any] = {"rope_type": "default"}
     if (base := family.defaults.get("rope_local_base_freq")) is not None:
         local["rope_theta"] = outer.number("rope_local_base_freq", base, 1.01)
     if isinstance(scaling.get("full_attention"), dict):
         local |= scaling.get("sliding_attention") or {}
         scaling = scaling["full_attention"]
-    full = _read_rope(outer, scaling, theta, max_positions)
-    return full, _read_rope(outer, local, full.theta, max_positions)
+    full = _read_rope(outer, family, scaling, max_positions)
+    return full, _read_rope(outer, family, {"rope_theta": full.theta} | local, max_positions)
 
 
-def _read_rope(outer: ConfigReader, scaling: dict[str, Any], default_theta: float, max_positions: int) -> RopeConfig:
+def _read_rope(outer: ConfigReader, family: Family, scaling: dict[str, Any], max_positions: int) -> RopeConfig:
     """RoPE settings, of which those that `scaling` lacks stand in config.json itself."""
     config = outer.config
     if any(isinstance(value, dict) for value in scaling.values()):
         raise outer.error(f"rope_parameters per layer type are not implemented: {sorted(scaling)}.")
     original = "original_max_position_embeddings"
-    merged = {"rope_type": scaling.get("type"), **{key: config.get(key) for key in ("rope_theta", original)}}
+    keys = ("rope_theta", original, "partial_rotary_factor")
+    merged = {"rope_type": scaling.get("type"), **{key: config.get(key) for key in keys}}
     merged |= {key: value for key, value in scaling.items() if value is not None}
     read = ConfigReader(merged, outer.where)
+    if config["model_type"] == "phi3" and merged["rope_type"] in ("su", "yarn"):  # its first names
+        merged["rope_type"] = "longrope"
     kind = read.text("rope_type", "default", ROPE_TYPES)
-    theta = read.number("rope_theta", default_theta, 1.01)
+    theta = read.number("rope_theta", family.defaults.get("rope_theta", 10000.0), 1.01)
+    partial = read.number("partial_rotary_factor", family.defaults.get("partial_rotary_factor", 1.0), 0.01, 1.0)
     if kind == "default":
-        return RopeConfig(theta=theta)
+        return RopeConfig(theta=theta, partial=partial)
+    given_attention = merged.get("attention_factor") is not None
+    attention_factor = read.number("attention_factor", None, 0.0, 1e6) if given_attention else None
+    if kind == "longrope":
+        length = read.integer(original, None, 2, 2**24)
+        return RopeConfig(
+            theta=theta,
+            kind=kind,
+            factor=read.number("factor", max_positions / length, 1e-6, 1e6),
+            original_max_positions=length,
+            attention_factor=attention_factor,
+            partial=partial,
+            short_factor=_read_factors(read, "short_factor"),
+            long_factor=_read_factors(read, "long_factor"),
+        )
     llama3 = kind == "llama3"
     positive = {"low_freq_factor": None if llama3 else 1.0, "high_freq_factor": None if llama3 else 4.0}
     positive |= {"beta_fast": 32.0, "beta_slow": 1.0}
-    given_attention = merged.get("attention_factor") is not None
     rope = RopeConfig(
         theta=theta,
         kind=kind,
@@ -373,11 +445,20 @@ def _read_rope(outer: ConfigReader, scaling: dict[str, Any], default_theta: floa
         **{key: read.number(key, default, 1e-6, 1e6) for key, default in positive.items()},
         **{key: read.number(key, 0.0, 0.0, 1e6) for key in ("mscale", "mscale_all_dim")},
         truncate=read.boolean("truncate", True),
-        attention_factor=read.number("attention_factor", None, 0.0, 1e6) if given_attention else None,
+        attention_factor=attention_factor,
+        partial=partial,
     )
     if llama3 and rope.high_freq_factor <= rope.low_freq_factor:
         raise read.error("high_freq_factor must exceed low_freq_factor for rope type llama3.")
     return rope
+
+
+def _read_factors(read: ConfigReader, key: str) -> tuple[float, ...]:
+    """The factors of longrope, one for each frequency."""
+    values = read.config.get(key)
+    if not isinstance(values, list) or any(not is_a(v, float) or not 1e-3 <= v <= 1e6 for v in values):
+        raise read.error(f"{key} must be a list of numbers in [0.001, 1000000].")
+    return tuple(map(float, values))
 
 
 def _read_unrotated(read: ConfigReader, layers: int) -> tuple[int, ...]:

@@ -68,6 +68,29 @@ FAMILIES = {
     ),
     "qwen3": ("Qwen3Config", {"head_dim": 32}),
     "phi3": ("Phi3Config", {"sliding_window": 8}),
+    "phi3-partial": (
+        "Phi3Config",
+        {"num_attention_heads": 2, "num_key_value_heads": 1} | rope("default", partial_rotary_factor=0.75),
+    ),
+    "phi3-long": (
+        "Phi3Config",
+        {"original_max_position_embeddings": 80, "tie_word_embeddings": True}
+        | rope(
+            "longrope", partial_rotary_factor=0.5, short_factor=[1.0, 1.1, 1.2, 1.3], long_factor=[2.0, 3.0, 4.0, 5.0]
+        ),
+    ),
+    "glm4": ("Glm4Config", {"head_dim": 16, "rms_norm_eps": 1e-5}),
+    "ernie4_5": ("Ernie4_5Config", {"head_dim": 32, "use_bias": True, "tie_word_embeddings": True}),
+    "exaone4": (
+        "Exaone4Config",
+        {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    ),
+    "exaone4-full": ("Exaone4Config", {"sliding_window": None, "layer_types": ["full_attention"] * 3}),
+    "ministral": (
+        "MinistralConfig",
+        {"head_dim": 32, "sliding_window": 8}
+        | {"layer_types": ["full_attention", "sliding_attention", "sliding_attention"]},
+    ),
     "smollm3": ("SmolLM3Config", {"no_rope_layers": [1, 0, 1], "pad_token_id": 0}),
     "seed_oss": ("SeedOssConfig", {"attention_bias": True, "head_dim": 32}),
     "granite": (

@@ -1149,7 +1149,8 @@ def test_convert_eagle(tiny_checkpoint, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    "family", ["gemma2", "gemma3", "granite", "olmo2", "olmo3", "phi3", "qwen3_moe", "seed_oss", "smollm3"]
+    "family",
+    "ernie4_5 exaone4 gemma2 gemma3 glm4 granite olmo2 olmo3 phi3-partial qwen3_moe seed_oss smollm3".split(),
 )
 @pytest.mark.parametrize("how", ["cpu", "reference", "cpu int8"])
 def test_a_family_decodes_with_every_kernel_and_draft(tiny_checkpoint, family, how):

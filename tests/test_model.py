@@ -11,7 +11,9 @@ from conftest import BASE, FAMILIES, build_hf
 import kernels
 from model import Transformer, chain_ancestors
 from model_config import ROPE_TYPES, ModelConfig
+from options import LoadOptions
 from weights import checkpoint
+from weights.checkpoint import Checkpoint
 
 LENGTH = 40
 
@@ -24,6 +26,8 @@ def pair(tiny_checkpoint):
     def make(family: str, dtype: torch.dtype = torch.float32):
         if (family, dtype) not in made:
             ours = checkpoint.load_model(tiny_checkpoint(family), dtype=dtype)
+            if ours.config.rope.kind == "longrope":
+                ours.rotary.build("cpu", 80)  # its original length, as a context of that length does
             made[family, dtype] = (build_hf(family).to(dtype), ours)
         return made[family, dtype]
 
@@ -96,6 +100,15 @@ def test_long_positions(pair, family):
     hf, ours = pair(family)
     tokens = tokens_of(400, seed=2)
     assert (run(ours, tokens, 128) - hf(tokens).logits).abs().max() < 1e-4
+
+
+def test_longrope_follows_the_context(pair, tiny_checkpoint):
+    """Catches factors of short contexts in long ones. Every context takes those that transformers takes at its end."""
+    hf, _ = pair("phi3-long")
+    ours = Checkpoint.open(tiny_checkpoint("phi3-long")).load(dtype=torch.float32, max_positions=120)
+    tokens = tokens_of(100)
+    assert (run(ours, tokens, 64) - hf(tokens).logits).abs().max() < 1e-4
+    assert LoadOptions(str(tiny_checkpoint("phi3-long"))).with_defaults(ours.config).ctx == 80
 
 
 @pytest.mark.parametrize("family", ["mistral", "qwen2-window", "qwen2"])
@@ -304,7 +317,11 @@ def test_batch_training_forward_equals_the_cached_one(pair):
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"pretraining_tp": 2}, "pretraining_tp"),
-        ({"rope_scaling": {"type": "longrope", "factor": 2.0}}, "rope_type"),
+        ({"rope_scaling": {"type": "ntk", "factor": 2.0}}, "rope_type"),
+        ({"rope_scaling": {"type": "longrope", "factor": 2.0}}, "original_max_position_embeddings"),
+        ({"rope_scaling": {"type": "longrope", "original_max_position_embeddings": 9}}, "short_factor"),
+        ({"model_type": "phi3", "partial_rotary_factor": 0.45}, "partial_rotary_factor"),
+        ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "use_bidirectional_attention"),
         ({"rope_scaling": [1]}, "rope_scaling"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "original_max_position_embeddings"),
         ({"rope_scaling": {"type": "linear"}}, "factor"),

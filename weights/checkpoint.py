@@ -27,6 +27,7 @@ from weights.hf import (
     as_computed,
     build_model,
     fill_hf,
+    head_order,
     is_meta,
     read_config,
     read_meta_config,
@@ -141,6 +142,10 @@ class Checkpoint:
             entries = read_meta_entries(self.directory, self.config, share)
         elif files := tensor_files(self.directory):
             entries = read_entries(files, share)
+            if self.kind == "published" and head_order(self.config) is not None:
+                raise ValueError(
+                    f"{self.config_file}: {self.config.model_type} in GPTQ's or AWQ's format is not implemented."
+                )
             if self.kind != "eaglet":
                 entries = as_computed(entries, self.config)
         else:

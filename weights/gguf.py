@@ -26,14 +26,14 @@ from torch import Tensor
 from kernels import PackedWeight
 from kernels.blocks import NUMBERS_OF_PART, Blocks, Part, fits_blocks, pack_blocks, stack_blocks
 from model import Transformer
-from model_config import FAMILIES, ModelConfig
+from model_config import ModelConfig
 from support.errors import UsageError, UserError
 from support.machine import size_text
 from support.reader import is_a
 from weights.files import Destination, Entries, Entry, Spans, check_entries, check_finite
 from weights.gguf_metadata import ARCHITECTURES, TOKEN_LISTS, hf_config, tokenizer_files
 from weights.gguf_types import BY_NAME, FLOAT_TYPES, FORMATS, TYPES, read_blocks
-from weights.hf import NORM_NAMES, hf_views, parameter_sources, read_parameter
+from weights.hf import hf_views, norm_names, parameter_sources, read_parameter
 from weights.quantized import QuantEmbedding, TiedEmbedding, set_tensor
 from weights.shards import Shard
 from weights.stored import install
@@ -219,8 +219,8 @@ class GGUFFile:
     @cached_property
     def sources(self) -> dict[str, tuple[GGUFTensor, int | None]]:
         """Hugging Face tensor name -> the tensor here, and the expert in it if it holds all experts of a layer."""
-        family = FAMILIES[ARCHITECTURES[self.metadata["general.architecture"]]]
-        names = LAYER | dict(zip(NORMS, NORM_NAMES[family.facts.get("norms", "before")], strict=True))
+        family = ARCHITECTURES[self.metadata["general.architecture"]]
+        names = LAYER | dict(zip(NORMS, norm_names(family), strict=True))
         return {
             hf: (tensor, expert)
             for name, tensor in self.tensors.items()

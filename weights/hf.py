@@ -35,7 +35,7 @@ from weights.files import (
 )
 from weights.quantized import QuantExperts, QuantLinear, TiedEmbedding, set_tensor
 
-FUSED = ("phi3",)  # families whose files hold q, k and v, and gate and up, in one tensor each
+FUSED_QKV, FUSED_GATE_UP = ("phi3",), ("glm4", "phi3")  # families whose files hold these in one tensor
 # Where the experts of a layer are, and what an expert's matrices are called: gate, up, down.
 EXPERT_NAMES = {
     "mixtral": ("block_sparse_moe", ("w1", "w3", "w2")),
@@ -47,6 +47,7 @@ NORM_NAMES = {
     "after": ("", "post_attention_layernorm", "", "post_feedforward_layernorm"),
     "both": ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"),
 }
+GLM4_NORMS = "input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"
 CLASSES = {"gemma3_text": "Gemma3", "smollm3": "SmolLM3"}  # names of classes that do not follow from the model_type
 
 
@@ -193,7 +194,6 @@ def hf_views(model: Transformer, fused_experts: bool = False) -> dict[str, Tenso
     """
     c = model.config
     q, kv = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
-    fused = c.model_type in FUSED
     views: dict[str, Tensor] = {"model.embed_tokens.weight": model.embed_tokens.weight}
 
     def put(at: str, names: str, module: torch.nn.Module, sizes: list[int] | None = None) -> None:
@@ -205,17 +205,22 @@ def hf_views(model: Transformer, fused_experts: bool = False) -> dict[str, Tenso
     for i, block in enumerate(model.layers):
         at = f"model.layers.{i}"
         norms = block.input_norm, block.attention_norm, block.post_norm, block.mlp_norm
-        for name, norm in zip(NORM_NAMES[c.norms], norms, strict=True):
+        for name, norm in zip(norm_names(c.model_type), norms, strict=True):
             if norm is not None:
                 put(at, name, norm)
-        qkv, gate_up = ("qkv_proj", "gate_up_proj") if fused else ("q_proj k_proj v_proj", "gate_proj up_proj")
-        put(f"{at}.self_attn", qkv, block.attention.qkv, None if fused else [q, kv, kv])
+        if c.model_type in FUSED_QKV:
+            put(f"{at}.self_attn", "qkv_proj", block.attention.qkv)
+        else:
+            put(f"{at}.self_attn", "q_proj k_proj v_proj", block.attention.qkv, [q, kv, kv])
         put(f"{at}.self_attn", "o_proj", block.attention.o)
         if c.qk_norm:
             put(f"{at}.self_attn", "q_norm", block.attention.q_norm)
             put(f"{at}.self_attn", "k_norm", block.attention.k_norm)
         if not c.num_local_experts:
-            put(f"{at}.mlp", gate_up, block.mlp.gate_up, None if fused else [c.intermediate_size] * 2)
+            if c.model_type in FUSED_GATE_UP:
+                put(f"{at}.mlp", "gate_up_proj", block.mlp.gate_up)
+            else:
+                put(f"{at}.mlp", "gate_proj up_proj", block.mlp.gate_up, [c.intermediate_size] * 2)
             put(f"{at}.mlp", "down_proj", block.mlp.down)
             continue
         place, names = EXPERT_NAMES[c.model_type]
@@ -233,21 +238,54 @@ def hf_views(model: Transformer, fused_experts: bool = False) -> dict[str, Tenso
     return views
 
 
+def norm_names(model_type: str) -> tuple[str, ...]:
+    """Hugging Face's names of a block's norms: before and after attention, before and after the MLP. "": none."""
+    return GLM4_NORMS if model_type == "glm4" else NORM_NAMES[FAMILIES[model_type].facts.get("norms", "before")]
+
+
+def head_order(config: ModelConfig) -> Tensor | None:
+    """The rows [hd] of a head of queries or keys in a checkpoint, in the order of our rows, where i and i + hd / 2 turn
+    together. None if that is their order."""
+    hd, rotated = config.head_dim, int(config.head_dim * config.rope.partial)
+    if rotated == hd and not config.neighbours:
+        return None
+    pairs = torch.arange(rotated).view(-1, 2).T if config.neighbours else torch.arange(rotated).view(2, -1)
+    return torch.cat((pairs, torch.arange(rotated, hd).view(2, -1)), 1).flatten()
+
+
+def _reordered(t: Tensor, name: str, order: Tensor, config: ModelConfig) -> Tensor:
+    """The rows of q and k in t, whole heads, in this order within each head. Other tensors stay as they are."""
+    q, kv = config.num_attention_heads, config.num_key_value_heads
+    place = name.split(".")[-2]
+    if place not in ("q_proj", "k_proj", "qkv_proj") and not (place in ("q_norm", "k_norm") and len(t) == len(order)):
+        return t
+    rows = len(t) * (q + kv) // (q + 2 * kv) if place == "qkv_proj" else len(t)
+    return torch.cat((t[:rows].unflatten(0, (-1, len(order)))[:, order].flatten(0, 1), t[rows:]))
+
+
 def as_computed(entries: Entries, config: ModelConfig) -> dict[str, Entry]:
-    """The tensors of a Hugging Face directory as the model computes with them: norms whole, where files lack a part."""
+    """The tensors of a Hugging Face directory as the model computes with them: norms whole, where files lack a part, and
+    the rows of queries and keys in our order."""
+    order = head_order(config)
 
     def of(name: str, entry: Entry) -> Entry:
-        if not config.norm_offset or not name.endswith("norm.weight"):
+        if config.norm_offset and name.endswith("norm.weight"):
+            wide = torch.promote_types(entry.dtype, torch.float32)
+            return entry._replace(dtype=wide, read=lambda: entry.read().to(wide) + config.norm_offset, part=None)
+        if order is None or ".self_attn." not in name:
             return entry
-        wide = torch.promote_types(entry.dtype, torch.float32)
-        return entry._replace(dtype=wide, read=lambda: entry.read().to(wide) + config.norm_offset, part=None)
+        part = entry.part and (lambda spans: _reordered(entry.part(spans), name, order, config))
+        return entry._replace(read=lambda: _reordered(entry.read(), name, order, config), part=part)
 
     return {name: of(name, entry) for name, entry in entries.items()}
 
 
 def as_stored(views: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
     """What a Hugging Face directory holds of these tensors: the inverse of `as_computed`."""
-    return {name: view - config.norm_offset if name.endswith("norm.weight") else view for name, view in views.items()}
+    views = {n: v - config.norm_offset if n.endswith("norm.weight") else v for n, v in views.items()}
+    if (order := head_order(config)) is None:
+        return views
+    return {n: _reordered(v, n, order.argsort(), config) if ".self_attn." in n else v for n, v in views.items()}
 
 
 def save_hf(model: Transformer, directory: str | Path) -> None:
@@ -280,6 +318,10 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
     }
     out |= {"torch_dtype": config.dtype, "eos_token_id": eos[0] if len(eos) == 1 else list(eos) or None}
     out |= {"rope_theta": config.rope.theta, "rope_scaling": _scaling_to_hf(config.rope)}
+    if "partial_rotary_factor" in family.defaults:
+        out["partial_rotary_factor"] = config.rope.partial
+    if config.rope.kind == "longrope":
+        out["original_max_position_embeddings"] = config.rope.original_max_positions
     if family.window_rope:
         ropes = {"full_attention": config.rope, "sliding_attention": config.window_rope or config.rope}
         full = {kind: {"rope_theta": r.theta, "rope_type": "default"} for kind, r in ropes.items()}
@@ -310,12 +352,13 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
 def _scaling_to_hf(rope: RopeConfig) -> dict[str, Any] | None:
     if rope.kind == "default":
         return None
-    keys = {"llama3": "low_freq_factor high_freq_factor"}
+    keys = {"llama3": "low_freq_factor high_freq_factor", "longrope": "short_factor long_factor attention_factor"}
     keys["yarn"] = "beta_fast beta_slow truncate attention_factor mscale mscale_all_dim"
     scaling = {key: getattr(rope, key) for key in keys.get(rope.kind, "").split()}
     if rope.kind != "linear":
         scaling["original_max_position_embeddings"] = rope.original_max_positions
-    unset = (None, 0.0) if rope.kind == "yarn" else ()
+    scaling = {key: list(value) if isinstance(value, tuple) else value for key, value in scaling.items()}
+    unset = (None, 0.0) if rope.kind in ("longrope", "yarn") else ()
     scaling = {key: value for key, value in scaling.items() if value is False or value not in unset}
     return {"rope_type": rope.kind, "factor": rope.factor, **scaling}
 

@@ -87,6 +87,7 @@ class Attention(nn.Module):
         qkv_heads = self.heads + 2 * self.kv_heads
         self.qkv = nn.Linear(in_size or config.hidden_size, qkv_heads * hd, bias=config.qkv_bias)
         self.o = nn.Linear(self.heads * hd, config.hidden_size, bias=config.o_bias)
+        self.sinks = nn.Parameter(torch.empty(self.heads)) if config.sinks else None
         self.wide_norm = config.wide_qk_norm
         sizes = (self.heads * hd, self.kv_heads * hd) if self.wide_norm else (hd, hd)
         self.q_norm, self.k_norm = (RMSNorm(size, config.rms_norm_eps) if config.qk_norm else None for size in sizes)
@@ -134,7 +135,7 @@ class Attention(nn.Module):
             q, arrived = self.qkv.heads(x, self.head_dim, *turn)
         visible = nodes.visible_window if self.window else nodes.visible
         seen = nodes.start, visible, nodes.positions, self.window
-        out = kernels.tree_attention(q, kv, *seen, self.scale, arrived, self.cap)
+        out = kernels.tree_attention(q, kv, *seen, self.scale, arrived, self.cap, self.sinks)
         return linear(self.o, out.reshape(B, T, -1), residual, norm=norm, multiplier=self.multiplier)
 
     def forward_train(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -142,11 +143,12 @@ class Attention(nn.Module):
         B, T, _ = x.shape
         q, k, v = self.project(x, cos, sin)
         mask = None
-        if self.window or self.cap:
+        if self.window or self.cap or self.sinks is not None:
             i = torch.arange(T, device=x.device)
             mask = (i[:, None] >= i) & (i > i[:, None] - (self.window or T))
-        if self.cap:
-            out = kernels.capped_attention(q, k, v, torch.where(mask, 0.0, -math.inf), self.scale, self.cap)
+        if self.cap or self.sinks is not None:
+            mask = torch.where(mask, 0.0, -math.inf)
+            out = kernels.shaped_attention(q, k, v, mask, self.scale, self.cap, self.sinks)
         else:
             how = {"attn_mask": mask, "is_causal": mask is None, "scale": self.scale, "enable_gqa": True}
             out = F.scaled_dot_product_attention(q, k, v, **how)
@@ -175,16 +177,21 @@ class MLP(nn.Module):
 
 
 class Experts(SelfCounting):
-    """A sparse feed-forward: a softmax router in float32, and the top-k experts with their weights."""
+    """A sparse feed-forward: a softmax router in float32, the top-k experts with their weights, and a shared expert."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
         E, H, I = config.num_local_experts, config.hidden_size, config.intermediate_size
-        self.router = nn.Linear(H, E, bias=False)
+        bias, shared = config.expert_bias, config.shared_intermediate_size
+        self.router = nn.Linear(H, E, bias=bias)
         self.gate_up = nn.Parameter(torch.empty(E, 2 * I, H))
         self.down = nn.Parameter(torch.empty(E, H, I))
+        self.gate_up_bias, self.down_bias = (nn.Parameter(torch.empty(E, n)) if bias else None for n in (2 * I, H))
+        self.shared = MLP(H, shared) if shared else None
+        self.shared_gate = nn.Linear(H, 1, bias=False) if shared else None
         self.per_token = config.num_experts_per_tok
         self.normalised = config.norm_topk_prob
+        self.gate = kernels.GATES[config.activation]
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x [M, H] -> expert weights [M, k] in x.dtype, expert ids [M, k]."""
@@ -194,7 +201,7 @@ class Experts(SelfCounting):
         self, x: Tensor, residual: Tensor | None = None, norm: RMSNorm | None = None
     ) -> Tensor | tuple[Tensor, Tensor]:
         """As `MLP.forward`."""
-        out = self.mixture(x)
+        out, residual = self.mixture(x), add_shared(self, x, residual)
         out = out if residual is None else residual + out
         return out if norm is None else (out, norm(out))
 
@@ -205,23 +212,38 @@ class Experts(SelfCounting):
         weight, index = self.route(x)
         # With few rows, read only the experts that the rows use.
         if index.numel() < self.router.out_features:
-            gate, up = torch.einsum("mkih,mh->mki", self.gate_up[index], x).chunk(2, -1)
-            rows = torch.einsum("mkhi,mki->mkh", self.down[index], F.silu(gate) * up)
+            up, down = (0 if b is None else b[index] for b in (self.gate_up_bias, self.down_bias))
+            hidden = kernels.gate(torch.einsum("mkih,mh->mki", self.gate_up[index], x) + up, self.gate)
+            rows = torch.einsum("mkhi,mki->mkh", self.down[index], hidden) + down
             return (rows * weight[..., None]).sum(1).view(shape)
         # With many rows, read every expert once.
         out = torch.zeros_like(x)
         for e in range(self.router.out_features):
             share = (weight * (index == e)).sum(-1, keepdim=True)
-            gate, up = F.linear(x, self.gate_up[e]).chunk(2, -1)
+            hidden, down = self.hidden(x, e), None if self.down_bias is None else self.down_bias[e]
             # An expert may overflow on rows that it was not chosen for. where() keeps its output out of those rows.
-            out += torch.where(share > 0, F.linear(F.silu(gate) * up, self.down[e]) * share, 0)
+            out += torch.where(share > 0, F.linear(hidden, self.down[e], down) * share, 0)
         return out.view(shape)
+
+    def hidden(self, x: Tensor, e: int) -> Tensor:
+        """x [M, H] -> what expert e's second matrix reads [M, I]."""
+        return kernels.gate(
+            F.linear(x, self.gate_up[e], None if self.gate_up_bias is None else self.gate_up_bias[e]), self.gate
+        )
 
     def weight_bytes_read(self, nodes: int) -> float:
         """Expected bytes of the experts that `nodes` rows are routed to. The router is a module of its own."""
         E = self.router.out_features
         touched = E * (1 - (1 - self.per_token / E) ** nodes) / E
         return touched * sum(t.numel() * t.element_size() for t in (self.gate_up, self.down))
+
+
+def add_shared(experts: nn.Module, x: Tensor, residual: Tensor | None) -> Tensor | None:
+    """The residual with what the shared expert of `Experts` or its like adds to it."""
+    if experts.shared is None:
+        return residual
+    added = torch.sigmoid(experts.shared_gate(x)) * experts.shared(x)
+    return added if residual is None else residual + added
 
 
 def normed_by(norm: RMSNorm | None, x: Tensor) -> Tensor:

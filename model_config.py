@@ -31,6 +31,7 @@ class Family:
 
 
 NO_BIAS = ("", "", "")
+OWN_WIDTH = ("qwen2_moe", "qwen3_moe")  # families whose experts have a width key of their own
 GEMMA = {"num_key_value_heads": 4, "head_dim": 256, "tie_word_embeddings": True, "sliding_window": 4096}
 GEMMA |= {"query_pre_attn_scalar": 256, "attn_logit_softcapping": 0.0, "final_logit_softcapping": 0.0}
 GEMMA_FACTS = {"norms": "both", "norm_offset": 1.0, "activation": "gelu_tanh"}
@@ -73,6 +74,13 @@ FAMILIES: dict[str, Family] = {
         {"norms": "both", "neighbours": True},
         ("attention_bias", "", ""),
     ),
+    "gpt_oss": Family(
+        {"num_key_value_heads": 8, "head_dim": 64, "num_experts": 128, "num_experts_per_tok": 4, "rms_norm_eps": 1e-5}
+        | {"rope_theta": 150000.0, "attention_bias": True, "sliding_window": 128, "sliding_window_pattern": 2}
+        | {"swiglu_alpha": 1.702, "swiglu_limit": 7.0},
+        {"activation": "swiglu_clamped", "expert_bias": True, "sinks": True},
+        windows="pattern",
+    ),
     "granite": Family(GRANITE, biases=("attention_bias", "attention_bias", "mlp_bias")),
     "llama": Family(biases=("attention_bias", "attention_bias", "mlp_bias")),
     "ministral": Family(
@@ -96,6 +104,12 @@ FAMILIES: dict[str, Family] = {
     ),
     "phi3": Family({"rms_norm_eps": 1e-5, "partial_rotary_factor": 1.0}, biases=NO_BIAS, windows="all"),
     "qwen2": Family({"num_key_value_heads": 32}, {"qkv_bias": True}, NO_BIAS, windows="switch"),
+    "qwen2_moe": Family(
+        {"num_key_value_heads": 16, "num_experts": 60, "num_experts_per_tok": 4, "norm_topk_prob": False}
+        | {"qkv_bias": True, "shared_expert_intermediate_size": 5632},
+        biases=("qkv_bias", "", ""),
+        windows="switch",
+    ),
     "qwen3": Family({"num_key_value_heads": 32, "head_dim": 128}, {"qk_norm": True}, windows="switch"),
     "qwen3_moe": Family(
         {"num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": False},
@@ -114,7 +128,7 @@ FAMILIES: dict[str, Family] = {
 }
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "dynamic", "longrope")
 # What `hidden_act` or `hidden_activation` may say, by the activation that it stands for.
-ACTIVATIONS = {"silu": ("silu", "swish"), "gelu_tanh": ("gelu_pytorch_tanh", "gelu_new")}
+ACTIVATIONS = {"silu": ("silu", "swish"), "gelu_tanh": ("gelu_pytorch_tanh", "gelu_new"), "swiglu_clamped": ("silu",)}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 
 
@@ -228,10 +242,13 @@ class ModelConfig:
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0  # of what a block adds to its input
     logits_multiplier: float = 1.0
+    sinks: bool = False  # whether each head has the score of one more key, without a value
     attention_cap: float = 0.0  # scores s become cap * tanh(s / cap); 0: they stay as they are
     logits_cap: float = 0.0
     num_local_experts: int = 0  # each is intermediate_size wide
     num_experts_per_tok: int = 0
+    expert_bias: bool = False  # whether router and experts have biases
+    shared_intermediate_size: int = 0  # of an expert that every token uses; 0: there is none
     norm_topk_prob: bool = True  # whether the weights of a token's experts are scaled to a sum of 1
     dtype: str = "float32"
     bos_token_id: int | None = None
@@ -306,7 +323,7 @@ class ModelConfig:
         geometry = dict(
             model_type=name,
             hidden_size=hidden,
-            intermediate_size=read.integer("moe_intermediate_size" if name == "qwen3_moe" else "intermediate_size"),
+            intermediate_size=read.integer("moe_intermediate_size" if name in OWN_WIDTH else "intermediate_size"),
             num_hidden_layers=layers,
             num_attention_heads=heads,
             num_key_value_heads=read.integer("num_key_value_heads", defaults.get("num_key_value_heads", heads)),
@@ -333,6 +350,9 @@ def _refuse_unknown_architecture(read: ConfigReader, family: Family) -> None:
     activations = ACTIVATIONS[family.facts.get("activation", "silu")]
     for key in ("hidden_act", "hidden_activation"):
         read.text(key, activations[0], activations)
+    for key in ("swiglu_alpha", "swiglu_limit"):
+        if (value := family.defaults.get(key)) is not None:
+            read.number(key, value, value, value)
     read.number("pretraining_tp", 1, 1, 1)
     read.integer("decoder_sparse_step", 1, 1, 1)
     if read.boolean("use_bidirectional_attention", False):
@@ -379,7 +399,10 @@ def _read_experts(read: ConfigReader, defaults: dict[str, Any]) -> dict[str, int
     if per_token > experts:
         raise read.error(f"num_experts_per_tok {per_token} exceeds num_local_experts {experts}.")
     normed = "norm_topk_prob" not in defaults or read.boolean("norm_topk_prob", defaults["norm_topk_prob"])
-    return {"num_local_experts": experts, "num_experts_per_tok": per_token, "norm_topk_prob": normed}
+    found = {"num_local_experts": experts, "num_experts_per_tok": per_token, "norm_topk_prob": normed}
+    if (shared := defaults.get("shared_expert_intermediate_size")) is not None:
+        found["shared_intermediate_size"] = read.integer("shared_expert_intermediate_size", shared)
+    return found
 
 
 def _read_ropes(outer: ConfigReader, family: Family, max_positions: int) -> tuple[RopeConfig, RopeConfig | None]:
@@ -477,11 +500,11 @@ def _read_windows(read: ConfigReader, family: Family, layers: int) -> tuple[int,
     default = None if "sliding_window" in read.config else family.defaults.get("sliding_window")
     if family.windows == "none" or (default or read.config.get("sliding_window")) is None:
         return (0,) * layers
+    if family.windows == "switch" and not read.boolean("use_sliding_window", False):
+        return (0,) * layers
     window = read.integer("sliding_window", default)
     if family.windows == "all":
         return (window,) * layers
-    if family.windows == "switch" and not read.boolean("use_sliding_window", False):
-        return (0,) * layers
     kinds = read.config.get("layer_types")
     if kinds is None and family.windows == "pattern":
         every = read.integer("sliding_window_pattern", family.defaults["sliding_window_pattern"])

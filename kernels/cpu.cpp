@@ -884,14 +884,14 @@ std::pair<float, float> weights_of(float* scores, int64_t count, float scale, fl
 struct Attention {
   static constexpr int64_t CHUNK = 64, TOKENS = 8;  // tokens that read keys and values together, from the first cache level
   const Nodes& n;
-  const float *q, scale, cap;
+  const float *q, scale, cap, *sinks;  // of each query head the score of a key without a value, or null
   float* out;
   const int64_t group;  // queries of a token that share a head of the cache
   int64_t chunks = 1;
   std::vector<int64_t> first, last, slots;  // a token's first position, one past its last, and the slots of its nodes
 
-  Attention(const Nodes& n, const float* q, float scale, float cap, float* out)
-      : n(n), q(q), scale(scale), cap(cap), out(out), group(n.heads / n.kv_heads), first(n.B * n.T), last(n.B * n.T), slots(n.B * n.T * n.R) {
+  Attention(const Nodes& n, const float* q, float scale, float cap, const float* sinks, float* out)
+      : n(n), q(q), scale(scale), cap(cap), sinks(sinks), out(out), group(n.heads / n.kv_heads), first(n.B * n.T), last(n.B * n.T), slots(n.B * n.T * n.R) {
     for (int64_t t = 0; t < n.B * n.T; ++t) {
       const int64_t start = n.start[t / n.T];
       first[t] = n.window > 0 ? std::max<int64_t>(0, n.positions[t] - n.window + 1) : 0;
@@ -964,8 +964,10 @@ struct Attention {
     std::vector<float> sums(queries * 2 * hd), shares(queries * chunks), whole(queries);
     for (int64_t i = 0; i < queries; ++i) {
       const float* totals = p.totals + i * chunks * 2;
-      float top = -INFINITY;
+      const float sink = sinks ? sinks[p.head * group + i % group] : -INFINITY;
+      float top = sink;
       for (int64_t c = 0; c < chunks; ++c) top = std::max(top, totals[2 * c + 1]);
+      if (sinks) whole[i] = _mm256_cvtss_f32(exponential(_mm256_set1_ps(sink - top)));
       for (int64_t c = 0; c < chunks; ++c) {
         const float share = _mm256_cvtss_f32(exponential(_mm256_set1_ps(totals[2 * c + 1] - top)));
         shares[i * chunks + c] = share;
@@ -1057,12 +1059,13 @@ void show(Nodes& n, const Tensor& start, const Tensor& visible, const Tensor& po
 }
 
 Tensor tree_attention(const Tensor& q, const Tensor& kv, const Tensor& start, const Tensor& visible,
-                      const Tensor& positions, int64_t window, double scale, double cap) {
+                      const Tensor& positions, int64_t window, double scale, double cap,
+                      const std::optional<Tensor>& sinks) {
   Nodes n = nodes_of(q.size(0), q.size(1), q.size(2), kv);
   STD_TORCH_CHECK(visible.size(0) == n.B && visible.size(1) == n.T, "every query needs to know which nodes it sees");
   show(n, start, visible, positions, window);
   Tensor out = torch::stable::empty_like(q);
-  Attention(n, floats(q), (float)scale, (float)cap, floats(out))();
+  Attention(n, floats(q), (float)scale, (float)cap, floats(sinks), floats(out))();
   return out;
 }
 
@@ -1094,7 +1097,7 @@ void add(const float* x, const float* y, int64_t size, float* out) {
 void Layer::finish(const Nodes& n, const float* residual, float scale, bool round, float* const buffer[3], float* out) const {
   const int64_t M = n.B * n.T, H = o.n;
   float *a = buffer[0], *b = buffer[1], *c = buffer[2];
-  Attention(n, c, scale, cap, a)();
+  Attention(n, c, scale, cap, nullptr, a)();
   o(a, M, attention_norm ? nullptr : residual, 0, round, b);
   if (attention_norm) {
     norm_rows(b, attention_norm, M, H, n.eps, a);
@@ -1191,8 +1194,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(eaglet_cpu, m) {
   m.def("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor");
   m.def("rope_write_kv(Tensor qkv, Tensor cos, Tensor sin, Tensor(a!) kv, Tensor slots, Tensor? q_weight, "
         "Tensor? k_weight, float eps) -> Tensor");
-  m.def("tree_attention(Tensor q, Tensor kv, Tensor start, Tensor visible, Tensor positions, int window, float scale, float cap) "
-        "-> Tensor");
+  m.def("tree_attention(Tensor q, Tensor kv, Tensor start, Tensor visible, Tensor positions, int window, float scale, float cap, "
+        "Tensor? sinks) -> Tensor");
   m.def("stack_layers(Tensor[] weights, Tensor? norm, int[] windows, int[] rotations, int gate, float eps, float scale, "
         "float cap) -> Tensor");
   m.def("layers(Tensor x, Tensor? residual, Tensor stacked, Tensor[] nodes, Tensor(a!) kv, bool round, int[] taps) "

@@ -33,7 +33,8 @@ from kernels.packing import PackedTensors, PackedWeight, decode, dequantize, fro
 from kernels.tuned import SMALL_M, TILE_M, LinearConfig
 
 # What may gate a product whose second half is multiplied with an activation of the first: its number in the kernels.
-GATES = {"silu": 1, "gelu_tanh": 2}
+# The third is gpt-oss's, of which no kernel is the epilogue.
+GATES = {"silu": 1, "gelu_tanh": 2, "swiglu_clamped": 3}
 NO_HEADS = dict(HQ=0, HKV=0, HD=0, LEVELS=0, QK_NORM=False, INT8=False)  # of a linear that turns no heads
 
 
@@ -383,6 +384,9 @@ def launch_arguments(
 def gate(y: Tensor, gated: int) -> Tensor:
     """One of GATES: activation(first half) * second half of y [..., 2 I]."""
     first, up = y.chunk(2, -1)
+    if gated == GATES["swiglu_clamped"]:
+        first = first.clamp(max=7.0)
+        return (up.clamp(-7.0, 7.0) + 1) * (first * torch.sigmoid(first * 1.702))
     return (F.silu(first) if gated == GATES["silu"] else F.gelu(first, approximate="tanh")) * up
 
 
@@ -414,6 +418,8 @@ def packed_linear(
     No host sync. With layout 'planes', up to SMALL_M rows run our kernel, more rows dequantize the weight and
     use cuBLAS. Bias and epilogue are computed in float32 in our kernel, and in x's dtype elsewhere.
     """
+    if gated == GATES["swiglu_clamped"]:
+        return _widened(epilogue(packed_linear(x, weight, bias), None, residual, gated), wide)
     x = weight.reorder(x)
     if weight.correction is not None:
         own = packed_linear(_group_sums(x, weight.group_size), weight.correction, bias)

@@ -150,7 +150,13 @@ def stack(layers: Sequence[nn.Module], norm: Tensor | None = None, input_norm: b
 def layer_weights(layer: nn.Module, input_norm: bool) -> LayerWeights | None:
     """The weights of a layer, or None if the C++ kernels do not have all of it."""
     attention, mlp = layer.attention, layer.mlp
-    if not isinstance(mlp, MLP) or attention.head_dim % 16 or attention.wide_norm or attention.multiplier != 1:
+    if (
+        not isinstance(mlp, MLP)
+        or attention.head_dim % 16
+        or attention.wide_norm
+        or attention.multiplier != 1
+        or attention.sinks is not None
+    ):
         return None
     linears = [linear_weights(linear) for linear in (attention.qkv, attention.o, mlp.gate_up, mlp.down)]
     if None in linears or mlp.gate_up.packed.n % (2 * kernels.CPU_TILE):  # a tile would hold rows of both halves

@@ -133,6 +133,17 @@ FAMILIES = {
             }
         },
     ),
+    "gpt_oss": (
+        "GptOssConfig",
+        {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8, "rms_norm_eps": 1e-5}
+        | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+        | rope("yarn", 1e5, factor=4.0, original_max_position_embeddings=64, truncate=False),
+    ),
+    "qwen2_moe": (
+        "Qwen2MoeConfig",
+        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "sliding_window": None}
+        | {"shared_expert_intermediate_size": 80},
+    ),
     "qwen3_moe": (
         "Qwen3MoeConfig",
         {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": False},
@@ -218,7 +229,7 @@ def build_hf(family: str, **changes):
         for parameter in model.parameters():
             if parameter.dim() == 1:
                 parameter.data.add_(torch.randn_like(parameter), alpha=0.1)
-    if "mixtral" in family or "moe" in family:
+    if any(kind in family for kind in ("mixtral", "moe", "gpt_oss")):
         model.set_experts_implementation("eager")  # the grouped kernel has no float64
     return model.eval().requires_grad_(False)
 

@@ -391,7 +391,7 @@ def test_attention_equals_the_reference(window, slots, dim):
     positions = start[:, None] + depth
     visible = ancestors[None] & (depth[:, None] - depth[None] < window if window else True)
     arguments = (start, visible.expand(2, -1, -1), positions, window, 0.2)
-    for more in ((), (None, 1.5)):  # without and with a cap
+    for more in ((), (None, 1.5), (None, 0.0, torch.randn(6))):  # plain, with a cap, with sinks
         with backend().active() as active:
             got = kernels.tree_attention(q, kv, *arguments, *more)
         assert not active.declined

@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 
 from model import Transformer
-from model_config import ACTIVATIONS, FAMILIES, ModelConfig, RopeConfig
+from model_config import ACTIVATIONS, FAMILIES, OWN_WIDTH, ModelConfig, RopeConfig
 from support.files import read_json, write_json
 from support.machine import shapes_only
 from support.reader import INDEX_LIMIT, ConfigReader, is_a, refusal
@@ -39,6 +40,8 @@ FUSED_QKV, FUSED_GATE_UP = ("phi3",), ("glm4", "phi3")  # families whose files h
 # Where the experts of a layer are, and what an expert's matrices are called: gate, up, down.
 EXPERT_NAMES = {
     "mixtral": ("block_sparse_moe", ("w1", "w3", "w2")),
+    "gpt_oss": ("mlp", ()),  # one tensor for all
+    "qwen2_moe": ("mlp", ("gate_proj", "up_proj", "down_proj")),
     "qwen3_moe": ("mlp", ("gate_proj", "up_proj", "down_proj")),
 }
 # Hugging Face's names of a block's norms: before and after attention, before and after the MLP.
@@ -48,7 +51,7 @@ NORM_NAMES = {
     "both": ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"),
 }
 GLM4_NORMS = "input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"
-CLASSES = {"gemma3_text": "Gemma3", "smollm3": "SmolLM3"}  # names of classes that do not follow from the model_type
+CLASSES = {"gemma3_text": "Gemma3", "smollm3": "SmolLM3"}  # names that do not follow from the model_type
 
 
 def read_config(raw: dict[str, Any], directory: Path) -> ModelConfig:
@@ -213,6 +216,8 @@ def hf_views(model: Transformer, fused_experts: bool = False) -> dict[str, Tenso
         else:
             put(f"{at}.self_attn", "q_proj k_proj v_proj", block.attention.qkv, [q, kv, kv])
         put(f"{at}.self_attn", "o_proj", block.attention.o)
+        if block.attention.sinks is not None:
+            views[f"{at}.self_attn.sinks"] = block.attention.sinks
         if c.qk_norm:
             put(f"{at}.self_attn", "q_norm", block.attention.q_norm)
             put(f"{at}.self_attn", "k_norm", block.attention.k_norm)
@@ -224,8 +229,16 @@ def hf_views(model: Transformer, fused_experts: bool = False) -> dict[str, Tenso
             put(f"{at}.mlp", "down_proj", block.mlp.down)
             continue
         place, names = EXPERT_NAMES[c.model_type]
-        put(f"{at}.{'mlp' if fused_experts else place}", "gate", block.mlp.router)
-        if fused_experts:
+        put(f"{at}.{'mlp' if fused_experts else place}", "gate" if names else "router", block.mlp.router)
+        if block.mlp.shared is not None:
+            sizes = [c.shared_intermediate_size] * 2
+            put(f"{at}.mlp.shared_expert", "gate_proj up_proj", block.mlp.shared.gate_up, sizes)
+            put(f"{at}.mlp.shared_expert", "down_proj", block.mlp.shared.down)
+            put(f"{at}.mlp", "shared_expert_gate", block.mlp.shared_gate)
+        if block.mlp.gate_up_bias is not None:
+            views[f"{at}.mlp.experts.gate_up_proj_bias"] = block.mlp.gate_up_bias
+            views[f"{at}.mlp.experts.down_proj_bias"] = block.mlp.down_bias
+        if fused_experts or not names:
             views[f"{at}.mlp.experts.gate_up_proj"] = block.mlp.gate_up
             views[f"{at}.mlp.experts.down_proj"] = block.mlp.down
             continue
@@ -272,6 +285,10 @@ def as_computed(entries: Entries, config: ModelConfig) -> dict[str, Entry]:
         if config.norm_offset and name.endswith("norm.weight"):
             wide = torch.promote_types(entry.dtype, torch.float32)
             return entry._replace(dtype=wide, read=lambda: entry.read().to(wide) + config.norm_offset, part=None)
+        if config.expert_bias and ".mlp.experts." in name:
+            change = partial(_split_pairs, name=name)
+            shape = tuple(change(torch.empty(entry.shape, device="meta")).shape)
+            return entry._replace(shape=shape, read=lambda: change(entry.read()), part=None)
         if order is None or ".self_attn." not in name:
             return entry
         part = entry.part and (lambda spans: _reordered(entry.part(spans), name, order, config))
@@ -280,9 +297,21 @@ def as_computed(entries: Entries, config: ModelConfig) -> dict[str, Entry]:
     return {name: of(name, entry) for name, entry in entries.items()}
 
 
+def _split_pairs(t: Tensor, name: str, back: bool = False) -> Tensor:
+    """gpt-oss's experts [E, in, out] as ours [E, out, in], gate rows before up rows, where files alternate them."""
+    pairs = ".gate_up_proj" in name
+    t = t if "bias" in name or back else t.mT
+    axis = 1
+    if pairs:
+        t = t.unflatten(axis, (2, -1) if back else (-1, 2)).transpose(axis, axis + 1).flatten(axis, axis + 1)
+    return t.mT if back and "bias" not in name else t
+
+
 def as_stored(views: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
     """What a Hugging Face directory holds of these tensors: the inverse of `as_computed`."""
     views = {n: v - config.norm_offset if n.endswith("norm.weight") else v for n, v in views.items()}
+    if config.expert_bias:
+        views = {n: _split_pairs(v, n, True) if ".mlp.experts." in n else v for n, v in views.items()}
     if (order := head_order(config)) is None:
         return views
     return {n: _reordered(v, n, order.argsort(), config) if ".self_attn." in n else v for n, v in views.items()}
@@ -340,8 +369,10 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
         out["final_logit_softcapping"] = config.logits_cap or None
     if config.num_local_experts:
         out |= {key: getattr(config, key) for key in ("num_local_experts", "num_experts_per_tok", "norm_topk_prob")}
-    if name == "qwen3_moe":
+    if name in OWN_WIDTH:
         out |= {"num_experts": config.num_local_experts, "moe_intermediate_size": config.intermediate_size}
+    if config.shared_intermediate_size:
+        out["shared_expert_intermediate_size"] = config.shared_intermediate_size
     if family.windows in ("switch", "pattern"):
         kinds = ["sliding_attention" if window else "full_attention" for window in config.windows]
         full = len(kinds) - kinds[::-1].index("full_attention") if "full_attention" in kinds else 0

@@ -126,6 +126,18 @@ FAMILIES: dict[str, Family] = {
         windows="switch",
     ),
 }
+# Why some families are refused.
+RECURRENT = "some of its layers keep a recurrent state, which would have to be taken back where a draft is rejected"
+REFUSED = dict.fromkeys(
+    """bamba falcon_h1 falcon_mamba granitemoehybrid jamba kimi_linear lfm2 lfm2_moe mamba mamba2 minimax nemotron_h
+    qwen3_5 qwen3_next recurrent_gemma rwkv xlstm zamba zamba2""".split(),
+    RECURRENT,
+)
+REFUSED |= dict.fromkeys("deepseek_v2 deepseek_v3 kimi_k2 minicpm3".split(), "its latent attention is not implemented")
+REFUSED |= dict.fromkeys(
+    "gemma3 gemma3n gemma4 llama4 mistral3 qwen2_vl qwen2_5_vl qwen3_vl".split(),
+    "it reads images, too, and only folders with a text model alone are read",
+)
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "dynamic", "longrope")
 # What `hidden_act` or `hidden_activation` may say, by the activation that it stands for.
 ACTIVATIONS = {"silu": ("silu", "swish"), "gelu_tanh": ("gelu_pytorch_tanh", "gelu_new"), "swiglu_clamped": ("silu",)}
@@ -301,6 +313,8 @@ class ModelConfig:
         Raises ValueError that names the key for anything missing, mistyped, out of range or not implemented.
         """
         read = ConfigReader(config, where)
+        if reason := REFUSED.get(str(config.get("model_type"))):
+            raise read.error(f"model_type {config['model_type']!r} is not supported, because {reason}.")
         name = read.text("model_type", None, tuple(FAMILIES))
         family = FAMILIES[name]
         defaults = family.defaults

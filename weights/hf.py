@@ -286,7 +286,7 @@ def as_computed(entries: Entries, config: ModelConfig) -> dict[str, Entry]:
             wide = torch.promote_types(entry.dtype, torch.float32)
             return entry._replace(dtype=wide, read=lambda: entry.read().to(wide) + config.norm_offset, part=None)
         if config.expert_bias and ".mlp.experts." in name:
-            change = partial(_split_pairs, name=name)
+            change = partial(split_pairs, name=name)
             shape = tuple(change(torch.empty(entry.shape, device="meta")).shape)
             return entry._replace(shape=shape, read=lambda: change(entry.read()), part=None)
         if order is None or ".self_attn." not in name:
@@ -297,7 +297,7 @@ def as_computed(entries: Entries, config: ModelConfig) -> dict[str, Entry]:
     return {name: of(name, entry) for name, entry in entries.items()}
 
 
-def _split_pairs(t: Tensor, name: str, back: bool = False) -> Tensor:
+def split_pairs(t: Tensor, name: str, back: bool = False) -> Tensor:
     """gpt-oss's experts [E, in, out] as ours [E, out, in], gate rows before up rows, where files alternate them."""
     pairs = ".gate_up_proj" in name
     t = t if "bias" in name or back else t.mT
@@ -311,7 +311,7 @@ def as_stored(views: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Ten
     """What a Hugging Face directory holds of these tensors: the inverse of `as_computed`."""
     views = {n: v - config.norm_offset if n.endswith("norm.weight") else v for n, v in views.items()}
     if config.expert_bias:
-        views = {n: _split_pairs(v, n, True) if ".mlp.experts." in n else v for n, v in views.items()}
+        views = {n: split_pairs(v, n, True) if ".mlp.experts." in n else v for n, v in views.items()}
     if (order := head_order(config)) is None:
         return views
     return {n: _reordered(v, n, order.argsort(), config) if ".self_attn." in n else v for n, v in views.items()}

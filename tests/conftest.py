@@ -91,6 +91,7 @@ FAMILIES = {
         {"head_dim": 32, "sliding_window": 8}
         | {"layer_types": ["full_attention", "sliding_attention", "sliding_attention"]},
     ),
+    "smollm3-default": ("SmolLM3Config", {"num_hidden_layers": 4, "rms_norm_eps": 1e-5, "pad_token_id": 0}),
     "smollm3": ("SmolLM3Config", {"no_rope_layers": [1, 0, 1], "pad_token_id": 0}),
     "seed_oss": ("SeedOssConfig", {"attention_bias": True, "head_dim": 32}),
     "granite": (
@@ -143,6 +144,10 @@ FAMILIES = {
         "Qwen2MoeConfig",
         {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "sliding_window": None}
         | {"shared_expert_intermediate_size": 80},
+    ),
+    "qwen3_moe-normed": (
+        "Qwen3MoeConfig",
+        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": True},
     ),
     "qwen3_moe": (
         "Qwen3MoeConfig",

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import BASE, build_hf
-from test_model import run
+from test_model import feed, run
 from tiny import held, random_blocks
 
 from drafting import resolve
@@ -36,7 +36,7 @@ from tokenizer import load_tokenizer
 from weights.checkpoint import Checkpoint
 from weights.gguf import GGUFFile
 from weights.gguf_metadata import SPLITS
-from weights.hf import hf_views, unpacked
+from weights.hf import EXPERT_NAMES, hf_views, unpacked
 from weights.quantized import FloatLinear, QuantLinear, pack_
 
 gguf = pytest.importorskip("gguf")
@@ -47,9 +47,10 @@ NAMES = {
     "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm", "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm",
     "block_sparse_moe.gate": "ffn_gate_inp", "pre_feedforward_layernorm": "ffn_norm",
-    "post_feedforward_layernorm": "post_ffw_norm",
+    "post_feedforward_layernorm": "post_ffw_norm", "mlp.gate": "ffn_gate_inp",
 }  # fmt: skip
 ARCHITECTURES = {"mixtral": "llama", "mistral": "llama", "gemma3_text": "gemma3", "olmo3": "olmo2"}
+ARCHITECTURES |= {"qwen3_moe": "qwen3moe"}
 READ_TYPES = "Q2_K Q3_K Q4_K Q5_K Q6_K IQ4_NL IQ4_XS".split()  # the package can only read them
 OTHER_TYPES = "F32 F16 BF16 Q8_0 Q4_0 Q4_1 Q5_0 Q5_1".split()
 
@@ -72,6 +73,11 @@ def metadata_of(config: ModelConfig) -> dict:
         data["rope.freq_base_swa"] = config.window_rope.theta
     if config.attention_cap:
         data |= {"attn_logit_softcapping": config.attention_cap, "final_logit_softcapping": config.logits_cap}
+    if config.model_type == "qwen3_moe":
+        data |= {"feed_forward_length": 7, "expert_feed_forward_length": config.intermediate_size}
+    if config.model_type == "granite":
+        data |= {"attention.scale": config.attention_multiplier, "embedding_scale": config.embedding_multiplier}
+        data |= {"residual_scale": config.residual_multiplier, "logit_scale": 1 / config.logits_multiplier}
     if config.rope.kind in ("linear", "yarn"):
         data |= {"rope.scaling.type": config.rope.kind, "rope.scaling.factor": config.rope.factor}
     if config.rope.kind == "yarn":
@@ -88,7 +94,7 @@ def permuted(weight: np.ndarray, heads: int) -> np.ndarray:
 def tensors_of(checkpoint: Checkpoint) -> dict[str, np.ndarray]:
     """A model's weights under llama.cpp's names, in float32."""
     config, found = checkpoint.config, {}
-    permutes = config.model_type in ("llama", "mistral", "mixtral")  # all of them are called llama there
+    permutes = config.model_type in ("granite", "llama", "mistral", "mixtral", "smollm3")
     views = hf_views(checkpoint.load(dtype=torch.float32))
     norm = "ffn_norm" if config.norms == "before" else "post_attention_norm"
     names = NAMES | {"post_attention_layernorm": norm}
@@ -103,8 +109,9 @@ def tensors_of(checkpoint: Checkpoint) -> dict[str, np.ndarray]:
         value = view.numpy()
         found[f"{ours}.{kind}"] = permuted(value, heads) if heads and permutes else value
     for i in range(config.num_hidden_layers if config.num_local_experts else 0):
-        for ours, theirs in (("gate", "w1"), ("down", "w2"), ("up", "w3")):
-            at = f"model.layers.{i}.block_sparse_moe.experts"
+        place, matrices = EXPERT_NAMES[config.model_type]
+        for ours, theirs in zip(("gate", "up", "down"), matrices, strict=True):
+            at = f"model.layers.{i}.{place}.experts"
             whole = [views[f"{at}.{e}.{theirs}.weight"].numpy() for e in range(config.num_local_experts)]
             found[f"blk.{i}.ffn_{ours}_exps.weight"] = np.stack(whole)
     return found
@@ -184,7 +191,7 @@ def test_only_a_file_of_floats_is_rounded_at_load(tmp_path):
 
 
 FAMILIES = "llama llama-mha llama-bias codellama linear yarn mistral-full mixtral qwen2 qwen3".split()
-FAMILIES += "gemma2 gemma3 olmo2 olmo3".split()
+FAMILIES += "gemma2 gemma3 granite olmo2 olmo3 qwen3_moe-normed smollm3-default".split()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -672,10 +679,11 @@ def test_gemma3_predicts_what_llama_cpp_predicts(gemma3):
     512. Rounding differs from llama.cpp's, so the likeliest tokens are compared, and their probabilities."""
     recorded = json.loads((ROOT / "tests/gemma3_ids.json").read_text())
     engine = load(gemma3.directory, dtype="float32", ctx=1024)
-    with engine.backend.active():
-        logits = run(engine.model, torch.tensor([recorded["text"]]), 100)[0]
-    rows = torch.tensor(recorded["rows"])
-    want, got = torch.tensor(recorded["log_probabilities"]), logits[rows].log_softmax(-1)
+    cache, tokens = engine.model.new_cache(1, 1024), torch.tensor([recorded["text"]])
+    with torch.inference_mode(), engine.backend.active():
+        chunks = [feed(engine.model, cache, tokens[:, i : i + 100], i)[0] for i in range(0, tokens.shape[1], 100)]
+        logits = engine.model.logits(torch.cat(chunks, 1)[0, recorded["rows"]])
+    want, got = torch.tensor(recorded["log_probabilities"]), logits.log_softmax(-1)
     got = got.gather(-1, torch.tensor(recorded["likeliest"]))
     rest = [torch.log1p(-p.exp().sum(-1, keepdim=True).clamp(max=1 - 1e-6)) for p in (want, got)]
     want, got = (torch.cat(pair, -1) for pair in zip((want, got), rest, strict=True))

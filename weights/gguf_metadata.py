@@ -19,8 +19,10 @@ from torch import Tensor
 from support.reader import is_a
 
 # llama.cpp's names of architectures, and Hugging Face's. "olmo2" with a window is "olmo3".
-ARCHITECTURES = {name: name for name in ("gemma2", "llama", "mistral", "olmo2", "qwen2", "qwen3")}
-ARCHITECTURES |= {"gemma3": "gemma3_text"}
+ARCHITECTURES = {name: name for name in "gemma2 granite llama mistral olmo2 qwen2 qwen3 smollm3".split()}
+ARCHITECTURES |= {"gemma3": "gemma3_text", "qwen3moe": "qwen3_moe"}
+# Architectures that llama.cpp rotates in neighbouring pairs, though Hugging Face does not.
+REORDERED = ("granite", "llama", "smollm3")
 # Architectures whose largest model scales attention by the width of all heads: its number of layers.
 LARGEST = {"gemma2": 46, "gemma3": 62}
 KEY = "tokenizer.ggml."
@@ -83,7 +85,7 @@ def hf_config(
     if get("rope.dimension_count", head_dim) != head_dim:
         raise ValueError(f"{where}: a rotation of only a part of each head is not implemented.")
     config = {
-        "model_type": "mixtral" if get("expert_count", 0) else ARCHITECTURES[family],
+        "model_type": "mixtral" if get("expert_count", 0) and family == "llama" else ARCHITECTURES[family],
         "hidden_size": width,
         "intermediate_size": get("feed_forward_length"),
         "num_hidden_layers": get("block_count"),
@@ -103,6 +105,13 @@ def hf_config(
     }
     if config["model_type"] == "mixtral":
         config |= {"num_local_experts": get("expert_count"), "num_experts_per_tok": get("expert_used_count")}
+    if family == "qwen3moe":
+        config |= {"num_experts": get("expert_count"), "num_experts_per_tok": get("expert_used_count")}
+        config |= {"moe_intermediate_size": get("expert_feed_forward_length"), "norm_topk_prob": True}
+    if family == "granite":
+        scales = {"attention_multiplier": "attention.scale", "embedding_multiplier": "embedding_scale"}
+        scales |= {"residual_multiplier": "residual_scale", "logits_scaling": "logit_scale"}
+        config |= {name: get(key) for name, key in scales.items()}
     if family == "olmo2" and config["sliding_window"]:
         config["model_type"] = "olmo3"
     if family in LARGEST:

@@ -15,7 +15,9 @@ from kernels import cpu
 from load import load
 from model_config import FAMILIES as SUPPORTED
 from model_config import ModelConfig
-from weights.checkpoint import Checkpoint
+from weights.checkpoint import Checkpoint, load_model
+from weights.quantized import QuantSpec
+from weights.quantizer import Windows, quantize_checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -65,6 +67,22 @@ def test_mxfp4_stays_at_4_bits_for_the_cpu_kernels(gpt_oss):
     tokens = tokens_of(30)
     with engine.backend.active():
         assert (run(engine.model, tokens, 16) - hf(tokens).logits).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("family", "gemma3 gemma2 glm4 gpt_oss granite olmo2 qwen2_moe".split())
+def test_a_family_is_quantized_as_it_computes(tiny_checkpoint, tmp_path, family):
+    """Catches a receipt that measures another model, without the multiplier of embeddings or the cap of logits, and
+    norms or rows that are turned a second time where the result is read."""
+    model, tokens = load_model(tiny_checkpoint(family)), tokens_of(33, batch=4)
+    windows = Windows(tokens_of(32, seed=1, batch=4), tokens)
+    spec = QuantSpec("int8", algorithm="gptq")
+    receipt = quantize_checkpoint(tiny_checkpoint(family), tmp_path / "q", spec, windows)
+    logits = run(model, tokens[:, :-1], 32)
+    want = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).exp()
+    assert receipt["perplexity_before"] == pytest.approx(float(want), rel=1e-3)
+    assert receipt["mean_kl"] < 0.01
+    change = run(load_model(tmp_path / "q", dtype=torch.float32), tokens[:, :-1], 32) - logits
+    assert change.std() < 0.1 * logits.std()
 
 
 @pytest.mark.parametrize(

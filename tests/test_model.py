@@ -137,7 +137,7 @@ def test_positions_of_dynamic_rope_end_at_the_original_length():
     )
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "mixtral", "qwen2-window", "qwen3"])
+@pytest.mark.parametrize("family", "llama mistral mixtral qwen2-window qwen3 gemma2 gpt_oss olmo3".split())
 def test_every_path_of_a_tree_equals_its_plain_forward(pair, family):
     """Catches a node that sees a sibling, misses an ancestor, or has its slot as its position instead of its depth."""
     _, model = pair(family, torch.float64)
@@ -196,7 +196,7 @@ def test_taps_are_the_states_entering_layers(pair, family):
     assert (trained_hidden - hidden).abs().max() < 1e-4 and (trained_taps - taps).abs().max() < 1e-4
 
 
-@pytest.mark.parametrize("family", ["llama", "mixtral", "mistral"])
+@pytest.mark.parametrize("family", ["llama", "mixtral", "mistral", "gemma2", "gpt_oss"])
 def test_a_branch_of_nan_changes_nothing_else(tiny_checkpoint, family):
     """A rejected branch that overflows must not reach its siblings through masked attention or experts (0 x NaN)."""
     model = checkpoint.load_model(tiny_checkpoint(family), dtype=torch.float64)
@@ -258,7 +258,7 @@ def test_a_quantized_model_says_so(pair):
     assert model.quant == "int4"
 
 
-@pytest.mark.parametrize("family", ["llama", "mixtral", "qwen2-window"])
+@pytest.mark.parametrize("family", ["llama", "mixtral", "qwen2-window", "gemma3", "gpt_oss"])
 def test_forward_traces_whole_and_is_not_recompiled(pair, family):
     """Catches a data-dependent branch or a guard on a value, which would cost seconds in the middle of a reply."""
     _, model = pair(family)
@@ -291,7 +291,7 @@ def test_half_precision_stays_close(pair, dtype):
 
 def test_batch_training_forward_equals_the_cached_one(pair):
     """Catches a training path that drifts from the inference path, for instance without the window."""
-    for family in ("mistral", "mixtral", "qwen3"):
+    for family in "mistral mixtral qwen3 gemma2 gemma3 glm4 gpt_oss granite olmo3 qwen2_moe smollm3".split():
         _, model = pair(family, torch.float64)
         tokens = tokens_of(24, batch=2)
         assert (model.forward_train(tokens)[0] - feed(model, model.new_cache(2, 32), tokens, 0)[0]).abs().max() < 1e-10

@@ -1,4 +1,4 @@
-"""The target model: one Transformer for LLaMA, Mistral, Mixtral, Qwen, Phi-3 and others (`model_config.FAMILIES`).
+"""The target model: one Transformer for LLaMA, Qwen, Gemma, gpt-oss and others (`model_config.FAMILIES`).
 
 It computes a *forward on nodes*. It gets tokens, their positions (the depth below the root), and who may see whom. A
 prompt chunk is a chain of nodes, plain decoding is a single node, and a draft tree is a tree of nodes. The model does
@@ -10,7 +10,7 @@ The model knows nothing of text, sampling, drafters, files, or what a tree means
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn as nn
@@ -53,10 +53,10 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def linear(
-    layer: nn.Module, x: Tensor, residual: Tensor | None = None, gated: bool = False, norm: RMSNorm | None = None,
+    layer: nn.Module, x: Tensor, residual: Tensor | None = None, gated: int = 0, norm: RMSNorm | None = None,
     multiplier: float = 1.0,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
-    """y = layer(x), if `gated` SiLU(first half) * second half, times multiplier, + residual. With a norm: (y, norm(y)).
+    """y = layer(x), gated (`kernels.GATES`), times multiplier, + residual. With a norm: (y, norm(y)).
 
     Quantized linears do all of it in the epilogue of their kernel. cuBLAS has no such epilogue, so after an nn.Linear
     it is plain code, which Inductor fuses into one kernel.
@@ -73,9 +73,11 @@ def linear(
 class Attention(nn.Module):
     """Grouped-query attention with fused QKV over a static cache. `in_size` differs from hidden_size in EAGLE-3."""
 
-    def __init__(self, config: ModelConfig, window: int = 0, in_size: int | None = None, rotated: bool = True):
+    def __init__(self, config: ModelConfig, window: int = 0, in_size: int | None = None, rotation: int = 0):
+        """rotation: which of the rotations that stand side by side in cos and sin is this layer's."""
         super().__init__()
-        self.rotated = rotated
+        self.rotation = rotation
+        self.cap = config.attention_cap
         self.scale = config.attention_multiplier or 1 / math.sqrt(config.head_dim)
         self.multiplier = config.residual_multiplier
         self.heads = config.num_attention_heads
@@ -85,36 +87,55 @@ class Attention(nn.Module):
         qkv_heads = self.heads + 2 * self.kv_heads
         self.qkv = nn.Linear(in_size or config.hidden_size, qkv_heads * hd, bias=config.qkv_bias)
         self.o = nn.Linear(self.heads * hd, config.hidden_size, bias=config.o_bias)
-        self.q_norm = RMSNorm(hd, config.rms_norm_eps) if config.qk_norm else None
-        self.k_norm = RMSNorm(hd, config.rms_norm_eps) if config.qk_norm else None
+        self.sinks = nn.Parameter(torch.empty(self.heads)) if config.sinks else None
+        self.wide_norm = config.wide_qk_norm
+        sizes = (self.heads * hd, self.kv_heads * hd) if self.wide_norm else (hd, hd)
+        self.q_norm, self.k_norm = (RMSNorm(size, config.rms_norm_eps) if config.qk_norm else None for size in sizes)
+
+    def own_turn(self, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """The columns of this layer's rotation."""
+        half = self.head_dim // 2
+        if cos.shape[-1] == half:
+            return cos, sin
+        columns = slice(self.rotation * half, (self.rotation + 1) * half)
+        return cos[..., columns], sin[..., columns]
+
+    def all_heads(self, x: Tensor) -> Tensor:
+        """x [B, T, in] -> queries, keys and values [B, T, Hq + 2 Hkv, hd], normed if that is over all heads at once."""
+        qkv = self.qkv(x)
+        if self.wide_norm:
+            rows, kv_rows = self.q_norm.weight.numel(), self.k_norm.weight.numel()
+            q, k, v = qkv.split((rows, kv_rows, kv_rows), -1)
+            qkv = torch.cat((self.q_norm(q), self.k_norm(k), v), -1)
+        return qkv.view(*x.shape[:2], -1, self.head_dim)
 
     def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """x [B, T, in] -> rotated q [B, Hq, T, hd], rotated k and plain v [B, Hkv, T, hd], with gradients."""
-        B, T, _ = x.shape
-        qkv = self.qkv(x).view(B, T, -1, self.head_dim)
-        q, k, v = qkv.split((self.heads, self.kv_heads, self.kv_heads), 2)
-        if self.q_norm is not None:
+        q, k, v = self.all_heads(x).split((self.heads, self.kv_heads, self.kv_heads), 2)
+        if self.q_norm is not None and not self.wide_norm:
             q, k = self.q_norm(q), self.k_norm(k)
-        if self.rotated:
-            q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
+        cos, sin = self.own_turn(cos, sin)
+        q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
-    def forward(self, x: Tensor, nodes: Nodes, kv: Tensor, residual: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, x: Tensor, nodes: Nodes, kv: Tensor, residual: Tensor | None, norm: RMSNorm
+    ) -> tuple[Tensor, Tensor]:
         """x [B, T, in] -> y [B, T, H] with the residual added, and norm(y).
 
         kv [2, B, Hkv, S, hd] is written at nodes.slots, then read.
         """
         B, T, _ = x.shape
-        norms = () if self.q_norm is None else (self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
-        cos, sin = (nodes.cos, nodes.sin) if self.rotated else (torch.ones_like(nodes.cos), torch.zeros_like(nodes.sin))
-        turn = cos, sin, kv, nodes.slots, *norms
-        if isinstance(self.qkv, nn.Linear):
-            q, arrived = kernels.rope_write_kv(self.qkv(x).view(B, T, -1, self.head_dim), *turn)
+        own = self.q_norm is not None and not self.wide_norm
+        norms = (self.q_norm.weight, self.k_norm.weight, self.q_norm.eps) if own else ()
+        turn = *self.own_turn(nodes.cos, nodes.sin), kv, nodes.slots, *norms
+        if isinstance(self.qkv, nn.Linear) or self.wide_norm:
+            q, arrived = kernels.rope_write_kv(self.all_heads(x), *turn)
         else:
             q, arrived = self.qkv.heads(x, self.head_dim, *turn)
         visible = nodes.visible_window if self.window else nodes.visible
         seen = nodes.start, visible, nodes.positions, self.window
-        out = kernels.tree_attention(q, kv, *seen, self.scale, arrived)
+        out = kernels.tree_attention(q, kv, *seen, self.scale, arrived, self.cap, self.sinks)
         return linear(self.o, out.reshape(B, T, -1), residual, norm=norm, multiplier=self.multiplier)
 
     def forward_train(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -122,20 +143,28 @@ class Attention(nn.Module):
         B, T, _ = x.shape
         q, k, v = self.project(x, cos, sin)
         mask = None
-        if self.window:
+        if self.window or self.cap or self.sinks is not None:
             i = torch.arange(T, device=x.device)
-            mask = (i[:, None] >= i) & (i > i[:, None] - self.window)
-        how = {"attn_mask": mask, "is_causal": mask is None, "scale": self.scale, "enable_gqa": True}
-        out = F.scaled_dot_product_attention(q, k, v, **how)
+            mask = (i[:, None] >= i) & (i > i[:, None] - (self.window or T))
+        if self.cap or self.sinks is not None:
+            mask = torch.where(mask, 0.0, -math.inf)
+            out = kernels.shaped_attention(q, k, v, mask, self.scale, self.cap, self.sinks)
+        else:
+            how = {"attn_mask": mask, "is_causal": mask is None, "scale": self.scale, "enable_gqa": True}
+            out = F.scaled_dot_product_attention(q, k, v, **how)
         return self.o(out.transpose(1, 2).reshape(B, T, -1))
 
 
 class MLP(nn.Module):
-    """SwiGLU feed-forward with fused gate and up projections (gate rows first)."""
+    """Gated feed-forward with fused gate and up projections (gate rows first)."""
 
-    def __init__(self, hidden_size: int, intermediate_size: int, bias: bool = False, multiplier: float = 1.0):
+    def __init__(
+        self, hidden_size: int, intermediate_size: int, bias: bool = False, multiplier: float = 1.0,
+        activation: str = "silu",
+    ):  # fmt: skip
         super().__init__()
         self.multiplier = multiplier
+        self.gate = kernels.GATES[activation]
         self.gate_up = nn.Linear(hidden_size, 2 * intermediate_size, bias=bias)
         self.down = nn.Linear(intermediate_size, hidden_size, bias=bias)
 
@@ -143,20 +172,26 @@ class MLP(nn.Module):
         self, x: Tensor, residual: Tensor | None = None, norm: RMSNorm | None = None
     ) -> Tensor | tuple[Tensor, Tensor]:
         """x [..., H] -> y [..., H] (+ residual). With a norm: (y, norm(y))."""
-        return linear(self.down, linear(self.gate_up, x, gated=True), residual, norm=norm, multiplier=self.multiplier)
+        hidden = linear(self.gate_up, x, gated=self.gate)
+        return linear(self.down, hidden, residual, norm=norm, multiplier=self.multiplier)
 
 
 class Experts(SelfCounting):
-    """A sparse feed-forward: a softmax router in float32, and the top-k experts with their weights."""
+    """A sparse feed-forward: a softmax router in float32, the top-k experts with their weights, and a shared expert."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
         E, H, I = config.num_local_experts, config.hidden_size, config.intermediate_size
-        self.router = nn.Linear(H, E, bias=False)
+        bias, shared = config.expert_bias, config.shared_intermediate_size
+        self.router = nn.Linear(H, E, bias=bias)
         self.gate_up = nn.Parameter(torch.empty(E, 2 * I, H))
         self.down = nn.Parameter(torch.empty(E, H, I))
+        self.gate_up_bias, self.down_bias = (nn.Parameter(torch.empty(E, n)) if bias else None for n in (2 * I, H))
+        self.shared = MLP(H, shared) if shared else None
+        self.shared_gate = nn.Linear(H, 1, bias=False) if shared else None
         self.per_token = config.num_experts_per_tok
         self.normalised = config.norm_topk_prob
+        self.gate = kernels.GATES[config.activation]
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x [M, H] -> expert weights [M, k] in x.dtype, expert ids [M, k]."""
@@ -166,7 +201,7 @@ class Experts(SelfCounting):
         self, x: Tensor, residual: Tensor | None = None, norm: RMSNorm | None = None
     ) -> Tensor | tuple[Tensor, Tensor]:
         """As `MLP.forward`."""
-        out = self.mixture(x)
+        out, residual = self.mixture(x), add_shared(self, x, residual)
         out = out if residual is None else residual + out
         return out if norm is None else (out, norm(out))
 
@@ -177,17 +212,24 @@ class Experts(SelfCounting):
         weight, index = self.route(x)
         # With few rows, read only the experts that the rows use.
         if index.numel() < self.router.out_features:
-            gate, up = torch.einsum("mkih,mh->mki", self.gate_up[index], x).chunk(2, -1)
-            rows = torch.einsum("mkhi,mki->mkh", self.down[index], F.silu(gate) * up)
+            up, down = (0 if b is None else b[index] for b in (self.gate_up_bias, self.down_bias))
+            hidden = kernels.gate(torch.einsum("mkih,mh->mki", self.gate_up[index], x) + up, self.gate)
+            rows = torch.einsum("mkhi,mki->mkh", self.down[index], hidden) + down
             return (rows * weight[..., None]).sum(1).view(shape)
         # With many rows, read every expert once.
         out = torch.zeros_like(x)
         for e in range(self.router.out_features):
             share = (weight * (index == e)).sum(-1, keepdim=True)
-            gate, up = F.linear(x, self.gate_up[e]).chunk(2, -1)
+            hidden, down = self.hidden(x, e), None if self.down_bias is None else self.down_bias[e]
             # An expert may overflow on rows that it was not chosen for. where() keeps its output out of those rows.
-            out += torch.where(share > 0, F.linear(F.silu(gate) * up, self.down[e]) * share, 0)
+            out += torch.where(share > 0, F.linear(hidden, self.down[e], down) * share, 0)
         return out.view(shape)
+
+    def hidden(self, x: Tensor, e: int) -> Tensor:
+        """x [M, H] -> what expert e's second matrix reads [M, I]."""
+        return kernels.gate(
+            F.linear(x, self.gate_up[e], None if self.gate_up_bias is None else self.gate_up_bias[e]), self.gate
+        )
 
     def weight_bytes_read(self, nodes: int) -> float:
         """Expected bytes of the experts that `nodes` rows are routed to. The router is a module of its own."""
@@ -196,43 +238,72 @@ class Experts(SelfCounting):
         return touched * sum(t.numel() * t.element_size() for t in (self.gate_up, self.down))
 
 
-class Block(nn.Module):
-    """One decoder layer: x + attention(norm(x)), then x + mlp(norm(x))."""
+def add_shared(experts: nn.Module, x: Tensor, residual: Tensor | None) -> Tensor | None:
+    """The residual with what the shared expert of `Experts` or its like adds to it."""
+    if experts.shared is None:
+        return residual
+    added = torch.sigmoid(experts.shared_gate(x)) * experts.shared(x)
+    return added if residual is None else residual + added
 
-    def __init__(self, config: ModelConfig, window: int = 0, rotated: bool = True):
+
+def normed_by(norm: RMSNorm | None, x: Tensor) -> Tensor:
+    """norm(x), or x where there is no norm."""
+    return x if norm is None else norm(x)
+
+
+class Block(nn.Module):
+    """One decoder layer: x + attention(norm(x)), then x + mlp(norm(x)).
+
+    There may be norms behind attention and MLP, too, or only there.
+    """
+
+    def __init__(self, config: ModelConfig, layer: int = 0):
         super().__init__()
-        self.input_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.attention = Attention(config, window, rotated=rotated)
-        self.post_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+        def norm(*places: str) -> RMSNorm | None:
+            return RMSNorm(config.hidden_size, config.rms_norm_eps) if config.norms in places else None
+
+        self.input_norm = norm("before", "both")
+        self.attention = Attention(config, config.windows[layer], rotation=config.rotation(layer))
+        self.attention_norm = norm("after", "both")  # of what attention adds
+        self.post_norm = norm("before", "both")  # of what the MLP reads
         if config.num_local_experts:
             self.mlp = Experts(config)
         else:
-            self.mlp = MLP(config.hidden_size, config.intermediate_size, config.mlp_bias, config.residual_multiplier)
+            how = config.mlp_bias, config.residual_multiplier, config.activation
+            self.mlp = MLP(config.hidden_size, config.intermediate_size, *how)
+        self.mlp_norm = norm("after", "both")  # of what the MLP adds
 
     def forward(
-        self, x: Tensor, normed: Tensor | None, nodes: Nodes, kv: Tensor, after: RMSNorm
+        self, x: Tensor, normed: Tensor | None, nodes: Nodes, kv: Tensor, after: RMSNorm | None
     ) -> tuple[Tensor, Tensor]:
         """x [B, T, H] -> y [B, T, H] through this layer's cache kv [2, B, Hkv, S, hd], and after(y).
 
         normed: input_norm(x), which the layer before has computed, or None. On a GPU a norm of few rows is the end
         of the kernel that writes them, so every layer computes the norm that comes after it.
         """
-        normed = self.input_norm(x) if normed is None else normed
-        x, normed = self.attention(normed, nodes, kv, x, self.post_norm)
-        return self.mlp(normed, x, norm=after)
+        normed = normed_by(self.input_norm, x) if normed is None else normed
+        if self.attention_norm is None:
+            x, normed = self.attention(normed, nodes, kv, x, self.post_norm)
+            return self.mlp(normed, x, norm=after)
+        x = x + self.attention(normed, nodes, kv, None, self.attention_norm)[1]
+        x = x + self.mlp(normed_by(self.post_norm, x), norm=self.mlp_norm)[1]
+        return x, normed_by(after, x)
 
     def forward_train(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """The same layer over a whole sequence, with gradients and without a cache."""
-        x = x + self.attention.multiplier * self.attention.forward_train(self.input_norm(x), cos, sin)
-        return self.mlp(self.post_norm(x), x)
+        attended = self.attention.forward_train(normed_by(self.input_norm, x), cos, sin)
+        x = x + self.attention.multiplier * normed_by(self.attention_norm, attended)
+        normed = normed_by(self.post_norm, x)
+        return self.mlp(normed, x) if self.mlp_norm is None else x + self.mlp_norm(self.mlp(normed))
 
 
 class RotaryTable(nn.Module):
-    """cos and sin for positions 0..length-1, in float32 whatever the model's dtype."""
+    """cos and sin for positions 0..length-1, in float32 whatever the model's dtype, side by side for all rotations."""
 
-    def __init__(self, rope: RopeConfig, head_dim: int, length: int):
+    def __init__(self, ropes: Sequence[RopeConfig], head_dim: int, length: int):
         super().__init__()
-        self.rope = rope
+        self.ropes = ropes
         self.head_dim = head_dim
         self.length = length
         self.register_buffer("cos", torch.empty(0), persistent=False)
@@ -242,13 +313,15 @@ class RotaryTable(nn.Module):
         """Fill the tables on `device`. `__init__` cannot do it, as it may run on the meta device."""
         self.length = length or self.length
         with torch.device("cpu"):
-            inv, scale = self.rope.frequencies(self.head_dim)
-            angles = torch.arange(self.length).float()[:, None] * inv
-            self.cos = (angles.cos() * scale).to(device)
-            self.sin = (angles.sin() * scale).to(device)
+            positions, tables = torch.arange(self.length).float()[:, None], []
+            for rope in self.ropes:
+                inv, scale = rope.frequencies(self.head_dim, self.length)
+                tables.append((positions * inv, torch.where(inv > 0, scale, 1.0)))
+            self.cos = torch.cat([angles.cos() * scale for angles, scale in tables], 1).to(device)
+            self.sin = torch.cat([angles.sin() * scale for angles, scale in tables], 1).to(device)
 
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """positions int64 [...] -> cos, sin [..., hd / 2].
+        """positions int64 [...] -> cos, sin [..., rotations * hd / 2].
 
         A position past the table gets the table's last row. Only rows that never count have such positions.
         """
@@ -265,12 +338,12 @@ class Transformer(nn.Module):
         # How the weights are quantized, a text for reports such as "int4". None means float weights.
         self.quant: str | None = None
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(Block(config, w, i not in config.unrotated) for i, w in enumerate(config.windows))
+        self.layers = nn.ModuleList(Block(config, i) for i in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = None
         if not config.tie_word_embeddings:
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        self.rotary = RotaryTable(config.rope, config.head_dim, config.max_positions)
+        self.rotary = RotaryTable(config.ropes, config.head_dim, config.max_positions)
 
     def set_quantization(self, name: str | None) -> None:
         """Record how the weights are quantized. The quantized modules themselves are already in place."""
@@ -353,16 +426,19 @@ class Transformer(nn.Module):
         if self.lm_head is None or isinstance(self.lm_head, nn.Linear):
             out = self.narrow_logits(hidden_states)
             return out if out.dtype == torch.float64 else out.float()
-        return self._scaled(self.lm_head.logits(hidden_states))  # a quantized one stores them so at once
+        return self.scaled(self.lm_head.logits(hidden_states))  # a quantized one stores them so at once
 
     def narrow_logits(self, hidden_states: Tensor) -> Tensor:
         """`logits` in the dtype that the LM head computes in."""
         if self.lm_head is None:
-            return self._scaled(F.linear(hidden_states, self.embed_tokens.weight))
-        return self._scaled(self.lm_head(hidden_states))
+            return self.scaled(F.linear(hidden_states, self.embed_tokens.weight))
+        return self.scaled(self.lm_head(hidden_states))
 
-    def _scaled(self, logits: Tensor) -> Tensor:
-        return logits if self.config.logits_multiplier == 1 else logits * self.config.logits_multiplier
+    def scaled(self, logits: Tensor) -> Tensor:
+        """What the LM head computes -> logits, multiplied and capped."""
+        cap = self.config.logits_cap
+        logits = logits if self.config.logits_multiplier == 1 else logits * self.config.logits_multiplier
+        return logits if cap == 0 else cap * torch.tanh(logits / cap)
 
     def forward_train(self, tokens: Tensor, taps: tuple[int, ...] = ()) -> tuple[Tensor, Tensor | None]:
         """tokens [B, T] -> hidden_states and tapped states as in `forward`, with gradients and without a cache."""

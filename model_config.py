@@ -9,33 +9,147 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from support.reader import ConfigReader
+from support.reader import ConfigReader, is_a
 
-# Supported values of `model_type`, each with the family's defaults for keys that config.json leaves out.
-FAMILIES: dict[str, dict[str, Any]] = {
-    "granite": {},
-    "llama": {},
-    "mistral": {"num_key_value_heads": 8},
-    "mixtral": {"num_key_value_heads": 8, "rope_theta": 1e6, "rms_norm_eps": 1e-5},
-    "phi3": {"rms_norm_eps": 1e-5},
-    "qwen2": {"num_key_value_heads": 32},
-    "qwen3": {"num_key_value_heads": 32, "head_dim": 128},
-    "qwen3_moe": {"num_key_value_heads": 4},
-    "seed_oss": {"num_key_value_heads": 8, "head_dim": 128},
-    "smollm3": {"num_key_value_heads": 4, "rope_theta": 2e6},
+
+@dataclass(frozen=True)
+class Family:
+    """What a `model_type` means: how its config.json is read, and the facts that always hold.
+
+    A key that only some families have is read where `defaults` names it.
+    """
+
+    defaults: dict[str, Any] = field(default_factory=dict)  # for keys that config.json leaves out
+    facts: dict[str, Any] = field(default_factory=dict)  # fields of ModelConfig
+    # The keys that ask for biases of queries, keys and values, of the attention's output, and of the MLP. "": none.
+    biases: tuple[str, str, str] = ("attention_bias", "attention_bias", "")
+    # Which layers have a window: "none", "all", "switch" (Qwen's flag), or "pattern": `layer_types`, or else all but
+    # every n-th layer, where n is `sliding_window_pattern`.
+    windows: str = "none"
+    window_rope: bool = False  # whether layers with a window have a rotation of their own
+    full_unrotated: bool = False  # whether the layers without a window have no rotation, where others have one
+
+
+NO_BIAS = ("", "", "")
+OWN_WIDTH = ("qwen2_moe", "qwen3_moe")  # families whose experts have a width key of their own
+GEMMA = {"num_key_value_heads": 4, "head_dim": 256, "tie_word_embeddings": True, "sliding_window": 4096}
+GEMMA |= {"query_pre_attn_scalar": 256, "attn_logit_softcapping": 0.0, "final_logit_softcapping": 0.0}
+GEMMA_FACTS = {"norms": "both", "norm_offset": 1.0, "activation": "gelu_tanh"}
+OLMO_FACTS = {"norms": "after", "qk_norm": True, "wide_qk_norm": True}
+GRANITE = dict.fromkeys(("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling"), 1.0)
+# Supported values of `model_type`.
+FAMILIES: dict[str, Family] = {
+    "ernie4_5": Family(
+        {
+            "num_key_value_heads": 2,
+            "head_dim": 128,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 5e5,
+            "tie_word_embeddings": True,
+        },
+        {"neighbours": True},
+        ("use_bias", "use_bias", "use_bias"),
+    ),
+    "exaone4": Family(
+        {"rms_norm_eps": 1e-5, "sliding_window": 4096, "sliding_window_pattern": 4},
+        {"norms": "after", "qk_norm": True},
+        NO_BIAS,
+        windows="pattern",
+        full_unrotated=True,
+    ),
+    "gemma2": Family(
+        GEMMA | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "sliding_window_pattern": 2},
+        GEMMA_FACTS,
+        windows="pattern",
+    ),
+    "gemma3_text": Family(
+        GEMMA | {"rope_theta": 1e6, "rope_local_base_freq": 1e4, "sliding_window_pattern": 6},
+        GEMMA_FACTS | {"qk_norm": True},
+        windows="pattern",
+        window_rope=True,
+    ),
+    "glm4": Family(
+        {"num_key_value_heads": 2, "head_dim": 128, "rms_norm_eps": 1.5625e-7, "partial_rotary_factor": 0.5}
+        | {"attention_bias": True},
+        {"norms": "both", "neighbours": True},
+        ("attention_bias", "", ""),
+    ),
+    "gpt_oss": Family(
+        {"num_key_value_heads": 8, "head_dim": 64, "num_experts": 128, "num_experts_per_tok": 4, "rms_norm_eps": 1e-5}
+        | {"rope_theta": 150000.0, "attention_bias": True, "sliding_window": 128, "sliding_window_pattern": 2}
+        | {"swiglu_alpha": 1.702, "swiglu_limit": 7.0},
+        {"activation": "swiglu_clamped", "expert_bias": True, "sinks": True},
+        windows="pattern",
+    ),
+    "granite": Family(GRANITE, biases=("attention_bias", "attention_bias", "mlp_bias")),
+    "llama": Family(biases=("attention_bias", "attention_bias", "mlp_bias")),
+    "ministral": Family(
+        # by default every layer has the window, and there are at most 1000
+        {"num_key_value_heads": 8, "sliding_window": 4096, "sliding_window_pattern": 1001},
+        biases=NO_BIAS,
+        windows="pattern",
+    ),
+    "mistral": Family({"num_key_value_heads": 8}, biases=NO_BIAS, windows="all"),
+    "mixtral": Family(
+        {"num_key_value_heads": 8, "rope_theta": 1e6, "rms_norm_eps": 1e-5, "num_experts_per_tok": 2, "num_experts": 8},
+        biases=NO_BIAS,
+        windows="all",
+    ),
+    "olmo2": Family({"rms_norm_eps": 1e-5}, OLMO_FACTS),
+    "olmo3": Family(
+        {"rms_norm_eps": 1e-5, "rope_theta": 5e5, "sliding_window": 4096, "sliding_window_pattern": 4},
+        OLMO_FACTS,
+        windows="pattern",
+        window_rope=True,
+    ),
+    "phi3": Family({"rms_norm_eps": 1e-5, "partial_rotary_factor": 1.0}, biases=NO_BIAS, windows="all"),
+    "qwen2": Family({"num_key_value_heads": 32}, {"qkv_bias": True}, NO_BIAS, windows="switch"),
+    "qwen2_moe": Family(
+        {"num_key_value_heads": 16, "num_experts": 60, "num_experts_per_tok": 4, "norm_topk_prob": False}
+        | {"qkv_bias": True, "shared_expert_intermediate_size": 5632},
+        biases=("qkv_bias", "", ""),
+        windows="switch",
+    ),
+    "qwen3": Family({"num_key_value_heads": 32, "head_dim": 128}, {"qk_norm": True}, windows="switch"),
+    "qwen3_moe": Family(
+        {"num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": False},
+        {"qk_norm": True},
+        windows="switch",
+    ),
+    "seed_oss": Family(
+        {"num_key_value_heads": 8, "head_dim": 128, "attention_bias": True},
+        biases=("attention_bias", "attention_out_bias", "mlp_bias"),
+    ),
+    "smollm3": Family(
+        {"num_key_value_heads": 4, "rope_theta": 2e6, "no_rope_layer_interval": 4},
+        biases=("attention_bias", "attention_bias", "mlp_bias"),
+        windows="switch",
+    ),
 }
-# Families whose queries, keys and values always have a bias, or never. Of the others config.json says it.
-QKV_BIAS = {"qwen2": True, "mistral": False, "mixtral": False, "phi3": False}
-MLP_BIAS = ("granite", "llama", "seed_oss", "smollm3")  # families whose config.json may ask for one
-# Families with experts: how many there are, and how many each token uses, where config.json leaves them out.
-EXPERTS = {"mixtral": (8, 2), "qwen3_moe": (128, 8)}
-ROPE_TYPES = ("default", "linear", "llama3", "yarn", "dynamic")
+# Why some families are refused.
+RECURRENT = "some of its layers keep a recurrent state, which would have to be taken back where a draft is rejected"
+REFUSED = dict.fromkeys(
+    """bamba falcon_h1 falcon_mamba granitemoehybrid jamba kimi_linear lfm2 lfm2_moe mamba mamba2 minimax nemotron_h
+    qwen3_5 qwen3_next recurrent_gemma rwkv xlstm zamba zamba2""".split(),
+    RECURRENT,
+)
+REFUSED |= dict.fromkeys("deepseek_v2 deepseek_v3 kimi_k2 minicpm3".split(), "its latent attention is not implemented")
+REFUSED |= dict.fromkeys(
+    "gemma3 gemma3n gemma4 llama4 mistral3 qwen2_vl qwen2_5_vl qwen3_vl".split(),
+    "it reads images, too, and only folders with a text model alone are read",
+)
+ROPE_TYPES = ("default", "linear", "llama3", "yarn", "dynamic", "longrope")
+# What `hidden_act` or `hidden_activation` may say, by the activation that it stands for.
+ACTIVATIONS = {"silu": ("silu", "swish"), "gelu_tanh": ("gelu_pytorch_tanh", "gelu_new"), "swiglu_clamped": ("silu",)}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Base and scaling of the rotary position embedding. `kind` is one of ROPE_TYPES (transformers' `rope_type`)."""
+    """Base and scaling of the rotary position embedding.
+
+    `kind` is one of ROPE_TYPES (transformers' `rope_type`), or "none": positions change nothing.
+    """
 
     theta: float = 10000.0
     kind: str = "default"
@@ -49,20 +163,37 @@ class RopeConfig:
     mscale: float = 0.0
     mscale_all_dim: float = 0.0
     truncate: bool = True
+    partial: float = 1.0  # the share of each head that is rotated
+    short_factor: tuple[float, ...] = ()  # of longrope, for contexts up to the original length, and for longer ones
+    long_factor: tuple[float, ...] = ()
 
-    def frequencies(self, head_dim: int) -> tuple[Tensor, float]:
+    def frequencies(self, head_dim: int, length: int = 0) -> tuple[Tensor, float]:
         """Inverse frequencies [head_dim / 2] in float32, and the factor for cos and sin, as transformers computes them.
 
+        Dimensions that are not rotated have the frequency 0. length: of the context, which longrope depends on.
         `dynamic` scaling gets the unscaled frequencies: `ModelConfig.max_positions` ends where its scaling would begin.
         """
-        inv = 1.0 / self.theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim)
-        if self.kind == "linear":
-            return inv / self.factor, 1.0
-        if self.kind == "llama3":
-            return self._llama3(inv), 1.0
-        if self.kind == "yarn":
-            return self._yarn(inv, head_dim)
-        return inv, 1.0
+        rotated, scale = int(head_dim * self.partial), 1.0
+        inv = 1.0 / self.theta ** (torch.arange(0, rotated, 2, dtype=torch.int64).float() / rotated)
+        if self.kind == "none":
+            inv = torch.zeros_like(inv)
+        elif self.kind == "linear":
+            inv = inv / self.factor
+        elif self.kind == "llama3":
+            inv = self._llama3(inv)
+        elif self.kind == "yarn":
+            inv, scale = self._yarn(inv, rotated)
+        elif self.kind == "longrope":
+            inv, scale = self._longrope(inv, length)
+        return torch.cat((inv, torch.zeros(head_dim // 2 - len(inv)))), scale
+
+    def _longrope(self, inv: Tensor, length: int) -> tuple[Tensor, float]:
+        """Scales every dimension by a factor of its own."""
+        factors = self.long_factor if length > self.original_max_positions else self.short_factor
+        if self.attention_factor is not None:
+            return inv / torch.tensor(factors), self.attention_factor
+        grown = max(math.log(self.factor), 0.0) / math.log(self.original_max_positions)
+        return inv / torch.tensor(factors), math.sqrt(1 + grown)
 
     def _llama3(self, inv: Tensor) -> Tensor:
         """Scales long wavelengths by `factor`, keeps short ones, and blends the two in between."""
@@ -111,14 +242,25 @@ class ModelConfig:
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    wide_qk_norm: bool = False  # whether the norms of queries and keys are over all heads at once
+    norms: str = "before"  # where attention and MLP have norms: "before" them, "after" them, or "both"
+    norm_offset: float = 0.0  # what checkpoints leave out of the weights of norms
+    activation: str = "silu"  # of the MLP's gate: one of ACTIVATIONS
     windows: tuple[int, ...] = ()
+    window_rope: RopeConfig | None = None  # of the layers with a window; None: as of the others
+    neighbours: bool = False  # whether checkpoints rotate neighbouring dimensions, and not i with i + hd / 2
     unrotated: tuple[int, ...] = ()  # the layers without rotary positions
     attention_multiplier: float = 0.0  # of the products of queries and keys; 0: 1 / sqrt(head_dim)
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0  # of what a block adds to its input
     logits_multiplier: float = 1.0
+    sinks: bool = False  # whether each head has the score of one more key, without a value
+    attention_cap: float = 0.0  # scores s become cap * tanh(s / cap); 0: they stay as they are
+    logits_cap: float = 0.0
     num_local_experts: int = 0  # each is intermediate_size wide
     num_experts_per_tok: int = 0
+    expert_bias: bool = False  # whether router and experts have biases
+    shared_intermediate_size: int = 0  # of an expert that every token uses; 0: there is none
     norm_topk_prob: bool = True  # whether the weights of a token's experts are scaled to a sum of 1
     dtype: str = "float32"
     bos_token_id: int | None = None
@@ -134,6 +276,24 @@ class ModelConfig:
             )
         if self.head_dim % 2:
             raise ValueError(f"config.json: head_dim is {self.head_dim}, but RoPE needs an even size.")
+        if (rotated := int(self.head_dim * self.rope.partial)) % 2 or not rotated:
+            raise ValueError(
+                f"config.json: partial_rotary_factor rotates {rotated} of a head's {self.head_dim} dimensions."
+            )
+        sizes = {len(self.rope.short_factor), len(self.rope.long_factor)}
+        if self.rope.kind == "longrope" and sizes != {rotated // 2}:
+            raise ValueError(f"config.json: short_factor and long_factor need {rotated // 2} numbers each.")
+
+    @property
+    def ropes(self) -> tuple[RopeConfig, ...]:
+        """The different rotations of the layers."""
+        return self.rope, *filter(None, (self.window_rope, RopeConfig(kind="none") if self.unrotated else None))
+
+    def rotation(self, layer: int) -> int:
+        """The place of a layer's rotation in `ropes`."""
+        if layer in self.unrotated:
+            return len(self.ropes) - 1
+        return int(self.window_rope is not None and self.windows[layer] > 0)
 
     @property
     def max_positions(self) -> int:
@@ -153,95 +313,167 @@ class ModelConfig:
         Raises ValueError that names the key for anything missing, mistyped, out of range or not implemented.
         """
         read = ConfigReader(config, where)
-        family = read.text("model_type", None, tuple(FAMILIES))
-        defaults = FAMILIES[family]
-        _refuse_unknown_architecture(read)
+        if reason := REFUSED.get(str(config.get("model_type"))):
+            raise read.error(f"model_type {config['model_type']!r} is not supported, because {reason}.")
+        name = read.text("model_type", None, tuple(FAMILIES))
+        family = FAMILIES[name]
+        defaults = family.defaults
+        _refuse_unknown_architecture(read, family)
         hidden = read.integer("hidden_size")
         heads = read.integer("num_attention_heads")
-        kv_heads = defaults.get("num_key_value_heads", heads)
         layers = read.integer("num_hidden_layers", high=1000)
         if defaults.get("head_dim") is None and hidden % heads and config.get("head_dim") is None:
             raise read.error(f"hidden_size {hidden} is not a multiple of num_attention_heads {heads}.")
         positions = read.integer("max_position_embeddings", 2048, high=2**24)
-        experts, per_token = EXPERTS.get(family, (0, 0))
-        if experts:
-            experts = read.integer("num_experts" if "num_experts" in config else "num_local_experts", experts)
-            per_token = read.integer("num_experts_per_tok", per_token)
-        if per_token > experts:
-            raise read.error(f"num_experts_per_tok {per_token} exceeds num_local_experts {experts}.")
-        bias = QKV_BIAS.get(family)
-        bias = read.boolean("attention_bias", family == "seed_oss") if bias is None else bias
-        multiplied = {}
-        if family == "granite":
-            names = ("attention_multiplier", "embedding_multiplier", "residual_multiplier")
-            multiplied = {name: read.number(name, 1.0, 1e-6, 1e6) for name in names}
-            multiplied["logits_multiplier"] = 1 / read.number("logits_scaling", 1.0, 1e-6, 1e6)
+        windows = _read_windows(read, family, layers)
+        rope, window_rope = _read_ropes(read, family, positions)
+        facts = _read_biases(read, family) | _read_numbers(read, defaults, hidden) | _read_experts(read, defaults)
+        if "no_rope_layer_interval" in defaults:
+            facts["unrotated"] = _read_unrotated(read, layers)
+        if family.full_unrotated and any(windows):
+            facts["unrotated"] = tuple(i for i, window in enumerate(windows) if not window)
         bos = config.get("bos_token_id")
         eos = config.get("eos_token_id")
-        return cls(
-            model_type=family,
+        geometry = dict(
+            model_type=name,
             hidden_size=hidden,
-            intermediate_size=read.integer("moe_intermediate_size" if family == "qwen3_moe" else "intermediate_size"),
+            intermediate_size=read.integer("moe_intermediate_size" if name in OWN_WIDTH else "intermediate_size"),
             num_hidden_layers=layers,
             num_attention_heads=heads,
-            num_key_value_heads=read.integer("num_key_value_heads", kv_heads),
+            num_key_value_heads=read.integer("num_key_value_heads", defaults.get("num_key_value_heads", heads)),
             head_dim=read.integer("head_dim", defaults.get("head_dim", hidden // heads)),
             vocab_size=read.integer("vocab_size", high=10_000_000),
             max_position_embeddings=positions,
             rms_norm_eps=read.number("rms_norm_eps", defaults.get("rms_norm_eps", 1e-6), 0.0, 1.0),
-            rope=_read_rope(read, defaults.get("rope_theta", 10000.0), positions),
-            tie_word_embeddings=read.boolean("tie_word_embeddings", False),
-            qkv_bias=bias,
-            o_bias=read.boolean("attention_out_bias", False) if family == "seed_oss" else bias and family != "qwen2",
-            mlp_bias=family in MLP_BIAS and read.boolean("mlp_bias", False),
-            qk_norm=family in ("qwen3", "qwen3_moe"),
-            windows=_read_windows(read, family, layers),
-            unrotated=_read_unrotated(read, layers) if family == "smollm3" else (),
-            **multiplied,
-            num_local_experts=experts,
-            num_experts_per_tok=per_token,
-            norm_topk_prob=read.boolean("norm_topk_prob", False) if family == "qwen3_moe" else True,
+            rope=rope,
+            window_rope=window_rope if any(windows) and window_rope != rope else None,
+            tie_word_embeddings=read.boolean("tie_word_embeddings", defaults.get("tie_word_embeddings", False)),
+            windows=windows,
             dtype=read.text("dtype" if "dtype" in config else "torch_dtype", "float32", tuple(DTYPES)),
             bos_token_id=bos if isinstance(bos, int) else None,
             eos_token_ids=tuple(i for i in (eos if isinstance(eos, list) else [eos]) if isinstance(i, int)),
         )
+        return cls(**(geometry | facts | family.facts))
 
 
-def _refuse_unknown_architecture(read: ConfigReader) -> None:
+def _refuse_unknown_architecture(read: ConfigReader, family: Family) -> None:
     """ValueError for keys that would change the computation in a way that is not implemented."""
     architectures = read.config.get("architectures") or ["ForCausalLM"]
     if not isinstance(architectures, list) or not any(str(a).endswith("ForCausalLM") for a in architectures):
         raise read.error(f"architectures = {architectures!r:.80} holds no *ForCausalLM model.")
-    read.text("hidden_act", "silu", ("silu", "swish"))
+    activations = ACTIVATIONS[family.facts.get("activation", "silu")]
+    for key in ("hidden_act", "hidden_activation"):
+        read.text(key, activations[0], activations)
+    for key in ("swiglu_alpha", "swiglu_limit"):
+        if (value := family.defaults.get(key)) is not None:
+            read.number(key, value, value, value)
     read.number("pretraining_tp", 1, 1, 1)
     read.integer("decoder_sparse_step", 1, 1, 1)
+    if read.boolean("use_bidirectional_attention", False):
+        raise read.error("use_bidirectional_attention is not implemented: such a model embeds texts.")
     if read.config.get("mlp_only_layers"):
         raise read.error("mlp_only_layers names layers without experts, which are not implemented.")
     for place in (read.config, read.config.get("rope_parameters"), read.config.get("rope_scaling")):
-        if isinstance(place, dict):
+        if isinstance(place, dict) and "partial_rotary_factor" not in family.defaults:
             ConfigReader(place, read.where).number("partial_rotary_factor", 1.0, 1.0, 1.0)
 
 
-def _read_rope(outer: ConfigReader, default_theta: float, max_positions: int) -> RopeConfig:
-    """RoPE settings in the spelling of transformers 4 (`rope_theta`, `rope_scaling`) or 5 (`rope_parameters`)."""
+def _read_biases(read: ConfigReader, family: Family) -> dict[str, bool]:
+    """Which linears have a bias."""
+    fields = zip(("qkv_bias", "o_bias", "mlp_bias"), family.biases, strict=True)
+    return {name: bool(key) and read.boolean(key, family.defaults.get(key, False)) for name, key in fields}
+
+
+def _read_numbers(read: ConfigReader, defaults: dict[str, Any], hidden: int) -> dict[str, float]:
+    """The numbers that scale or cap what some families compute."""
+
+    def number(key: str, low: float = 1e-6) -> float:
+        return read.number(key, defaults[key], low, 1e6)
+
+    found = {}
+    if "logits_scaling" in defaults:
+        names = ("attention_multiplier", "embedding_multiplier", "residual_multiplier")
+        found = {name: number(name) for name in names} | {"logits_multiplier": 1 / number("logits_scaling")}
+    if "query_pre_attn_scalar" in defaults:
+        found["attention_multiplier"] = number("query_pre_attn_scalar") ** -0.5
+        found["embedding_multiplier"] = hidden**0.5
+        for name, key in {"attention_cap": "attn_logit_softcapping", "logits_cap": "final_logit_softcapping"}.items():
+            absent = key in read.config and read.config[key] is None
+            found[name] = 0.0 if absent else number(key, 0.0)
+    return found
+
+
+def _read_experts(read: ConfigReader, defaults: dict[str, Any]) -> dict[str, int | bool]:
+    """How many experts there are, how many each token uses, and how they are weighed."""
+    if "num_experts" not in defaults:
+        return {}
+    key = "num_experts" if "num_experts" in read.config else "num_local_experts"
+    experts = read.integer(key, defaults["num_experts"])
+    per_token = read.integer("num_experts_per_tok", defaults["num_experts_per_tok"])
+    if per_token > experts:
+        raise read.error(f"num_experts_per_tok {per_token} exceeds num_local_experts {experts}.")
+    normed = "norm_topk_prob" not in defaults or read.boolean("norm_topk_prob", defaults["norm_topk_prob"])
+    found = {"num_local_experts": experts, "num_experts_per_tok": per_token, "norm_topk_prob": normed}
+    if (shared := defaults.get("shared_expert_intermediate_size")) is not None:
+        found["shared_intermediate_size"] = read.integer("shared_expert_intermediate_size", shared)
+    return found
+
+
+def _read_ropes(outer: ConfigReader, family: Family, max_positions: int) -> tuple[RopeConfig, RopeConfig | None]:
+    """The rotation of layers without a window, and that of layers with one where the family has two.
+
+    transformers 4 spells them `rope_theta`, `rope_scaling` and `rope_local_base_freq`, and 5 `rope_parameters`.
+    """
     config = outer.config
     scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(scaling, dict):
         raise outer.error(f"rope_scaling / rope_parameters must be an object, found {scaling!r}.")
+    if not family.window_rope:
+        return _read_rope(outer, family, scaling, max_positions), None
+    local: dict[str, Any] = {"rope_type": "default"}
+    if (base := family.defaults.get("rope_local_base_freq")) is not None:
+        local["rope_theta"] = outer.number("rope_local_base_freq", base, 1.01)
+    if isinstance(scaling.get("full_attention"), dict):
+        local |= scaling.get("sliding_attention") or {}
+        scaling = scaling["full_attention"]
+    full = _read_rope(outer, family, scaling, max_positions)
+    return full, _read_rope(outer, family, {"rope_theta": full.theta} | local, max_positions)
+
+
+def _read_rope(outer: ConfigReader, family: Family, scaling: dict[str, Any], max_positions: int) -> RopeConfig:
+    """RoPE settings, of which those that `scaling` lacks stand in config.json itself."""
+    config = outer.config
     if any(isinstance(value, dict) for value in scaling.values()):
         raise outer.error(f"rope_parameters per layer type are not implemented: {sorted(scaling)}.")
     original = "original_max_position_embeddings"
-    merged = {"rope_type": scaling.get("type"), **{key: config.get(key) for key in ("rope_theta", original)}}
+    keys = ("rope_theta", original, "partial_rotary_factor")
+    merged = {"rope_type": scaling.get("type"), **{key: config.get(key) for key in keys}}
     merged |= {key: value for key, value in scaling.items() if value is not None}
     read = ConfigReader(merged, outer.where)
+    if config["model_type"] == "phi3" and merged["rope_type"] in ("su", "yarn"):  # its first names
+        merged["rope_type"] = "longrope"
     kind = read.text("rope_type", "default", ROPE_TYPES)
-    theta = read.number("rope_theta", default_theta, 1.01)
+    theta = read.number("rope_theta", family.defaults.get("rope_theta", 10000.0), 1.01)
+    partial = read.number("partial_rotary_factor", family.defaults.get("partial_rotary_factor", 1.0), 0.01, 1.0)
     if kind == "default":
-        return RopeConfig(theta=theta)
+        return RopeConfig(theta=theta, partial=partial)
+    given_attention = merged.get("attention_factor") is not None
+    attention_factor = read.number("attention_factor", None, 0.0, 1e6) if given_attention else None
+    if kind == "longrope":
+        length = read.integer(original, None, 2, 2**24)
+        return RopeConfig(
+            theta=theta,
+            kind=kind,
+            factor=read.number("factor", max_positions / length, 1e-6, 1e6),
+            original_max_positions=length,
+            attention_factor=attention_factor,
+            partial=partial,
+            short_factor=_read_factors(read, "short_factor"),
+            long_factor=_read_factors(read, "long_factor"),
+        )
     llama3 = kind == "llama3"
     positive = {"low_freq_factor": None if llama3 else 1.0, "high_freq_factor": None if llama3 else 4.0}
     positive |= {"beta_fast": 32.0, "beta_slow": 1.0}
-    given_attention = merged.get("attention_factor") is not None
     rope = RopeConfig(
         theta=theta,
         kind=kind,
@@ -250,11 +482,20 @@ def _read_rope(outer: ConfigReader, default_theta: float, max_positions: int) ->
         **{key: read.number(key, default, 1e-6, 1e6) for key, default in positive.items()},
         **{key: read.number(key, 0.0, 0.0, 1e6) for key in ("mscale", "mscale_all_dim")},
         truncate=read.boolean("truncate", True),
-        attention_factor=read.number("attention_factor", None, 0.0, 1e6) if given_attention else None,
+        attention_factor=attention_factor,
+        partial=partial,
     )
     if llama3 and rope.high_freq_factor <= rope.low_freq_factor:
         raise read.error("high_freq_factor must exceed low_freq_factor for rope type llama3.")
     return rope
+
+
+def _read_factors(read: ConfigReader, key: str) -> tuple[float, ...]:
+    """The factors of longrope, one for each frequency."""
+    values = read.config.get(key)
+    if not isinstance(values, list) or any(not is_a(v, float) or not 1e-3 <= v <= 1e6 for v in values):
+        raise read.error(f"{key} must be a list of numbers in [0.001, 1000000].")
+    return tuple(map(float, values))
 
 
 def _read_unrotated(read: ConfigReader, layers: int) -> tuple[int, ...]:
@@ -268,17 +509,21 @@ def _read_unrotated(read: ConfigReader, layers: int) -> tuple[int, ...]:
     return tuple(i for i, mark in enumerate(marks) if not mark)
 
 
-def _read_windows(read: ConfigReader, family: str, layers: int) -> tuple[int, ...]:
+def _read_windows(read: ConfigReader, family: Family, layers: int) -> tuple[int, ...]:
     """Attention window per layer. Qwen ships a window size with a flag that switches the window off."""
-    if read.config.get("sliding_window") is None or family in ("granite", "llama", "seed_oss"):
+    default = None if "sliding_window" in read.config else family.defaults.get("sliding_window")
+    if family.windows == "none" or (default or read.config.get("sliding_window")) is None:
         return (0,) * layers
-    window = read.integer("sliding_window")
-    if family in ("mistral", "mixtral", "phi3"):
+    if family.windows == "switch" and not read.boolean("use_sliding_window", False):
+        return (0,) * layers
+    window = read.integer("sliding_window", default)
+    if family.windows == "all":
         return (window,) * layers
-    if not read.boolean("use_sliding_window", False):
-        return (0,) * layers
     kinds = read.config.get("layer_types")
-    if kinds is None:
+    if kinds is None and family.windows == "pattern":
+        every = read.integer("sliding_window_pattern", family.defaults["sliding_window_pattern"])
+        kinds = ["sliding_attention" if (i + 1) % every else "full_attention" for i in range(layers)]
+    elif kinds is None:
         first = read.integer("max_window_layers", 28, low=0)
         kinds = ["full_attention" if i < first else "sliding_attention" for i in range(layers)]
     known = ("full_attention", "sliding_attention")

@@ -237,7 +237,9 @@ class LoadOptions:
         device = self.device or default_device()
         # half precision is slow on CPUs without native support for it
         dtype = self.dtype or ("float32" if device == "cpu" else config.dtype)
-        ctx = self.ctx or min(config.max_positions, 8192)
+        # a context longer than the original one changes every frequency of LongRoPE
+        longest = config.rope.original_max_positions if config.rope.kind == "longrope" else 8192
+        ctx = self.ctx or min(config.max_positions, longest)
         mode = self.kernel_mode
         slots = 1 if self.slots is None else self.slots
         compiles = self.compile and mode != "cpu"

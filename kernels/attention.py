@@ -12,9 +12,27 @@ from kernels.backend import dot, jit, native, operation, overlapping, tl, triton
 from kernels.kv import cache_problem, cpu_problem, dequantize_rows, load_rows, scales_of
 
 
-def _attend_one(
-    q: Tensor, kv: Tensor, visible: Tensor, positions: Tensor, start: int, window: int, scale: float
+def shaped_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, cap: float, sinks: Tensor | None
 ) -> Tensor:
+    """Attention with what torch's own function lacks: q [B,Hq,T,hd], k and v [B,Hkv,R,hd] -> [B,Hq,T,hd].
+
+    mask [T,R]: what is added to the scores. cap, sinks: as for `tree_attention`.
+    """
+    grouped = q.unflatten(1, (k.shape[1], -1))
+    scores = (grouped @ k[:, :, None].mT).to(torch.promote_types(q.dtype, torch.float32)) * scale
+    scores = (cap * torch.tanh(scores / cap) if cap else scores) + mask
+    if sinks is not None:
+        own = sinks.to(scores.dtype).view(k.shape[1], -1, 1, 1).expand(*scores.shape[:-1], 1)
+        scores = torch.cat((scores, own), -1)
+    weights = scores.softmax(-1).to(v.dtype)[..., : k.shape[2]]
+    return (weights @ v[:, :, None]).flatten(1, 2)
+
+
+def _attend_one(
+    q: Tensor, kv: Tensor, visible: Tensor, positions: Tensor, start: int, window: int, scale: float, cap: float,
+    sinks: Tensor | None,
+) -> Tensor:  # fmt: skip
     """The reference for one sequence: q [1,Hq,T,hd], kv [2,1,Hkv,S,hd], visible [T,R], positions [T]."""
     _, query_heads, T, dim = q.shape
     kv_heads, S = kv.shape[2:4]
@@ -29,7 +47,7 @@ def _attend_one(
         kv = dequantize_rows(kv, q.dtype)
     k, v = kv.unbind(0)
     group = query_heads // kv_heads
-    if T == 1 and window <= 0 and (R == 1 or bool(visible.all())):
+    if T == 1 and window <= 0 and not cap and sinks is None and (R == 1 or bool(visible.all())):
         out = F.scaled_dot_product_attention(q.reshape(1, kv_heads, group, dim), k, v, scale=scale)
         return out.view(q.shape)
     # Queries that share a key head become the heads of one batch entry, so neither keys nor mask are copied.
@@ -41,6 +59,8 @@ def _attend_one(
     mask[:, start - low :].masked_fill_(~visible, -math.inf)
 
     def attend(k: Tensor, v: Tensor) -> Tensor:
+        if cap or sinks is not None:
+            return shaped_attention(q, k, v, mask, scale, cap, sinks)
         k, v = (x.transpose(0, 1).expand(-1, group, -1, -1) for x in (k, v))
         return F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask, scale=scale).reshape(q.shape)
 
@@ -93,6 +113,14 @@ def _rescale(top, other):
 
 
 @jit
+def _capped(score, CAP: tl.constexpr):
+    """CAP * tanh(score / CAP), or the score without a cap."""
+    if CAP > 0:
+        score = CAP * (2 / (1 + tl.exp(score * (-2 / CAP))) - 1)
+    return score
+
+
+@jit
 def _live_splits(end):
     """How many splits begin below `end`, the inverse of `_split_bounds`."""
     last = tl.maximum(end - 1, 0)
@@ -107,7 +135,7 @@ def _live_splits(end):
 def _attend_chunks(
     query, kv, kv_scales, visible, bh, b, split, ok, t, n, p, limit, v_offset, S, T, R, scale, HD: tl.constexpr,
     HDP: tl.constexpr, WINDOW: tl.constexpr, REGION: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
-    INT8: tl.constexpr, NATIVE: tl.constexpr,
+    INT8: tl.constexpr, CAP: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     """The part on matrix units: (maximum, sum, weighted values) over the keys of a split below `limit`. With REGION
     over all keys.
@@ -144,7 +172,7 @@ def _attend_chunks(
             vis = tl.load(visible + (b * T + t[:, None]) * R + r[None, :], mask=inside, other=0)
             see = see & ((r < 0)[None, :] | (vis != 0))
         dots = dot(query, tl.trans(k), tl.zeros((BM, BK), tl.float32), NATIVE)
-        score = tl.where(see, dots * scale, float("-inf"))
+        score = tl.where(see, _capped(dots * scale, CAP), float("-inf"))
         new, safe, shrink = _rescale(top, tl.max(score, 1))
         weight = tl.exp(score - safe[:, None])
         total = total * shrink + tl.sum(weight, 1)
@@ -160,6 +188,7 @@ def _attend_chunks(
 def _attend_tail(
     query, kv, kv_scales, visible, bh, b, ok, t, n, p, limit, v_offset, S, T, R, scale, HD: tl.constexpr,
     HDP: tl.constexpr, RP: tl.constexpr, WINDOW: tl.constexpr, RT: tl.constexpr, INT8: tl.constexpr,
+    CAP: tl.constexpr,
 ):  # fmt: skip
     """The same over the tail, the keys from `limit` on, for RT rows.
 
@@ -191,7 +220,7 @@ def _attend_tail(
         at = slot * (HD + 4 * INT8)
         k = load_rows(kv + base, kv_scales + base // 4, at, d, see, tl.float32, HD, INT8)
         v = load_rows(values, kv_scales + (base + v_offset) // 4, at, d, see, tl.float32, HD, INT8)
-        score = tl.where(see, tl.sum(query[:, None, :] * k, 2) * scale, float("-inf"))
+        score = tl.where(see, _capped(tl.sum(query[:, None, :] * k, 2) * scale, CAP), float("-inf"))
         new, safe, shrink = _rescale(top, tl.max(score, 1))
         weight = tl.exp(score - safe[:, None])
         total = total * shrink + tl.sum(weight, 1)
@@ -230,10 +259,10 @@ def _merge(top, total, acc, part):
 
 @jit
 def attend_kernel(
-    q, kv, kv_scales, start, visible, positions, acc_part, ml_part, arrived, out, v_offset, S, T, R, ROWS, PARTS,
-    scale, HKV: tl.constexpr, HD: tl.constexpr, HDP: tl.constexpr, RP: tl.constexpr, WINDOW: tl.constexpr,
+    q, kv, kv_scales, start, visible, positions, acc_part, ml_part, arrived, out, sinks, v_offset, S, T, R, ROWS,
+    PARTS, scale, HKV: tl.constexpr, HD: tl.constexpr, HDP: tl.constexpr, RP: tl.constexpr, WINDOW: tl.constexpr,
     REGION: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, RT: tl.constexpr, INT8: tl.constexpr,
-    NATIVE: tl.constexpr, OVERLAP: tl.constexpr,
+    CAP: tl.constexpr, SINKS: tl.constexpr, NATIVE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Attention of BM query rows: keys [0, limit) on matrix units, limit = 16 floor((p - 16) / 16), then the tail.
     Grid (B Hkv, row tiles, up to BM / RT programs for tails and one per split).
@@ -259,10 +288,15 @@ def attend_kernel(
     ok, t, n, p, limit = _row_geometry(start, positions, b, m, T, R, ROWS, REGION)
     at = (bh * ROWS + m)[:, None] * HD + d[None, :]
     real = ok[:, None] & (d < HD)[None, :]
+    sink = tl.full((BM,), float("-inf"), tl.float32)
+    if SINKS:
+        sink = tl.load(sinks + bh % HKV * (ROWS // T) + m // T, mask=ok, other=float("-inf")).to(tl.float32)
     if REGION:
         query = tl.load(q + at, mask=real, other=0)
         top, total, acc = _attend_chunks(query, kv, kv_scales, visible, bh, b, 0, ok, t, n, p, limit, v_offset, S, T,
-                                         R, scale, HD, HDP, WINDOW, REGION, BM, BK, INT8, NATIVE)  # fmt: skip
+                                         R, scale, HD, HDP, WINDOW, REGION, BM, BK, INT8, CAP, NATIVE)  # fmt: skip
+        if SINKS:
+            top, total, acc = _merge(top, total, acc, (sink, tl.where(ok, 1.0, 0.0), tl.zeros((BM, HDP), tl.float32)))
     else:
         splits = _live_splits(tl.max(limit, 0))
         tails = tl.cdiv(tl.minimum(ROWS - tile * BM, BM), RT)
@@ -277,13 +311,13 @@ def attend_kernel(
             query_few = tl.load(q + bh * ROWS * HD + at_few, mask=real_few, other=0).to(tl.float32)
             top_few, total_few, acc_few = _attend_tail(
                 query_few, kv, kv_scales, visible, bh, b, ok_few, t_few, n_few, p_few, limit_few, v_offset, S, T, R,
-                scale, HD, HDP, RP, WINDOW, RT, INT8)  # fmt: skip
+                scale, HD, HDP, RP, WINDOW, RT, INT8, CAP)  # fmt: skip
             _store_partial(acc_part, ml_part, last, few, d, top_few, total_few, acc_few, ok_few, real_few, HD)
         else:
             query = tl.load(q + at, mask=real, other=0)
             top_s, total_s, acc_s = _attend_chunks(
                 query, kv, kv_scales, visible, bh, b, part - TAILS, ok, t, n, p, limit, v_offset, S, T, R, scale,
-                HD, HDP, WINDOW, REGION, BM, BK, INT8, NATIVE)  # fmt: skip
+                HD, HDP, WINDOW, REGION, BM, BK, INT8, CAP, NATIVE)  # fmt: skip
             mine = (part - TAILS) * ROWS
             _store_partial(acc_part, ml_part, mine, m, d, top_s, total_s, acc_s, ok, real, HD)
         tl.debug_barrier()
@@ -291,8 +325,8 @@ def attend_kernel(
         if before != splits + tails - 1:
             return
         tl.store(arrived + bh * tl.num_programs(1) + tile, 0)
-        top = tl.full((BM,), float("-inf"), tl.float32)
-        total = tl.zeros((BM,), tl.float32)
+        top = sink
+        total = tl.where(ok, 1.0, 0.0) if SINKS else tl.zeros((BM,), tl.float32)
         acc = tl.zeros((BM, HDP), tl.float32)
         for i in range(0, splits + 1, 2):  # two at a time, so that their loads wait together
             one = _load_partial(acc_part, ml_part, i, splits, last, m, d, limit, ok, real, ROWS, HD)
@@ -335,7 +369,7 @@ def attention_tiles(dim: int, region: bool, int8: bool, window: int, wgmma: bool
 
 def _tree_attention_triton(
     q: Tensor, kv: Tensor, start: Tensor, visible: Tensor, positions: Tensor, window: int, scale: float,
-    arrived: Tensor | None,
+    arrived: Tensor | None, cap: float, sinks: Tensor | None,
 ) -> Tensor:  # fmt: skip
     """`tree_attention` in one launch, whose grid depends on S and T alone."""
     batch, query_heads, T, dim = q.shape
@@ -359,9 +393,10 @@ def _tree_attention_triton(
     visible = visible.contiguous().view(torch.uint8)
     attend_kernel[grid](
         q.contiguous(), kv, scales_of(kv), start, visible, positions.contiguous(), acc, ml, arrived, out,
-        kv.stride(0), S, T, R, rows, parts, scale, HKV=kv_heads, HD=dim, HDP=max(16, triton.next_power_of_2(dim)),
-        RP=1 if region else triton.next_power_of_2(R), WINDOW=max(window, 0), REGION=region, INT8=int8,
-        NATIVE=native(q.dtype), **tiles, **overlapping(),
+        out if sinks is None else sinks, kv.stride(0), S, T, R, rows, parts, scale, HKV=kv_heads, HD=dim,
+        HDP=max(16, triton.next_power_of_2(dim)), RP=1 if region else triton.next_power_of_2(R), WINDOW=max(window, 0),
+        REGION=region, INT8=int8, CAP=cap,
+        SINKS=sinks is not None, NATIVE=native(q.dtype), **tiles, **overlapping(),
     )  # fmt: skip
     return out
 
@@ -371,11 +406,12 @@ def _attention_problem(q: Tensor, kv: Tensor, *_rest) -> str:
 
 
 def _attention_cpu(
-    q: Tensor, kv: Tensor, start: Tensor, visible: Tensor, positions: Tensor, window: int, scale: float, _arrived: None
-) -> Tensor:
+    q: Tensor, kv: Tensor, start: Tensor, visible: Tensor, positions: Tensor, window: int, scale: float,
+    _arrived: None, cap: float, sinks: Tensor | None,
+) -> Tensor:  # fmt: skip
     visible = visible.expand(q.shape[0], -1, -1).contiguous()
     rows = q.transpose(1, 2).contiguous(), kv, start, visible, positions.contiguous()
-    return torch.ops.eaglet_cpu.tree_attention.default(*rows, window, scale)
+    return torch.ops.eaglet_cpu.tree_attention.default(*rows, window, scale, cap, sinks)
 
 
 @operation(
@@ -385,7 +421,7 @@ def _attention_cpu(
 )  # fmt: skip
 def tree_attention(
     q: Tensor, kv: Tensor, start: Tensor, visible: Tensor, positions: Tensor, window: int, scale: float,
-    arrived: Tensor | None = None,
+    arrived: Tensor | None = None, cap: float = 0.0, sinks: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Attention of T rows over a static cache -> [B,T,Hq,hd] in q's dtype. There is no backward.
 
@@ -398,15 +434,21 @@ def tree_attention(
     j > position - window.
     arrived: counters at zero, as `rope_write_kv` returns them. They are zero again afterwards. Without them the
     operator makes its own, which is one launch more.
+    cap: scores s become cap * tanh(s / cap), if it is not 0.
+    sinks [Hq]: scores of one more key per head, whose value is zero.
 
     A row that a query may not see never influences it, even if it holds NaN. Plain code reads `start` on the host, so
     its cost follows the live length.
     """
     starts = start.tolist()
     if len(starts) == 1:
-        return _attend_one(q, kv, visible[0], positions[0], starts[0], window, scale).transpose(1, 2).contiguous()
+        return (
+            _attend_one(q, kv, visible[0], positions[0], starts[0], window, scale, cap, sinks)
+            .transpose(1, 2)
+            .contiguous()
+        )
     rows = [
-        _attend_one(q[b : b + 1], kv[:, b : b + 1], visible[b], positions[b], n, window, scale)
+        _attend_one(q[b : b + 1], kv[:, b : b + 1], visible[b], positions[b], n, window, scale, cap, sinks)
         for b, n in enumerate(starts)
     ]
     return torch.cat(rows).transpose(1, 2).contiguous()

@@ -503,7 +503,7 @@ struct Epilogue {
   const float *bias, *residual;
   float* out;
   int64_t n;  // columns of out
-  bool gated;
+  int64_t gated;
   int64_t M;
   int64_t tiles = n / TILE;  // that are multiplied; fewer than there are columns where `out` is one part of the outputs
 
@@ -514,7 +514,9 @@ struct Epilogue {
     if (gated) {
       __m256 other = _mm256_loadu_ps(up);
       if (bias) other = _mm256_add_ps(other, _mm256_loadu_ps(bias + n + first));
-      const __m256 one = _mm256_set1_ps(1.f), negative = _mm256_sub_ps(_mm256_setzero_ps(), value);
+      const __m256 one = _mm256_set1_ps(1.f), square = _mm256_mul_ps(value, value);
+      const __m256 factor = gated == 1 ? one : _mm256_mul_ps(_mm256_set1_ps(1.59576912f), _mm256_fmadd_ps(square, _mm256_set1_ps(0.044715f), one));
+      const __m256 negative = _mm256_sub_ps(_mm256_setzero_ps(), _mm256_mul_ps(value, factor));  // GELU: (1 + tanh(u)) / 2 = 1 / (1 + e^-2u)
       value = _mm256_mul_ps(_mm256_div_ps(value, _mm256_add_ps(one, exponential(negative))), other);
     }
     const int64_t at = row * n + first;
@@ -660,7 +662,7 @@ Linear::Linear(const Tensor& codes, const Tensor* scales, const Tensor* mins, co
 
 Linear::Linear(const tensors::LinearWeights& t) : Linear(t.codes, given(t.scales), given(t.mins), values_or_null(t.bias)) {}
 
-void Linear::operator()(const float* x, int64_t M, const float* residual, bool gated, bool round, float* out) const {
+void Linear::operator()(const float* x, int64_t M, const float* residual, int64_t gated, bool round, float* out) const {
   if (kind == PARTS) return multiply_parts(x, M, residual, gated, round, out);
   const Epilogue end{bias, residual, out, gated ? n / 2 : n, gated, M};
   if (kind == FP32) return run_floats<FP32>(weight.codes, x, k, end);
@@ -674,7 +676,7 @@ void Linear::operator()(const float* x, int64_t M, const float* residual, bool g
 }
 
 // One product for every part, which writes its own columns. Only where all rows share a format is the gate in the product.
-void Linear::multiply_parts(const float* x, int64_t M, const float* residual, bool gated, bool round, float* out) const {
+void Linear::multiply_parts(const float* x, int64_t M, const float* residual, int64_t gated, bool round, float* out) const {
   std::optional<Rows> rounded;
   if (round) rounded.emplace(x, M, k, std::any_of(parts.begin(), parts.end(), [](const Part& part) { return part.group == 16; }));
   const Rows* rows = round ? &*rounded : nullptr;
@@ -734,7 +736,7 @@ void norm_rows(const float* x, const float* weight, int64_t rows, int64_t size, 
 namespace {
 
 Tensor linear(const Tensor& x, const Tensor& codes, const std::optional<Tensor>& scales, const std::optional<Tensor>& mins,
-              const std::optional<Tensor>& bias, const std::optional<Tensor>& residual, bool gated, bool round) {
+              const std::optional<Tensor>& bias, const std::optional<Tensor>& residual, int64_t gated, bool round) {
   const Linear layer(codes, scales ? &*scales : nullptr, mins ? &*mins : nullptr, floats(bias));
   Tensor out = torch::stable::new_empty(x, {x.size(0), gated ? layer.n / 2 : layer.n});
   layer(floats(x), x.size(0), floats(residual), gated, round, floats(out));
@@ -777,7 +779,7 @@ void rotate_and_write(const Nodes& n, const float* qkv, const float* const norms
         }
         for (int64_t i = 0; i < half; i += 8) {
           const __m256 low = _mm256_loadu_ps(x + i), high = _mm256_loadu_ps(x + half + i);
-          const __m256 co = _mm256_loadu_ps(n.cos + row * half + i), si = _mm256_loadu_ps(n.sin + row * half + i);
+          const __m256 co = _mm256_loadu_ps(n.cos + row * n.turn + i), si = _mm256_loadu_ps(n.sin + row * n.turn + i);
           _mm256_storeu_ps(to + i, _mm256_fnmadd_ps(high, si, _mm256_mul_ps(low, co)));
           _mm256_storeu_ps(to + half + i, _mm256_fmadd_ps(low, si, _mm256_mul_ps(high, co)));
         }
@@ -856,12 +858,14 @@ void add_values(const float* weights, int64_t stride, const float* values, const
 }
 
 // scores -> weights e^(scale score - top), where `top` is the largest; 0 up to a multiple of 8. Returns their sum, and top.
-std::pair<float, float> weights_of(float* scores, int64_t count, float scale) {
+// With a cap, scale score is cap tanh(scale score / cap).
+std::pair<float, float> weights_of(float* scores, int64_t count, float scale, float cap) {
   const int64_t whole = (count + 7) / 8 * 8;
   std::fill(scores + count, scores + whole, -INFINITY);
   __m256 largest = _mm256_set1_ps(-INFINITY), total = _mm256_setzero_ps();
   for (int64_t i = 0; i < whole; i += 8) {
-    const __m256 v = _mm256_mul_ps(_mm256_loadu_ps(scores + i), _mm256_set1_ps(scale));
+    __m256 v = _mm256_mul_ps(_mm256_loadu_ps(scores + i), _mm256_set1_ps(scale));
+    if (cap) v = _mm256_mul_ps(_mm256_set1_ps(cap), hyperbolic_tangent(_mm256_div_ps(v, _mm256_set1_ps(cap))));
     _mm256_storeu_ps(scores + i, v);
     largest = _mm256_max_ps(v, largest);  // leaves NaN out, which then reaches the total
   }
@@ -880,14 +884,14 @@ std::pair<float, float> weights_of(float* scores, int64_t count, float scale) {
 struct Attention {
   static constexpr int64_t CHUNK = 64, TOKENS = 8;  // tokens that read keys and values together, from the first cache level
   const Nodes& n;
-  const float *q, scale;
+  const float *q, scale, cap, *sinks;  // of each query head the score of a key without a value, or null
   float* out;
   const int64_t group;  // queries of a token that share a head of the cache
   int64_t chunks = 1;
   std::vector<int64_t> first, last, slots;  // a token's first position, one past its last, and the slots of its nodes
 
-  Attention(const Nodes& n, const float* q, float scale, float* out)
-      : n(n), q(q), scale(scale), out(out), group(n.heads / n.kv_heads), first(n.B * n.T), last(n.B * n.T), slots(n.B * n.T * n.R) {
+  Attention(const Nodes& n, const float* q, float scale, float cap, const float* sinks, float* out)
+      : n(n), q(q), scale(scale), cap(cap), sinks(sinks), out(out), group(n.heads / n.kv_heads), first(n.B * n.T), last(n.B * n.T), slots(n.B * n.T * n.R) {
     for (int64_t t = 0; t < n.B * n.T; ++t) {
       const int64_t start = n.start[t / n.T];
       first[t] = n.window > 0 ? std::max<int64_t>(0, n.positions[t] - n.window + 1) : 0;
@@ -948,7 +952,7 @@ struct Attention {
       });
       for (int64_t g = 0; g < group; ++g) {
         float* total = p.totals + ((i * group + g) * chunks + chunk) * 2;
-        std::tie(total[0], total[1]) = weights_of(weights(g), seen, scale);
+        std::tie(total[0], total[1]) = weights_of(weights(g), seen, scale, cap);
       }
     }
   }
@@ -960,8 +964,10 @@ struct Attention {
     std::vector<float> sums(queries * 2 * hd), shares(queries * chunks), whole(queries);
     for (int64_t i = 0; i < queries; ++i) {
       const float* totals = p.totals + i * chunks * 2;
-      float top = -INFINITY;
+      const float sink = sinks ? sinks[p.head * group + i % group] : -INFINITY;
+      float top = sink;
       for (int64_t c = 0; c < chunks; ++c) top = std::max(top, totals[2 * c + 1]);
+      if (sinks) whole[i] = _mm256_cvtss_f32(exponential(_mm256_set1_ps(sink - top)));
       for (int64_t c = 0; c < chunks; ++c) {
         const float share = _mm256_cvtss_f32(exponential(_mm256_set1_ps(totals[2 * c + 1] - top)));
         shares[i * chunks + c] = share;
@@ -1023,12 +1029,13 @@ struct Attention {
 };
 
 Nodes nodes_of(int64_t B, int64_t T, int64_t heads, const Tensor& kv) {
-  return {B, T, heads, kv.size(2), kv.size(4), kv.size(3), 0, 0, kv.stride(0), nullptr, nullptr, floats(kv)};
+  return {B, T, heads, kv.size(2), kv.size(4), kv.size(3), 0, 0, kv.stride(0), nullptr, nullptr, 0, floats(kv)};
 }
 
 void place(Nodes& n, const Tensor& cos, const Tensor& sin, const Tensor& slots, double eps) {
   n.cos = floats(cos);
   n.sin = floats(sin);
+  n.turn = cos.size(2);
   n.slots = integers(slots);
   n.eps = (float)eps;
 }
@@ -1052,12 +1059,13 @@ void show(Nodes& n, const Tensor& start, const Tensor& visible, const Tensor& po
 }
 
 Tensor tree_attention(const Tensor& q, const Tensor& kv, const Tensor& start, const Tensor& visible,
-                      const Tensor& positions, int64_t window, double scale) {
+                      const Tensor& positions, int64_t window, double scale, double cap,
+                      const std::optional<Tensor>& sinks) {
   Nodes n = nodes_of(q.size(0), q.size(1), q.size(2), kv);
   STD_TORCH_CHECK(visible.size(0) == n.B && visible.size(1) == n.T, "every query needs to know which nodes it sees");
   show(n, start, visible, positions, window);
   Tensor out = torch::stable::empty_like(q);
-  Attention(n, floats(q), (float)scale, floats(out))();
+  Attention(n, floats(q), (float)scale, (float)cap, floats(sinks), floats(out))();
   return out;
 }
 
@@ -1066,7 +1074,8 @@ Tensor tree_attention(const Tensor& q, const Tensor& kv, const Tensor& start, co
 namespace eaglet {
 
 Layer::Layer(const tensors::LayerWeights& t)
-    : input_norm(values_or_null(t.input_norm)), post_norm(values_or_null(t.post_norm)), q_norm(values_or_null(t.q_norm)),
+    : input_norm(values_or_null(t.input_norm)), attention_norm(values_or_null(t.attention_norm)),
+      post_norm(values_or_null(t.post_norm)), mlp_norm(values_or_null(t.mlp_norm)), q_norm(values_or_null(t.q_norm)),
       k_norm(values_or_null(t.k_norm)), qkv(t.qkv), o(t.o), gate_up(t.gate_up), down(t.down) {}
 
 void Layer::write(const Nodes& n, const float* x, bool round, float* const buffer[3]) const {
@@ -1077,14 +1086,29 @@ void Layer::write(const Nodes& n, const float* x, bool round, float* const buffe
   rotate_and_write(n, buffer[1], norms, buffer[2]);
 }
 
+// out = x + y, all [size].
+void add(const float* x, const float* y, int64_t size, float* out) {
+  parallel_for(0, size / TILE, 16384 / TILE, [&](int64_t first, int64_t last) {
+    for (int64_t i = first * TILE; i < last * TILE; i += TILE)
+      _mm256_storeu_ps(out + i, _mm256_add_ps(_mm256_loadu_ps(x + i), _mm256_loadu_ps(y + i)));
+  });
+}
+
 void Layer::finish(const Nodes& n, const float* residual, float scale, bool round, float* const buffer[3], float* out) const {
-  const int64_t M = n.B * n.T;
+  const int64_t M = n.B * n.T, H = o.n;
   float *a = buffer[0], *b = buffer[1], *c = buffer[2];
-  Attention(n, c, scale, a)();
-  o(a, M, residual, false, round, b);
-  norm_rows(b, post_norm, M, o.n, n.eps, a);
-  gate_up(a, M, nullptr, true, round, c);
-  down(c, M, b, false, round, out);
+  Attention(n, c, scale, cap, nullptr, a)();
+  o(a, M, attention_norm ? nullptr : residual, 0, round, b);
+  if (attention_norm) {
+    norm_rows(b, attention_norm, M, H, n.eps, a);
+    add(residual, a, M * H, b);
+  }
+  if (post_norm) norm_rows(b, post_norm, M, H, n.eps, a);
+  gate_up(post_norm ? a : b, M, nullptr, gate, round, c);
+  if (!mlp_norm) return down(c, M, b, 0, round, out);
+  down(c, M, nullptr, 0, round, a);
+  norm_rows(a, mlp_norm, M, H, n.eps, c);
+  add(b, c, M * H, out);
 }
 
 }  // namespace eaglet
@@ -1098,24 +1122,27 @@ struct Stack {
   const int64_t mark = mark_of(this);
   std::vector<Tensor> weights;
   std::vector<Layer> layers;
-  std::optional<Tensor> norm;    // after the last layer
-  std::vector<int64_t> windows;  // of each layer, 0 for none
+  std::optional<Tensor> norm;                // after the last layer
+  std::vector<int64_t> windows, rotations;  // of each layer; no window is 0
   float eps, scale;
   int64_t widest = 0;
 };
 
-Tensor stack_layers(std::vector<Tensor> weights, std::optional<Tensor> norm, std::vector<int64_t> windows, double eps,
-                    double scale) {
+Tensor stack_layers(std::vector<Tensor> weights, std::optional<Tensor> norm, std::vector<int64_t> windows,
+                    std::vector<int64_t> rotations, int64_t gate, double eps, double scale, double cap) {
   auto stack = std::make_unique<Stack>();
   stack->weights = std::move(weights);
   stack->norm = std::move(norm);
   stack->windows = std::move(windows);
+  stack->rotations = std::move(rotations);
   stack->eps = (float)eps;
   stack->scale = (float)scale;
   constexpr size_t TENSORS = tensors::LayerWeights::TENSORS;
   STD_TORCH_CHECK(stack->weights.size() == stack->windows.size() * TENSORS, "a layer has ", TENSORS, " tensors");
   for (size_t i = 0; i < stack->windows.size(); ++i) {
-    stack->layers.emplace_back(tensors::LayerWeights(&stack->weights[i * TENSORS]));
+    Layer& layer = stack->layers.emplace_back(tensors::LayerWeights(&stack->weights[i * TENSORS]));
+    layer.gate = gate;
+    layer.cap = (float)cap;
     stack->widest = std::max(stack->widest, stack->layers[i].widest());
   }
   return keep(std::move(stack));
@@ -1131,7 +1158,7 @@ std::tuple<Tensor, Tensor> layers(const Tensor& x, const std::optional<Tensor>& 
   const int64_t L = all.size(), B = x.size(0), T = x.size(1), M = B * T, hd = kv.size(5), kv_heads = kv.size(3);
   const int64_t widest = stack.widest;
   const int64_t H = all[0].o.n, W = taps.size();
-  Nodes n{B, T, all[0].qkv.n / hd - 2 * kv_heads, kv_heads, hd, kv.size(4), 0, 0, kv.stride(1), nullptr, nullptr, nullptr};
+  Nodes n{B, T, all[0].qkv.n / hd - 2 * kv_heads, kv_heads, hd, kv.size(4), 0, 0, kv.stride(1), nullptr, nullptr, 0, nullptr};
   place(n, shared.cos, shared.sin, shared.slots, stack.eps);
   Tensor out = torch::stable::new_empty(x, {B, T, H}), tapped = torch::stable::new_empty(x, {B, T, W * H});
   const std::unique_ptr<float[]> memory(new float[M * (3 * widest + H)]);
@@ -1145,6 +1172,8 @@ std::tuple<Tensor, Tensor> layers(const Tensor& x, const std::optional<Tensor>& 
     if (i == L) break;
     show(n, shared.start, stack.windows[i] ? shared.visible_window : shared.visible, shared.positions, stack.windows[i]);
     n.cache = floats(kv) + i * kv.stride(0);
+    n.cos = floats(shared.cos) + stack.rotations[i] * (hd / 2);
+    n.sin = floats(shared.sin) + stack.rotations[i] * (hd / 2);
     float* to = outputs[(L - 1 - i) % 2];
     all[i].write(n, rows, round, buffer);
     all[i].finish(n, residual ? floats(residual) : rows, stack.scale, round, buffer, to);
@@ -1159,15 +1188,16 @@ double seconds_alone() { return Team::of_process().seconds_alone(); }
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(eaglet_cpu, m) {
-  m.def("linear(Tensor x, Tensor codes, Tensor? scales, Tensor? mins, Tensor? bias, Tensor? residual, bool gated, "
+  m.def("linear(Tensor x, Tensor codes, Tensor? scales, Tensor? mins, Tensor? bias, Tensor? residual, int gated, "
         "bool round) -> Tensor");
   m.def("rows(Tensor ids, Tensor codes, Tensor? scales, Tensor? mins) -> Tensor");
   m.def("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor");
   m.def("rope_write_kv(Tensor qkv, Tensor cos, Tensor sin, Tensor(a!) kv, Tensor slots, Tensor? q_weight, "
         "Tensor? k_weight, float eps) -> Tensor");
-  m.def("tree_attention(Tensor q, Tensor kv, Tensor start, Tensor visible, Tensor positions, int window, float scale) "
-        "-> Tensor");
-  m.def("stack_layers(Tensor[] weights, Tensor? norm, int[] windows, float eps, float scale) -> Tensor");
+  m.def("tree_attention(Tensor q, Tensor kv, Tensor start, Tensor visible, Tensor positions, int window, float scale, float cap, "
+        "Tensor? sinks) -> Tensor");
+  m.def("stack_layers(Tensor[] weights, Tensor? norm, int[] windows, int[] rotations, int gate, float eps, float scale, "
+        "float cap) -> Tensor");
   m.def("layers(Tensor x, Tensor? residual, Tensor stacked, Tensor[] nodes, Tensor(a!) kv, bool round, int[] taps) "
         "-> (Tensor, Tensor)");
   m.def("seconds_alone() -> float");

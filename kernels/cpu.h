@@ -34,6 +34,12 @@ inline __m256 exponential(__m256 x) {
   return _mm256_mul_ps(p, _mm256_castsi256_ps(power));
 }
 
+// (1 - e) / (1 + e), where e = e^-2x.
+inline __m256 hyperbolic_tangent(__m256 x) {
+  const __m256 one = _mm256_set1_ps(1.f), e = exponential(_mm256_mul_ps(_mm256_set1_ps(-2.f), x));
+  return _mm256_div_ps(_mm256_sub_ps(one, e), _mm256_add_ps(one, e));
+}
+
 // The sum of the eight lanes, in one fixed order.
 inline float lane_sum(__m256 v) {
   __m128 half = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
@@ -144,12 +150,12 @@ struct Linear {
   Linear(const Tensor& codes, const Tensor* scales, const Tensor* mins, const float* bias);
   explicit Linear(const tensors::LinearWeights& t);
 
-  // x [M, k] -> out [M, n], or [M, n / 2] if gated. round: the activations of int4 and int8 weights.
-  void operator()(const float* x, int64_t M, const float* residual, bool gated, bool round, float* out) const;
+  // x [M, k] -> out [M, n], or [M, n / 2] if gated, by a number of GATES in kernels/linear.py. round: the activations of int4 and int8 weights.
+  void operator()(const float* x, int64_t M, const float* residual, int64_t gated, bool round, float* out) const;
   void row(int64_t id, float* out) const;  // one row of the weight as floats [k]
 
  private:
-  void multiply_parts(const float* x, int64_t M, const float* residual, bool gated, bool round, float* out) const;
+  void multiply_parts(const float* x, int64_t M, const float* residual, int64_t gated, bool round, float* out) const;
 };
 
 void norm_rows(const float* x, const float* weight, int64_t rows, int64_t size, float eps, float* out);
@@ -158,6 +164,7 @@ void norm_rows(const float* x, const float* weight, int64_t rows, int64_t size, 
 struct Nodes {
   int64_t B, T, heads, kv_heads, hd, S, R, window, values;  // heads: of the queries; values: where they begin in the cache
   const float *cos, *sin;
+  int64_t turn;  // from a row's cos to that of the next one
   float* cache;
   const int64_t *slots, *start, *positions;
   const bool* visible;
@@ -166,15 +173,17 @@ struct Nodes {
 
 // The weights of a decoder layer. Norms are null where the layer has none.
 struct Layer {
-  const float *input_norm, *post_norm, *q_norm, *k_norm;
+  const float *input_norm, *attention_norm, *post_norm, *mlp_norm, *q_norm, *k_norm;
   Linear qkv, o, gate_up, down;
+  int64_t gate = 1;
+  float cap = 0;  // of the attention's scores
 
   explicit Layer(const tensors::LayerWeights& t);
   int64_t widest() const { return std::max({qkv.k, qkv.n, o.n, gate_up.n / 2}); }
 
   // Attention behind a norm, then a gated MLP behind a norm, x [M,in] -> out [M,H], through three buffers of [M,widest], in
   // two halves. The first writes the rows' keys and values into the cache, and their queries into the last buffer, from where
-  // the second reads them. Without an input norm x is normed already. The attention adds to `residual`.
+  // the second reads them. The attention adds to `residual`.
   void write(const Nodes& n, const float* x, bool round, float* const buffer[3]) const;
   void finish(const Nodes& n, const float* residual, float scale, bool round, float* const buffer[3], float* out) const;
 };

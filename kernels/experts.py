@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kernels.backend import jit, operation, overlapping, tl, triton, wait_for_the_kernel_before
 from kernels.choice import NOTHING, rank_of
-from kernels.linear import epilogue, finish, launch_arguments, main_loop, packed_linear
+from kernels.linear import GATES, epilogue, finish, launch_arguments, main_loop, packed_linear
 from kernels.norm_rope import norm_row, rms_norm, row_options
 from kernels.packing import PackedTensors, PackedWeight, dequantize, from_parts, kernel_views, panel_words
 from kernels.tuned import unsplit
@@ -230,21 +230,24 @@ def mix(
 
 def packed_experts(
     x: Tensor, routes: Routes, gate_up: PackedWeight, down: PackedWeight, residual: Tensor | None = None,
-    norm_weight: Tensor | None = None, eps: float = 0.0,
+    norm_weight: Tensor | None = None, eps: float = 0.0, gated: int = 1,
+    biases: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Mixture-of-experts MLP: `mix` of MLP_e(x[t]) over the experts e that token t uses.
 
-    x [T,H]; gate_up packs [E,2I,H], down packs [E,H,I]. Returns [T,H] in x's dtype, and its norm. On Triton there is no
-    host sync, and of each expert in use the weights are read once. Elsewhere the host reads which experts are in use.
+    x [T,H]; gate_up packs [E,2I,H], down packs [E,H,I]; biases [E,2I] and [E,H]; gated: one of GATES. Returns [T,H] in
+    x's dtype, and its norm. On Triton there is no host sync, and of each expert in use the weights are read once.
+    Elsewhere the host reads which experts are in use.
     """
-    hidden = _experts(x, routes, gate_up, True)
-    return mix(_experts(hidden, routes, down, False), routes.weights, residual, norm_weight, eps)
+    hidden = _experts(x, routes, gate_up, gated, biases[0])
+    return mix(_experts(hidden, routes, down, 0, biases[1]), routes.weights, residual, norm_weight, eps)
 
 
-def _experts(x: Tensor, routes: Routes, weight: PackedWeight, gated: bool) -> Tensor:
-    apart = gated and weight.has_zeros  # as in `packed_linear`
-    y = expert_linear(weight.reorder(x), routes, *weight.parts(), gated and not apart)
-    return epilogue(y, None, None, True) if apart else y
+def _experts(x: Tensor, routes: Routes, weight: PackedWeight, gated: int, bias: Tensor | None) -> Tensor:
+    # as in `packed_linear`
+    apart = gated and (weight.has_zeros or bias is not None or gated == GATES["swiglu_clamped"])
+    y = expert_linear(weight.reorder(x), routes, *weight.parts(), 0 if apart else gated)
+    return epilogue(y, None if bias is None else bias[routes.ids], None, gated if apart else 0)
 
 
 def _expert_rows(x: Tensor, slots: int) -> tuple[Tensor, int]:
@@ -278,7 +281,7 @@ def _expert_shapes(x, routes, tensors, numbers, gated) -> Tensor:
 
 
 @operation("expert_linear", "packed_experts", _triton_experts, _expert_shapes, problem=_experts_problem, plain=False)
-def expert_linear(x: Tensor, routes: Routes, tensors: PackedTensors, numbers: list[int], gated: bool) -> Tensor:
+def expert_linear(x: Tensor, routes: Routes, tensors: PackedTensors, numbers: list[int], gated: int) -> Tensor:
     """x [T,K] or [T,k,K] -> [T,k,N]: row (t, j) is expert routes.ids[t, j] applied to x[t] or x[t, j]."""
     weight, out = from_parts(tensors, numbers), _expert_shapes(x, routes, tensors, numbers, gated)
     rows, shared = _expert_rows(x, routes.ids.shape[1])

@@ -32,6 +32,9 @@ from kernels.norm_rope import norm_row, rms_norm, turn_rows
 from kernels.packing import PackedTensors, PackedWeight, decode, dequantize, from_parts, kernel_views, panel_words
 from kernels.tuned import SMALL_M, TILE_M, LinearConfig
 
+# What may gate a product whose second half is multiplied with an activation of the first: its number in the kernels.
+# The third is gpt-oss's, of which no kernel is the epilogue.
+GATES = {"silu": 1, "gelu_tanh": 2, "swiglu_clamped": 3}
 NO_HEADS = dict(HQ=0, HKV=0, HD=0, LEVELS=0, QK_NORM=False, INT8=False)  # of a linear that turns no heads
 
 
@@ -174,7 +177,7 @@ def finish(
     acc, up, s, bias, residual, out, rn, out_rows, live, N, N_OUT, BITS: tl.constexpr, BIAS: tl.constexpr,
     RESIDUAL: tl.constexpr, GATED: tl.constexpr, DT: tl.constexpr,
 ):  # fmt: skip
-    """The epilogue: scale of an output row, bias, SiLU(gate) * up, residual. All in fp32, rounded once to DT."""
+    """The epilogue: scale of an output row, bias, gate, residual. All in fp32, rounded once to DT."""
     ok = rn < N_OUT
     if BITS == 8:
         acc *= tl.load(s + rn, mask=ok, other=0).to(tl.float32)[:, None]
@@ -184,8 +187,10 @@ def finish(
         acc += tl.load(bias + rn, mask=ok, other=0).to(tl.float32)[:, None]
         if GATED:
             up += tl.load(bias + N_OUT + rn, mask=ok, other=0).to(tl.float32)[:, None]
-    if GATED:
+    if GATED == 1:
         acc = acc / (1 + tl.exp(-acc)) * up
+    elif GATED == 2:  # (1 + tanh(u)) / 2 = 1 / (1 + exp(-2 u))
+        acc = acc / (1 + tl.exp(-1.5957691216057308 * (acc + 0.044715 * acc * acc * acc))) * up
     at = out_rows[None, :] * N_OUT + rn[:, None]
     mask = live[None, :] & ok[:, None]
     if RESIDUAL:
@@ -332,7 +337,7 @@ def no_rope(x: Tensor) -> dict:
 
 
 def launch_tile(
-    config: LinearConfig, tokens: int, gated: bool, group: int = 0, zeros: bool = False, bits: int = 4
+    config: LinearConfig, tokens: int, gated: int, group: int = 0, zeros: bool = False, bits: int = 4
 ) -> tuple[int, int, dict]:
     """(output columns BN and tokens BT of a program, compiler options) of a launch on `tokens` rows.
 
@@ -341,7 +346,7 @@ def launch_tile(
     int8 have so many sums, scales and addresses that more than 32 tokens would spill even with all 255 registers.
     Gate-up layers in groups of 32 have room for 16.
     """
-    block_n = max(config.block_n, 32 * config.warps if zeros else 16) // (1 + gated)
+    block_n = max(config.block_n, 32 * config.warps if zeros else 16) // (1 + (gated > 0))
     small_groups = 0 < group < 128
     many = small_groups or gated or config.warps < 4 or bits == 8
     largest = 16 if gated and group == 32 else 32 if many else TILE_M
@@ -355,7 +360,7 @@ def launch_tile(
 
 
 def launch_arguments(
-    x: Tensor, weight: PackedWeight, gated: bool, tokens: int
+    x: Tensor, weight: PackedWeight, gated: int, tokens: int
 ) -> tuple[tuple[int, int, int], Tensor, dict]:
     """(grid, buffer for partial sums, constants and compiler options) of a launch on x [M, K].
 
@@ -366,7 +371,7 @@ def launch_arguments(
     zeros = weight.has_zeros
     block_n, tile, options = launch_tile(config, tokens, gated, weight.group_size, zeros, weight.bits)
     grid = triton.cdiv(x.shape[0], tile), triton.cdiv(n_out, block_n), config.split_k
-    room = math.prod(grid) * (1 + gated) * block_n * tile if config.split_k > 1 else 0
+    room = math.prod(grid) * (1 + (gated > 0)) * block_n * tile if config.split_k > 1 else 0
     partial = x.new_empty(room, dtype=torch.float32)
     half = config.accumulate == "float16" and x.dtype == torch.float16
     constants = dict(
@@ -376,12 +381,19 @@ def launch_arguments(
     return grid, partial, options | constants
 
 
-def epilogue(y: Tensor, bias: Tensor | None, residual: Tensor | None, gated: bool) -> Tensor:
+def gate(y: Tensor, gated: int) -> Tensor:
+    """One of GATES: activation(first half) * second half of y [..., 2 I]."""
+    first, up = y.chunk(2, -1)
+    if gated == GATES["swiglu_clamped"]:
+        first = first.clamp(max=7.0)
+        return (up.clamp(-7.0, 7.0) + 1) * (first * torch.sigmoid(first * 1.702))
+    return (F.silu(first) if gated == GATES["silu"] else F.gelu(first, approximate="tanh")) * up
+
+
+def epilogue(y: Tensor, bias: Tensor | None, residual: Tensor | None, gated: int) -> Tensor:
     """What `packed_linear` does after the product, in y's dtype."""
     y = y if bias is None else y + bias
-    if gated:
-        gate, up = y.chunk(2, -1)
-        y = F.silu(gate) * up
+    y = gate(y, gated) if gated else y
     return y if residual is None else y + residual
 
 
@@ -398,14 +410,16 @@ def _group_sums(x: Tensor, group: int) -> Tensor:
 
 def packed_linear(
     x: Tensor, weight: PackedWeight, bias: Tensor | None = None, residual: Tensor | None = None,
-    gated: bool = False, wide: bool = False,
+    gated: int = 0, wide: bool = False,
 ) -> Tensor:  # fmt: skip
-    """x [..., K] @ W^T [+ bias], [SiLU(first half) * second half if gated], [+ residual] -> [..., N or N/2], in x's
-    dtype, or if wide the same values in float32 or wider.
+    """x [..., K] @ W^T [+ bias], [`gate`, if gated], [+ residual] -> [..., N or N/2], in x's dtype, or if wide the same
+    values in float32 or wider.
 
     No host sync. With layout 'planes', up to SMALL_M rows run our kernel, more rows dequantize the weight and
     use cuBLAS. Bias and epilogue are computed in float32 in our kernel, and in x's dtype elsewhere.
     """
+    if gated == GATES["swiglu_clamped"]:
+        return _widened(epilogue(packed_linear(x, weight, bias), None, residual, gated), wide)
     x = weight.reorder(x)
     if weight.correction is not None:
         own = packed_linear(_group_sums(x, weight.group_size), weight.correction, bias)
@@ -415,8 +429,8 @@ def packed_linear(
         # In one program two tiles and their zero points would spill registers.
         apart = gated and weight.has_zeros
         own = None if apart else residual
-        y = planes_linear(x, *weight.parts(), bias, own, gated and not apart, wide and not apart)
-        return _widened(epilogue(y, None, residual, True), wide) if apart else y
+        y = planes_linear(x, *weight.parts(), bias, own, 0 if apart else gated, wide and not apart)
+        return _widened(epilogue(y, None, residual, gated), wide) if apart else y
     if weight.layout == "tiles":
         if gated and weight.n % (2 * cpu.TILE):  # a tile holds rows of both halves
             return _widened(epilogue(packed_linear(x, replace(weight, perm=None), bias), None, residual, gated), wide)
@@ -462,7 +476,7 @@ def packed_linear_norm(
 
 
 def _launch_linear(
-    x: Tensor, weight: PackedWeight, bias: Tensor | None, residual: Tensor | None, gated: bool, wide: bool,
+    x: Tensor, weight: PackedWeight, bias: Tensor | None, residual: Tensor | None, gated: int, wide: bool,
     norm_weight: Tensor | None = None, eps: float = 0.0,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The output of `planes_linear`, and its norm if there is a norm_weight, by our kernel for up to SMALL_M rows."""
@@ -496,7 +510,7 @@ def _linear_shapes(x, tensors, numbers, bias, residual, gated, wide) -> Tensor:
 
 @operation("planes_linear", "packed_linear", _triton_linear, _linear_shapes)
 def planes_linear(
-    x: Tensor, tensors: PackedTensors, numbers: list[int], bias: Tensor | None, residual: Tensor | None, gated: bool,
+    x: Tensor, tensors: PackedTensors, numbers: list[int], bias: Tensor | None, residual: Tensor | None, gated: int,
     wide: bool,
 ) -> Tensor:  # fmt: skip
     """`packed_linear` for layout 'planes'. The counters are zero before and after, so they count as unchanged."""
@@ -509,12 +523,12 @@ def _triton_linear_norm(x, tensors, numbers, bias, residual, norm_weight, eps) -
     # float32 activations are normed apart, because their squares are rounded, and a compiler may round them in
     # different ways.
     weight, inside = from_parts(tensors, numbers), x.dtype == norm_weight.dtype != torch.float32
-    out, normed = _launch_linear(x, weight, bias, residual, False, False, norm_weight if inside else None, eps)
+    out, normed = _launch_linear(x, weight, bias, residual, 0, False, norm_weight if inside else None, eps)
     return out, normed if normed is not out else rms_norm(out, norm_weight, eps)
 
 
 def _linear_norm_shapes(x, tensors, numbers, bias, residual, norm_weight, eps) -> tuple[Tensor, Tensor]:
-    out = _linear_shapes(x, tensors, numbers, bias, residual, False, False)
+    out = _linear_shapes(x, tensors, numbers, bias, residual, 0, False)
     return out, torch.empty_like(out)
 
 
@@ -524,7 +538,7 @@ def planes_linear_norm(
     norm_weight: Tensor, eps: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`packed_linear_norm` of few rows for layout 'planes'."""
-    y = planes_linear.reference(x, tensors, numbers, bias, residual, False, False)
+    y = planes_linear.reference(x, tensors, numbers, bias, residual, 0, False)
     return y, rms_norm(y, norm_weight, eps)
 
 

@@ -62,5 +62,5 @@ def planes_linear_rope(
     kv: Tensor, slots: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, eps: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`packed_linear_rope` of few rows for layout 'planes'."""
-    qkv = planes_linear(x, tensors, numbers, bias, None, False, False).unflatten(-1, (-1, head_dim))
+    qkv = planes_linear(x, tensors, numbers, bias, None, 0, False).unflatten(-1, (-1, head_dim))
     return torch.ops.eaglet.rope_write_kv(qkv, cos, sin, kv, slots, q_weight, k_weight, eps)

@@ -25,7 +25,7 @@ class Rotary(NamedTuple):
 class Nodes(NamedTuple):
     """What all layers of one forward share. `Transformer.nodes` builds it once per forward."""
 
-    cos: Tensor  # [B, T, hd / 2] float32
+    cos: Tensor  # [B, T, hd / 2] float32, of several rotations side by side
     sin: Tensor  # [B, T, hd / 2] float32
     positions: Tensor  # [B, T] int64
     slots: Tensor  # [B, T] int64: the cache slots that the rows' keys and values are written to
@@ -73,7 +73,9 @@ class LayerWeights(NamedTuple):
     """A decoder layer for the C++ kernels. Norms are float32."""
 
     input_norm: Tensor | None
-    post_norm: Tensor
+    attention_norm: Tensor | None
+    post_norm: Tensor | None
+    mlp_norm: Tensor | None
     q_norm: Tensor | None
     k_norm: Tensor | None
     qkv: LinearWeights

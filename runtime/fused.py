@@ -30,7 +30,7 @@ from kernels.records import (
     TreeNodes,
     flat,
 )
-from model import MLP, Block, RMSNorm, Transformer
+from model import MLP, Block, RMSNorm, Transformer, normed_by
 from step import accept_and_commit
 from weights.quantized import QuantLinear, TiedEmbedding
 
@@ -51,7 +51,7 @@ def compile_parts(on_gpu: bool, mode: str | None = None, backend: str | Callable
 
     def run_block(layer: Block, x: Tensor, normed: Tensor | None, *rest) -> tuple[Tensor, Tensor]:
         # The first layer must not be a variant of its own.
-        return block(layer, x, layer.input_norm(x) if normed is None else normed, *rest)
+        return block(layer, x, normed_by(layer.input_norm, x) if normed is None else normed, *rest)
 
     def draft_layer(head: EagleHead, residual: Tensor, joined: Tensor, nodes: Nodes, kv: Tensor) -> Tensor:
         # Levels of one width differ in the number of rows that they may see, which only the attention looks at.
@@ -141,20 +141,35 @@ def stack(layers: Sequence[nn.Module], norm: Tensor | None = None, input_norm: b
     weights = tuple(layer_weights(layer, input_norm) for layer in layers)
     if None in weights:
         return None
-    attention, eps = layers[0].attention, layers[0].post_norm.eps
-    windows = [layer.attention.window for layer in layers]
-    return torch.ops.eaglet_cpu.stack_layers.default(flat(weights), norm, windows, eps, attention.scale)
+    attentions, norm_of_first = [layer.attention for layer in layers], layers[0].post_norm or layers[0].attention_norm
+    windows, rotations = [a.window for a in attentions], [a.rotation for a in attentions]
+    numbers = layers[0].mlp.gate, norm_of_first.eps, attentions[0].scale, attentions[0].cap
+    return torch.ops.eaglet_cpu.stack_layers.default(flat(weights), norm, windows, rotations, *numbers)
 
 
 def layer_weights(layer: nn.Module, input_norm: bool) -> LayerWeights | None:
     """The weights of a layer, or None if the C++ kernels do not have all of it."""
     attention, mlp = layer.attention, layer.mlp
-    if not isinstance(mlp, MLP) or attention.head_dim % 16 or not attention.rotated or attention.multiplier != 1:
+    if (
+        not isinstance(mlp, MLP)
+        or attention.head_dim % 16
+        or attention.wide_norm
+        or attention.multiplier != 1
+        or attention.sinks is not None
+    ):
         return None
     linears = [linear_weights(linear) for linear in (attention.qkv, attention.o, mlp.gate_up, mlp.down)]
     if None in linears or mlp.gate_up.packed.n % (2 * kernels.CPU_TILE):  # a tile would hold rows of both halves
         return None
-    norms = layer.input_norm if input_norm else None, layer.post_norm, attention.q_norm, attention.k_norm
+    after = (layer.attention_norm, layer.mlp_norm) if isinstance(layer, Block) else (None, None)
+    norms = (
+        layer.input_norm if input_norm else None,
+        after[0],
+        layer.post_norm,
+        after[1],
+        attention.q_norm,
+        attention.k_norm,
+    )
     return LayerWeights(*(norm and norm.weight for norm in norms), *linears)
 
 
@@ -171,7 +186,8 @@ def head_weights(head: EagleHead) -> HeadWeights | None:
     config, layer, target = head.config, head.layer, head.target
     if config.fc_norm or config.norm_before_fc or config.norm_output or config.layer.hidden_size % 8:
         return None
-    if target.config.logits_multiplier != 1 and head.lm_head is None:
+    scaled = target.config.logits_multiplier != 1 or target.config.logits_cap
+    if scaled and head.lm_head is None:
         return None
     embedding = head.embed_tokens or target.embed_tokens
     table = linear_weights(embedding.head[0] if isinstance(embedding, TiedEmbedding) else embedding)

@@ -68,11 +68,86 @@ FAMILIES = {
     ),
     "qwen3": ("Qwen3Config", {"head_dim": 32}),
     "phi3": ("Phi3Config", {"sliding_window": 8}),
+    "phi3-partial": (
+        "Phi3Config",
+        {"num_attention_heads": 2, "num_key_value_heads": 1} | rope("default", partial_rotary_factor=0.75),
+    ),
+    "phi3-long": (
+        "Phi3Config",
+        {"original_max_position_embeddings": 80, "tie_word_embeddings": True}
+        | rope(
+            "longrope", partial_rotary_factor=0.5, short_factor=[1.0, 1.1, 1.2, 1.3], long_factor=[2.0, 3.0, 4.0, 5.0]
+        ),
+    ),
+    "glm4": ("Glm4Config", {"head_dim": 16, "rms_norm_eps": 1e-5}),
+    "ernie4_5": ("Ernie4_5Config", {"head_dim": 32, "use_bias": True, "tie_word_embeddings": True}),
+    "exaone4": (
+        "Exaone4Config",
+        {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    ),
+    "exaone4-full": ("Exaone4Config", {"sliding_window": None, "layer_types": ["full_attention"] * 3}),
+    "ministral": (
+        "MinistralConfig",
+        {"head_dim": 32, "sliding_window": 8}
+        | {"layer_types": ["full_attention", "sliding_attention", "sliding_attention"]},
+    ),
+    "smollm3-default": ("SmolLM3Config", {"num_hidden_layers": 4, "rms_norm_eps": 1e-5, "pad_token_id": 0}),
     "smollm3": ("SmolLM3Config", {"no_rope_layers": [1, 0, 1], "pad_token_id": 0}),
     "seed_oss": ("SeedOssConfig", {"attention_bias": True, "head_dim": 32}),
     "granite": (
         "GraniteConfig",
         {"attention_multiplier": 0.2, "embedding_multiplier": 3.0, "residual_multiplier": 0.5, "logits_scaling": 2.0},
+    ),
+    "gemma2": (
+        "Gemma2Config",
+        {"head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 8, "tie_word_embeddings": True}
+        | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
+    ),
+    "gemma3": (
+        "Gemma3TextConfig",
+        {"head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 8, "tie_word_embeddings": True}
+        | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+        | {
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
+            }
+        },
+    ),
+    "gemma3-scale": (
+        "Gemma3TextConfig",
+        {"head_dim": 16, "query_pre_attn_scalar": 20, "sliding_window": 8, "final_logit_softcapping": 2.0},
+    ),
+    "olmo2": ("Olmo2Config", {"rms_norm_eps": 1e-5}),
+    "olmo3": (
+        "Olmo3Config",
+        {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+        | {
+            "rope_parameters": {
+                "full_attention": {
+                    "rope_type": "yarn",
+                    "rope_theta": 5e5,
+                    "factor": 4.0,
+                    "original_max_position_embeddings": 64,
+                },
+                "sliding_attention": {"rope_type": "default", "rope_theta": 5e5},
+            }
+        },
+    ),
+    "gpt_oss": (
+        "GptOssConfig",
+        {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8, "rms_norm_eps": 1e-5}
+        | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+        | rope("yarn", 1e5, factor=4.0, original_max_position_embeddings=64, truncate=False),
+    ),
+    "qwen2_moe": (
+        "Qwen2MoeConfig",
+        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "sliding_window": None}
+        | {"shared_expert_intermediate_size": 80},
+    ),
+    "qwen3_moe-normed": (
+        "Qwen3MoeConfig",
+        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": True},
     ),
     "qwen3_moe": (
         "Qwen3MoeConfig",
@@ -159,7 +234,7 @@ def build_hf(family: str, **changes):
         for parameter in model.parameters():
             if parameter.dim() == 1:
                 parameter.data.add_(torch.randn_like(parameter), alpha=0.1)
-    if "mixtral" in family or "moe" in family:
+    if any(kind in family for kind in ("mixtral", "moe", "gpt_oss")):
         model.set_experts_implementation("eager")  # the grouped kernel has no float64
     return model.eval().requires_grad_(False)
 

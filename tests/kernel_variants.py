@@ -152,11 +152,12 @@ def attention(
     """The kernel as `tree_attention` launches it on sm_`arch`."""
     act = f"*{dtype}"
     pointers = dict(q=act, kv="*i8" if int8 else act, kv_scales="*fp32" if int8 else act, start="*i64", out=act)
-    pointers |= dict(visible="*u8", positions="*i64", acc_part="*fp32", ml_part="*fp32", arrived="*i32")
+    pointers |= dict(sinks=act, visible="*u8", positions="*i64", acc_part="*fp32", ml_part="*fp32", arrived="*i32")
     label = f"{dtype}{' prefill' if region else ''}{f' window {window}' if window else ''}"
     label += " int8 cache" * int8 + f" hd {dim}" * (dim != 128) + f" {nodes} nodes" * (not region)
     tiles = attention_tiles(dim, region, int8, window, not lacks_fences(divmod(arch, 10)))
     constants = dict(HKV=8, HD=dim, HDP=dim, RP=1 if region else nodes, WINDOW=window, REGION=region, INT8=int8)
+    constants |= dict(CAP=0.0, SINKS=False)
     constants |= {key: value for key, value in tiles.items() if key.isupper()} | dict(NATIVE=True, OVERLAP=False)
     options = {key: value for key, value in tiles.items() if key.islower()}
     return Variant(f"attention {label}", attend_kernel, pointers, constants, options)

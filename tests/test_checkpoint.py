@@ -120,7 +120,8 @@ def test_round_trip_through_our_own_writer(tiny_checkpoint, tmp_path, family):
     assert sorted(f.name for f in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
     hf = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").eval()
     tokens = torch.arange(5, 25)[None]
-    assert torch.equal(hf(tokens).logits, build_hf(family)(tokens).logits)
+    change = (hf(tokens).logits - build_hf(family)(tokens).logits).abs().max()
+    assert change < 1e-5 if model.config.norm_offset else change == 0  # 1 + w is rounded
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
@@ -1147,7 +1148,11 @@ def test_convert_eagle(tiny_checkpoint, tmp_path, capsys):
     assert convert.main([*args[:4], str(tmp_path / "two"), "--eagle-config", "rope_theta"]) == 2
 
 
-@pytest.mark.parametrize("family", ["granite", "phi3", "qwen3_moe", "seed_oss", "smollm3"])
+@pytest.mark.parametrize(
+    "family",
+    "ernie4_5 exaone4 gemma2 gemma3 glm4 gpt_oss granite olmo2 olmo3 phi3-partial".split()
+    + "qwen2_moe qwen3_moe seed_oss smollm3".split(),
+)
 @pytest.mark.parametrize("how", ["cpu", "reference", "cpu int8"])
 def test_a_family_decodes_with_every_kernel_and_draft(tiny_checkpoint, family, how):
     """Catches a fact of a family that the eager code knows and a faster path forgets: a layer without rotary positions,

@@ -30,8 +30,8 @@ from kernels import cpu, records
 from kernels.blocks import Part, pack_blocks
 from kernels.packing import dequantize
 from model import Transformer
-from model_config import ModelConfig
-from runtime.fused import fused_parts, static_draft
+from model_config import ModelConfig, RopeConfig
+from runtime.fused import fused_parts, stack, static_draft
 from runtime.stepping import View
 from sampling import SamplingMode
 from sampling_params import SamplingParams
@@ -179,7 +179,7 @@ def test_epilogues_equal_the_reference(form, n):
     """Catches a bias added after the gate, the wrong half of a gate, and a residual of another row."""
     packed, x = tiles(weight(form, n)), torch.randn(2, 3, 256)
     plain, bias = kernels.packed_linear(x, packed), torch.randn(n)
-    for gated in (False, True):
+    for gated in (0, *kernels.GATES.values()):
         residual = torch.randn(2, 3, n // 2 if gated else n)
         for used in (None, bias):
             want = kernels.epilogue(plain, used, residual, gated)
@@ -392,10 +392,11 @@ def test_attention_equals_the_reference(window, slots, dim):
     positions = start[:, None] + depth
     visible = ancestors[None] & (depth[:, None] - depth[None] < window if window else True)
     arguments = (start, visible.expand(2, -1, -1), positions, window, 0.2)
-    with backend().active() as active:
-        got = kernels.tree_attention(q, kv, *arguments)
-    assert not active.declined
-    assert torch.allclose(got, kernels.tree_attention.reference(q, kv, *arguments), atol=1e-5)
+    for more in ((), (None, 1.5), (None, 0.0, torch.randn(6))):  # plain, with a cap, with sinks
+        with backend().active() as active:
+            got = kernels.tree_attention(q, kv, *arguments, *more)
+        assert not active.declined
+        assert torch.allclose(got, kernels.tree_attention.reference(q, kv, *arguments, *more), atol=1e-5)
 
 
 @needs_kernels
@@ -499,15 +500,31 @@ def test_speculative_tokens_equal_plain_ones_without_any_tie(mode, tree, p_min):
 
 @needs_kernels
 @pytest.mark.parametrize("mode", ["float32", "int8"])
-@pytest.mark.parametrize("shape", [{}, {"qk_norm": True}, {"qkv_bias": True, "o_bias": True, "windows": (7, 0)}])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {},
+        {"qk_norm": True},
+        {"qkv_bias": True, "o_bias": True, "windows": (7, 0)},
+        {
+            "norms": "both",
+            "activation": "gelu_tanh",
+            "attention_cap": 2.0,
+            "windows": (7, 0),
+            "window_rope": RopeConfig(9),
+        },
+        {"norms": "after", "unrotated": (1,), "mlp_bias": True},
+    ],
+)
 def test_a_layer_in_one_call_has_the_bits_of_its_parts(mode, shape):
-    """Catches a norm, bias, window or residual that the fused layer forgets, in the target and in an EAGLE head."""
+    """Catches a norm, bias, window, rotation or residual that the fused layer forgets, in target and EAGLE head."""
     model = quantized_model(mode, **shape)
     tokens = torch.randint(96, (2, 9), generator=torch.Generator().manual_seed(5))
     _, ancestors = random_tree(9)
     head = tiny_head(model, version=3, head_dim=16, hidden_size=64)
     parts = fused_parts()
     with torch.inference_mode(), backend().active():
+        assert stack(model.layers) is not None
         pack_(head, torch.float32)
         nodes = model.nodes(torch.tensor([0, 3]), (ancestors.sum(1) - 1)[None].expand(2, -1), ancestors[None], CTX)
         caches = [model.new_cache(2, CTX) for _ in range(2)]

@@ -106,7 +106,7 @@ def linear_definition(x, w, bias, residual, gated):
     y = x.double() @ w.mT + (0 if bias is None else bias.double())
     if gated:
         gate, up = y.chunk(2, -1)
-        y = gate * torch.sigmoid(gate) * up
+        y = (torch.nn.functional.gelu(gate, approximate="tanh") if gated == 2 else gate * torch.sigmoid(gate)) * up
     return y if residual is None else y + residual.double()
 
 
@@ -417,7 +417,7 @@ def attention_case(dtype, starts, slots, heads=(4, 2), dim=16, seed=0):
     return q, kv, start, TREE[None].repeat(len(starts), 1, 1), start[:, None] + TREE_DEPTH
 
 
-def attention_definition(q, kv, start, visible, positions, window, scale):
+def attention_definition(q, kv, start, visible, positions, window, scale, cap=0.0, sinks=None):
     out = torch.zeros(q.shape, dtype=torch.float64)
     slots, group = kv.shape[3], q.shape[1] // kv.shape[2]
     for b, h, t in np.ndindex(*q.shape[:3]):
@@ -426,7 +426,10 @@ def attention_definition(q, kv, start, visible, positions, window, scale):
         rows += [min(n + r, slots - 1) for r in range(visible.shape[2]) if visible[b, t, r]]
         k, v = kv[:, b, h // group][:, rows].double()
         if rows:
-            out[b, h, t] = ((k @ q[b, h, t].double()) * scale).softmax(0) @ v
+            scores = (k @ q[b, h, t].double()) * scale
+            scores = cap * (scores / cap).tanh() if cap else scores
+            sink = torch.full((1,), -torch.inf, dtype=torch.float64) if sinks is None else sinks[h : h + 1].double()
+            out[b, h, t] = torch.cat((scores, sink)).softmax(0)[:-1] @ v
     return out.transpose(1, 2)
 
 
@@ -441,6 +444,9 @@ def test_attention_equals_definition(dtype, window):
             error(kernels.tree_attention(*case, window, 0.3), attention_definition(*case, window, 0.3))
             < TOLERANCE[dtype]
         )
+        for more in ((1.5, None), (0.0, torch.randn(4).to(dtype))):
+            got = kernels.tree_attention(*case, window, 0.3, None, *more)
+            assert error(got, attention_definition(*case, window, 0.3, *more)) < TOLERANCE[dtype]
 
 
 def test_int8_rows_keep_half_a_level_and_confine_what_is_not_finite():
@@ -683,6 +689,8 @@ LINEARS = [
     (4, torch.float16, 32, 192, 64, True, 2, False, LinearConfig(32, 1, accumulate="float16")),
     (8, torch.float16, 48, 256, 0, False, 1, True, LinearConfig(64, 2)),
     (8, torch.bfloat16, 40, 160, 0, False, 20, False, TINY),
+    (4, torch.float16, 40, 192, 64, True, 3, 2, TINY),
+    (8, torch.float16, 48, 256, 0, False, 1, 2, LinearConfig(64, 2)),
     (16, torch.float16, 48, 256, 0, False, 3, False, LinearConfig(64, 2)),
     (16, torch.bfloat16, 40, 160, 0, False, 3, True, LinearConfig(64, 2)),
 ]
@@ -706,7 +714,7 @@ def test_interpreted_linear(bits, dtype, n, k, group, zeros, m, gated, config):
 
 @interpreted
 @pytest.mark.parametrize("bits", [4, 8, 16])
-@pytest.mark.parametrize("gated,add", [(False, False), (True, False), (False, True)])
+@pytest.mark.parametrize("gated,add", [(False, False), (True, False), (False, True), (2, False)])
 def test_interpreted_linear_rows_are_independent(bits, gated, add):
     """The bits of a row may depend neither on M nor on its neighbours, even if these are NaN. Otherwise
     verification and plain decoding would differ."""
@@ -836,7 +844,7 @@ def test_interpreted_mix(dtype):
 
 def triton_attention(*args):
     with TRITON.active():
-        return kernels.tree_attention(*args)
+        return kernels.tree_attention(*args[:7], None, *args[7:])
 
 
 @interpreted
@@ -848,8 +856,9 @@ def test_interpreted_attention(dtype, window, starts, slots):
     """Catches errors of chunks, of their boundary, of the window, of the trash row and of merging the partial
     sums."""
     case = attention_case(dtype, starts, slots, heads=(2, 1))
-    want = attention_definition(*case, window, 0.3)
-    assert error(triton_attention(*case, window, 0.3), want) < TOLERANCE[dtype]
+    for more in ((), (1.5, torch.randn(2).to(dtype))):  # plain, and with a cap and sinks
+        want = attention_definition(*case, window, 0.3, *more)
+        assert error(triton_attention(*case, window, 0.3, *more), want) < TOLERANCE[dtype]
 
 
 @interpreted
@@ -880,8 +889,9 @@ def test_interpreted_attention_poison_and_prefill():
         visible = (age >= 0) & (age < (window or T))
         case = (q, kv, start, visible[None], 20 + torch.arange(T)[None])
         wide = [c.double() if c.is_floating_point() else c for c in case]
-        want = kernels.tree_attention.reference(*wide, window, 0.3)
-        assert error(triton_attention(*case, window, 0.3), want) < 1e-5
+        for more in ((), (1.5, torch.randn(2))):
+            want = kernels.tree_attention.reference(*wide, window, 0.3, None, *more)
+            assert error(triton_attention(*case, window, 0.3, *more), want) < 1e-5
 
 
 @interpreted

@@ -11,7 +11,9 @@ from conftest import BASE, FAMILIES, build_hf
 import kernels
 from model import Transformer, chain_ancestors
 from model_config import ROPE_TYPES, ModelConfig
+from options import LoadOptions
 from weights import checkpoint
+from weights.checkpoint import Checkpoint
 
 LENGTH = 40
 
@@ -24,6 +26,8 @@ def pair(tiny_checkpoint):
     def make(family: str, dtype: torch.dtype = torch.float32):
         if (family, dtype) not in made:
             ours = checkpoint.load_model(tiny_checkpoint(family), dtype=dtype)
+            if ours.config.rope.kind == "longrope":
+                ours.rotary.build("cpu", 80)  # its original length, as a context of that length does
             made[family, dtype] = (build_hf(family).to(dtype), ours)
         return made[family, dtype]
 
@@ -98,6 +102,15 @@ def test_long_positions(pair, family):
     assert (run(ours, tokens, 128) - hf(tokens).logits).abs().max() < 1e-4
 
 
+def test_longrope_follows_the_context(pair, tiny_checkpoint):
+    """Catches factors of short contexts in long ones. Every context takes those that transformers takes at its end."""
+    hf, _ = pair("phi3-long")
+    ours = Checkpoint.open(tiny_checkpoint("phi3-long")).load(dtype=torch.float32, max_positions=120)
+    tokens = tokens_of(100)
+    assert (run(ours, tokens, 64) - hf(tokens).logits).abs().max() < 1e-4
+    assert LoadOptions(str(tiny_checkpoint("phi3-long"))).with_defaults(ours.config).ctx == 80
+
+
 @pytest.mark.parametrize("family", ["mistral", "qwen2-window", "qwen2"])
 def test_window_is_honoured_where_the_config_says(pair, family):
     """Catches a window that is ignored, applied off by one, or taken from a number that a flag switches off (Qwen2)."""
@@ -124,7 +137,7 @@ def test_positions_of_dynamic_rope_end_at_the_original_length():
     )
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "mixtral", "qwen2-window", "qwen3"])
+@pytest.mark.parametrize("family", "llama mistral mixtral qwen2-window qwen3 gemma2 gpt_oss olmo3".split())
 def test_every_path_of_a_tree_equals_its_plain_forward(pair, family):
     """Catches a node that sees a sibling, misses an ancestor, or has its slot as its position instead of its depth."""
     _, model = pair(family, torch.float64)
@@ -183,7 +196,7 @@ def test_taps_are_the_states_entering_layers(pair, family):
     assert (trained_hidden - hidden).abs().max() < 1e-4 and (trained_taps - taps).abs().max() < 1e-4
 
 
-@pytest.mark.parametrize("family", ["llama", "mixtral", "mistral"])
+@pytest.mark.parametrize("family", ["llama", "mixtral", "mistral", "gemma2", "gpt_oss"])
 def test_a_branch_of_nan_changes_nothing_else(tiny_checkpoint, family):
     """A rejected branch that overflows must not reach its siblings through masked attention or experts (0 x NaN)."""
     model = checkpoint.load_model(tiny_checkpoint(family), dtype=torch.float64)
@@ -245,7 +258,7 @@ def test_a_quantized_model_says_so(pair):
     assert model.quant == "int4"
 
 
-@pytest.mark.parametrize("family", ["llama", "mixtral", "qwen2-window"])
+@pytest.mark.parametrize("family", ["llama", "mixtral", "qwen2-window", "gemma3", "gpt_oss"])
 def test_forward_traces_whole_and_is_not_recompiled(pair, family):
     """Catches a data-dependent branch or a guard on a value, which would cost seconds in the middle of a reply."""
     _, model = pair(family)
@@ -278,7 +291,7 @@ def test_half_precision_stays_close(pair, dtype):
 
 def test_batch_training_forward_equals_the_cached_one(pair):
     """Catches a training path that drifts from the inference path, for instance without the window."""
-    for family in ("mistral", "mixtral", "qwen3"):
+    for family in "mistral mixtral qwen3 gemma2 gemma3 glm4 gpt_oss granite olmo3 qwen2_moe smollm3".split():
         _, model = pair(family, torch.float64)
         tokens = tokens_of(24, batch=2)
         assert (model.forward_train(tokens)[0] - feed(model, model.new_cache(2, 32), tokens, 0)[0]).abs().max() < 1e-10
@@ -304,7 +317,11 @@ def test_batch_training_forward_equals_the_cached_one(pair):
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"pretraining_tp": 2}, "pretraining_tp"),
-        ({"rope_scaling": {"type": "longrope", "factor": 2.0}}, "rope_type"),
+        ({"rope_scaling": {"type": "ntk", "factor": 2.0}}, "rope_type"),
+        ({"rope_scaling": {"type": "longrope", "factor": 2.0}}, "original_max_position_embeddings"),
+        ({"rope_scaling": {"type": "longrope", "original_max_position_embeddings": 9}}, "short_factor"),
+        ({"model_type": "phi3", "partial_rotary_factor": 0.45}, "partial_rotary_factor"),
+        ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "use_bidirectional_attention"),
         ({"rope_scaling": [1]}, "rope_scaling"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "original_max_position_embeddings"),
         ({"rope_scaling": {"type": "linear"}}, "factor"),

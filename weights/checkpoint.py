@@ -23,7 +23,18 @@ from support.reader import check
 from weights.files import Destination, Entry, Progress, local_path, read_entries, tensor_files
 from weights.gguf import GGUFFile, fill_gguf
 from weights.gguf_types import FLOAT_TYPES
-from weights.hf import build_model, fill_hf, is_meta, read_config, read_meta_config, read_meta_entries, token_ids
+from weights.hf import (
+    as_computed,
+    build_model,
+    fill_hf,
+    head_order,
+    is_meta,
+    read_config,
+    read_meta_config,
+    read_meta_entries,
+    token_ids,
+)
+from weights.mxfp4 import fill_mxfp4, float_entries, kept_experts
 from weights.quantized import QuantSpec, apply_spec_, read_spec
 from weights.rounding import fill_rounded, half_of
 from weights.shards import Shard, connect_, narrow_
@@ -41,7 +52,8 @@ class Checkpoint:
     """A model that was recognised. Its config was read once, and its tensors are read when they are needed."""
 
     directory: Path  # for GGUF the file
-    kind: str  # hf | meta | eaglet (our quantized format) | published (GPTQ, AWQ, compressed-tensors) | gguf
+    # hf | meta | eaglet (our quantized format) | published (GPTQ, AWQ, compressed-tensors) | mxfp4 (of experts) | gguf
+    kind: str
     raw: dict[str, Any]  # config.json as it stands there, {} for Meta's format
     config: ModelConfig  # with the stop ids of generation_config.json, or else of config.json
     gguf: GGUFFile | None = None
@@ -50,6 +62,7 @@ class Checkpoint:
     whole: ModelConfig | None = None  # the config of the whole model, where there is a shard
     # generation_config.json: how the model wants to be sampled
     generation: dict[str, Any] = field(default_factory=dict)
+    tiles: bool = False  # whether experts in MXFP4 keep their bits
 
     @classmethod
     def open(cls, directory: str | Path, tiles: bool = False) -> Checkpoint:
@@ -57,7 +70,7 @@ class Checkpoint:
 
         Raises ValueError in one line if it is unusable.
 
-        tiles: keep every type of a GGUF file as it is, for the CPU kernels (`weights.gguf`).
+        tiles: keep every type of a GGUF file, and MXFP4, as it is, for the CPU kernels (`weights.gguf`, `weights.mxfp4`).
         """
         directory = local_path(directory)
         if directory.is_file():
@@ -75,13 +88,15 @@ class Checkpoint:
         else:
             raw = read_json(directory / "config.json")
             kind = next((kind for kind, key in QUANTIZED.items() if raw.get(key)), "hf")
+            if kind == "published" and is_mxfp4(raw):
+                kind = "mxfp4"
             config = read_config(raw, directory)
         generation = {}
         if (file := directory / "generation_config.json").is_file():
             generation = check(read_json(file), {"do_sample?": (bool, None)}, file, "the file")
             stops = token_ids(generation, "eos_token_id", str(file), config.vocab_size, directory)
             config = replace(config, eos_token_ids=stops or config.eos_token_ids)
-        return cls(directory, kind, raw, config, generation=generation)
+        return cls(directory, kind, raw, config, generation=generation, tiles=tiles)
 
     @property
     def config_file(self) -> Path:
@@ -98,6 +113,8 @@ class Checkpoint:
             return f"{self.spec.mode} (rounded at load)"
         if self.gguf:
             return self.gguf.quantization_name(self._packed)
+        if self.kind == "mxfp4" and self.tiles:
+            return "int4 (mxfp4)"
         if self.kind not in QUANTIZED:
             return None
         section = self.raw[QUANTIZED[self.kind]]
@@ -110,6 +127,8 @@ class Checkpoint:
     def notes(self) -> list[str]:
         """What a user should know about how the weights are read, one line each."""
         note = self.gguf.float_note(self._packed) if self.gguf and not self.spec else ""
+        if self.kind == "mxfp4" and not self.tiles and not self.spec:
+            note = f"experts of {self.directory.name} became floats: only the CPU kernels keep MXFP4."
         return [note] if note else []
 
     @cached_property
@@ -131,7 +150,14 @@ class Checkpoint:
         elif self.kind == "meta":
             entries = read_meta_entries(self.directory, self.config, share)
         elif files := tensor_files(self.directory):
-            entries = read_entries(files, share)
+            entries = self._stored if self.kind == "mxfp4" else read_entries(files, share)
+            if self.kind == "published" and head_order(self.config) is not None:
+                raise ValueError(
+                    f"{self.config_file}: {self.config.model_type} in GPTQ's or AWQ's format is not implemented."
+                )
+            entries = float_entries(entries) if self.kind == "mxfp4" else entries
+            if self.kind != "eaglet":
+                entries = as_computed(entries, self.config)
         else:
             raise ValueError(f"{self.directory}: no model*.safetensors, no pytorch_model*.bin. All downloaded?")
         if not self.shard:
@@ -141,6 +167,11 @@ class Checkpoint:
             entries["lm_head.weight"] = entries[EMBEDDING]
         tied = self.config.tie_word_embeddings
         return self.shard.entries(entries, replace(self.whole, tie_word_embeddings=tied), str(self.directory))
+
+    @cached_property
+    def _stored(self) -> dict[str, Entry]:
+        """The tensors of a directory with experts in MXFP4, as they lie there."""
+        return read_entries(tensor_files(self.directory))
 
     def empty(self) -> Transformer:
         """The model, or this process's part of it, on the meta device and with float weights."""
@@ -155,6 +186,10 @@ class Checkpoint:
         """What a loaded model holds, without values: `entries`, or quantized tensors in place of floats or GGUF's."""
         if self.spec:
             return apply_spec_(self.empty(), self.spec).state_dict()
+        if self.kind == "mxfp4" and self.tiles:
+            experts = kept_experts(self._stored)
+            names = {name.rpartition(".")[0] for name in experts}
+            return {name: entry for name, entry in self.entries.items() if name not in names} | experts
         return self.gguf.kept(self.entries, self._packed) if self.gguf else self.entries
 
     def rounded(self, mode: str) -> Checkpoint:
@@ -221,6 +256,8 @@ class Checkpoint:
             fill_gguf(model, self.gguf, self.entries, {} if floats else self._packed, to)
         elif self.kind == "published":
             fill_published(model, self.entries, self.raw["quantization_config"], file, to)
+        elif self.kind == "mxfp4" and self.tiles and not floats:
+            fill_mxfp4(model, self.entries, self._stored, where, to)
         else:
             fill_hf(model, self.entries, where, to)
         if self.shard:
@@ -241,6 +278,12 @@ class Checkpoint:
         for file in files:
             if file.is_file():
                 shutil.copyfile(file, destination / file.name)
+
+
+def is_mxfp4(raw: dict[str, Any]) -> bool:
+    """Whether a config.json says that experts are in MXFP4."""
+    section = raw["quantization_config"]
+    return isinstance(section, dict) and section.get("quant_method") == "mxfp4" and raw.get("model_type") == "gpt_oss"
 
 
 def load_config(directory: str | Path) -> ModelConfig:

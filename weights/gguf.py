@@ -31,9 +31,9 @@ from support.errors import UsageError, UserError
 from support.machine import size_text
 from support.reader import is_a
 from weights.files import Destination, Entries, Entry, Spans, check_entries, check_finite
-from weights.gguf_metadata import TOKEN_LISTS, hf_config, tokenizer_files
+from weights.gguf_metadata import ARCHITECTURES, REORDERED, TOKEN_LISTS, hf_config, tokenizer_files
 from weights.gguf_types import BY_NAME, FLOAT_TYPES, FORMATS, TYPES, read_blocks
-from weights.hf import hf_views, parameter_sources, read_parameter
+from weights.hf import EXPERT_NAMES, hf_views, norm_names, parameter_sources, read_parameter
 from weights.quantized import QuantEmbedding, TiedEmbedding, set_tensor
 from weights.shards import Shard
 from weights.stored import install
@@ -45,20 +45,17 @@ BLOCK = 32  # values of a row that share a scale in Q4_0, Q4_1 and Q8_0
 MOST_ELEMENTS, MOST_TENSORS = 2_000_000, 100_000
 TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 LAYER = {
-    "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
     "attn_v": "self_attn.v_proj",
     "attn_output": "self_attn.o_proj",
     "attn_q_norm": "self_attn.q_norm",
     "attn_k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
-    "ffn_gate_inp": "block_sparse_moe.gate",
 }
-EXPERT = {"gate": "w1", "down": "w2", "up": "w3"}
+NORMS = ("attn_norm", "post_attention_norm", "ffn_norm", "post_ffw_norm")  # before and after attention and the MLP
 
 
 class GGUFTensor(NamedTuple):
@@ -220,10 +217,15 @@ class GGUFFile:
     @cached_property
     def sources(self) -> dict[str, tuple[GGUFTensor, int | None]]:
         """Hugging Face tensor name -> the tensor here, and the expert in it if it holds all experts of a layer."""
+        family = ARCHITECTURES[self.metadata["general.architecture"]]
+        names = LAYER | dict(zip(NORMS, norm_names(family), strict=True))
+        place, matrices = EXPERT_NAMES.get(family, EXPERT_NAMES["mixtral"])
+        names["ffn_gate_inp"] = f"{place}.gate"
+        names |= {role: f"{place}.experts.{{}}.{m}" for role, m in zip(("gate", "up", "down"), matrices, strict=True)}
         return {
             hf: (tensor, expert)
             for name, tensor in self.tensors.items()
-            for hf, expert in _hf_names(name, tensor.shape[-1])
+            for hf, expert in _hf_names(name, tensor.shape[-1], names)
         }
 
     @property
@@ -258,9 +260,10 @@ class GGUFFile:
             whole, pieces = len(rows), [slice(*piece) for piece in spans.pieces]
             rows = np.concatenate([rows[piece] for piece in pieces]) if len(pieces) > 1 else rows[pieces[0]]
             share = whole // len(rows)
-        if self.metadata["general.architecture"] == "llama" and re.search(r"\.attn_[qk]\.", tensor.name):
+        family = self.metadata["general.architecture"]
+        if family in REORDERED and re.search(r"\.attn_[qk]\.", tensor.name):
             side = "head_count" if ".attn_q." in tensor.name else "head_count_kv"
-            heads = self.metadata.get(f"llama.attention.{side}", self.metadata["llama.attention.head_count"])
+            heads = self.metadata.get(f"{family}.attention.{side}", self.metadata[f"{family}.attention.head_count"])
             heads = (heads[0] if isinstance(heads, list) else heads) // share
             rows = rows.reshape(heads, len(rows) // heads // 2, 2, -1).swapaxes(1, 2).reshape(rows.shape)
         return rows
@@ -447,8 +450,11 @@ class GGUFFile:
         return {"qweight": packed, "scales": scales.contiguous(), "mins": mins.contiguous()}
 
 
-def _hf_names(name: str, experts: int) -> Iterator[tuple[str, int | None]]:
-    """The Hugging Face names of a GGUF tensor, each with the index of its expert. An unknown name stays as it is."""
+def _hf_names(name: str, experts: int, names: Mapping[str, str]) -> Iterator[tuple[str, int | None]]:
+    """The Hugging Face names of a GGUF tensor, each with the index of its expert. An unknown name stays as it is.
+
+    names: of the tensors of a layer.
+    """
     stem, _, kind = name.rpartition(".")
     match = re.fullmatch(r"blk\.(\d+)\.(\w+)(?:\.(\d+))?", stem)
     if match is None:
@@ -459,9 +465,9 @@ def _hf_names(name: str, experts: int) -> Iterator[tuple[str, int | None]]:
     role = re.fullmatch("ffn_(gate|up|down)(_exps)?", match[2])
     if role and (role[2] or match[3]):  # all experts in one tensor, or each in its own
         for e in range(experts) if role[2] else [int(match[3])]:
-            yield f"{at}.block_sparse_moe.experts.{e}.{EXPERT[role[1]]}.{kind}", e if role[2] else None
+            yield f"{at}.{names[role[1]].format(e)}.{kind}", e if role[2] else None
     else:
-        yield (f"{at}.{LAYER[match[2]]}.{kind}" if match[2] in LAYER else name), None
+        yield (f"{at}.{names[match[2]]}.{kind}" if names.get(match[2]) else name), None
 
 
 def fill_gguf(

@@ -18,7 +18,13 @@ from torch import Tensor
 
 from support.reader import is_a
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+# llama.cpp's names of architectures, and Hugging Face's. "olmo2" with a window is "olmo3".
+ARCHITECTURES = {name: name for name in "gemma2 granite llama mistral olmo2 qwen2 qwen3 smollm3".split()}
+ARCHITECTURES |= {"gemma3": "gemma3_text", "qwen3moe": "qwen3_moe"}
+# Architectures that llama.cpp rotates in neighbouring pairs, though Hugging Face does not.
+REORDERED = ("granite", "llama", "smollm3")
+# Architectures whose largest model scales attention by the width of all heads: its number of layers.
+LARGEST = {"gemma2": 46, "gemma3": 62}
 KEY = "tokenizer.ggml."
 TOKEN_LISTS = [KEY + name for name in ("tokens", "token_type", "scores", "merges")]
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # token types, the same numbers as sentencepiece's
@@ -58,8 +64,8 @@ def hf_config(
         ValueError: one line, for an architecture or a setting that is not implemented.
     """
     family = metadata.get("general.architecture")
-    if family not in FAMILIES:
-        raise ValueError(f"{where}: architecture {family!r:.60} is not supported; {', '.join(FAMILIES)} are.")
+    if family not in ARCHITECTURES:
+        raise ValueError(f"{where}: architecture {family!r:.60} is not supported; {', '.join(ARCHITECTURES)} are.")
 
     def get(key: str, default: Any = None) -> Any:
         value = metadata.get(f"{family}.{key}", default)
@@ -79,7 +85,7 @@ def hf_config(
     if get("rope.dimension_count", head_dim) != head_dim:
         raise ValueError(f"{where}: a rotation of only a part of each head is not implemented.")
     config = {
-        "model_type": "mixtral" if get("expert_count", 0) else family,
+        "model_type": "mixtral" if get("expert_count", 0) and family == "llama" else ARCHITECTURES[family],
         "hidden_size": width,
         "intermediate_size": get("feed_forward_length"),
         "num_hidden_layers": get("block_count"),
@@ -99,6 +105,25 @@ def hf_config(
     }
     if config["model_type"] == "mixtral":
         config |= {"num_local_experts": get("expert_count"), "num_experts_per_tok": get("expert_used_count")}
+    if family == "qwen3moe":
+        config |= {"num_experts": get("expert_count"), "num_experts_per_tok": get("expert_used_count")}
+        config |= {"moe_intermediate_size": get("expert_feed_forward_length"), "norm_topk_prob": True}
+    if family == "granite":
+        scales = {"attention_multiplier": "attention.scale", "embedding_multiplier": "embedding_scale"}
+        scales |= {"residual_multiplier": "residual_scale", "logits_scaling": "logit_scale"}
+        config |= {name: get(key) for name, key in scales.items()}
+    if family == "olmo2" and config["sliding_window"]:
+        config["model_type"] = "olmo3"
+    if family in LARGEST:
+        largest = config["num_hidden_layers"] == LARGEST[family]
+        config |= {"query_pre_attn_scalar": width // heads if largest else head_dim}
+        config |= {f"{at}_logit_softcapping": get(f"{at}_logit_softcapping") for at in ("attn", "final")}
+        config |= {"rope_local_base_freq": get("rope.freq_base_swa"), "hidden_act": "gelu_pytorch_tanh"}
+    kinds = metadata.get(f"{family}.attention.sliding_window_pattern")
+    if isinstance(kinds, list):
+        config["layer_types"] = ["sliding_attention" if kind else "full_attention" for kind in kinds]
+    elif kinds is not None:
+        config["sliding_window_pattern"] = kinds
     if family == "llama":
         config |= {"attention_bias": "blk.0.attn_q.bias" in tensors}
         config |= {"mlp_bias": "blk.0.ffn_up.bias" in tensors}
@@ -257,6 +282,8 @@ def _sentencepiece(metadata: Mapping[str, Any], tokens: list[str], types: list[i
     scores = metadata.get(f"{KEY}scores") or []
     if len(scores) != len(tokens):
         raise ValueError(f"{where}: tokenizer.ggml.scores has {len(scores)} values for {len(tokens)} tokens.")
+    # llama.cpp writes the spaces of these pieces as they are, sentencepiece as in its normalized texts.
+    tokens = [t.replace(" ", "\u2581") if kind == USER_DEFINED else t for t, kind in zip(tokens, types, strict=True)]
     pieces = [
         _field(1, _field(1, text.encode()) + _field(2, float(score)) + _field(3, kind))
         for text, score, kind in zip(tokens, scores, types, strict=True)

@@ -331,8 +331,12 @@ def _bits(spec: QuantSpec, name: str, columns: int, where: Path) -> int:
 def _read_described(given: Any, where: str, kind: type[Config]) -> Config:
     """The config that `asdict` wrote. Raises ValueError in one line for a wrong type, or a layer that cannot be."""
     check(given, _json_shape(kind), where, "the head")
-    layer = {k: tuple(v) if isinstance(v, list) else v for k, v in given["layer"].items()}
-    layer = ModelConfig(**layer | {"rope": RopeConfig(**layer.get("rope", {}))})
+
+    def fields(values: dict[str, Any]) -> dict[str, Any]:
+        return {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
+
+    layer = fields(given["layer"])
+    layer = ModelConfig(**layer | {"rope": RopeConfig(**fields(layer.get("rope", {})))})
     ModelConfig.from_hf(config_to_hf(layer), where)  # checks the ranges
     return kind(**given | {"layer": layer, "taps": tuple(given.get("taps", ()))})
 

@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 
 from model import Transformer
-from model_config import MLP_BIAS, ModelConfig, RopeConfig
+from model_config import ACTIVATIONS, FAMILIES, OWN_WIDTH, ModelConfig, RopeConfig
 from support.files import read_json, write_json
 from support.machine import shapes_only
 from support.reader import INDEX_LIMIT, ConfigReader, is_a, refusal
@@ -35,12 +36,22 @@ from weights.files import (
 )
 from weights.quantized import QuantExperts, QuantLinear, TiedEmbedding, set_tensor
 
-FUSED = ("phi3",)  # families whose files hold q, k and v, and gate and up, in one tensor each
+FUSED_QKV, FUSED_GATE_UP = ("phi3",), ("glm4", "phi3")  # families whose files hold these in one tensor
 # Where the experts of a layer are, and what an expert's matrices are called: gate, up, down.
 EXPERT_NAMES = {
     "mixtral": ("block_sparse_moe", ("w1", "w3", "w2")),
+    "gpt_oss": ("mlp", ()),  # one tensor for all
+    "qwen2_moe": ("mlp", ("gate_proj", "up_proj", "down_proj")),
     "qwen3_moe": ("mlp", ("gate_proj", "up_proj", "down_proj")),
 }
+# Hugging Face's names of a block's norms: before and after attention, before and after the MLP.
+NORM_NAMES = {
+    "before": ("input_layernorm", "", "post_attention_layernorm", ""),
+    "after": ("", "post_attention_layernorm", "", "post_feedforward_layernorm"),
+    "both": ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"),
+}
+GLM4_NORMS = "input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"
+CLASSES = {"gemma3_text": "Gemma3", "smollm3": "SmolLM3"}  # names that do not follow from the model_type
 
 
 def read_config(raw: dict[str, Any], directory: Path) -> ModelConfig:
@@ -186,7 +197,6 @@ def hf_views(model: Transformer, fused_experts: bool = False) -> dict[str, Tenso
     """
     c = model.config
     q, kv = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
-    fused = c.model_type in FUSED
     views: dict[str, Tensor] = {"model.embed_tokens.weight": model.embed_tokens.weight}
 
     def put(at: str, names: str, module: torch.nn.Module, sizes: list[int] | None = None) -> None:
@@ -197,21 +207,38 @@ def hf_views(model: Transformer, fused_experts: bool = False) -> dict[str, Tenso
 
     for i, block in enumerate(model.layers):
         at = f"model.layers.{i}"
-        put(at, "input_layernorm", block.input_norm)
-        qkv, gate_up = ("qkv_proj", "gate_up_proj") if fused else ("q_proj k_proj v_proj", "gate_proj up_proj")
-        put(f"{at}.self_attn", qkv, block.attention.qkv, None if fused else [q, kv, kv])
+        norms = block.input_norm, block.attention_norm, block.post_norm, block.mlp_norm
+        for name, norm in zip(norm_names(c.model_type), norms, strict=True):
+            if norm is not None:
+                put(at, name, norm)
+        if c.model_type in FUSED_QKV:
+            put(f"{at}.self_attn", "qkv_proj", block.attention.qkv)
+        else:
+            put(f"{at}.self_attn", "q_proj k_proj v_proj", block.attention.qkv, [q, kv, kv])
         put(f"{at}.self_attn", "o_proj", block.attention.o)
+        if block.attention.sinks is not None:
+            views[f"{at}.self_attn.sinks"] = block.attention.sinks
         if c.qk_norm:
             put(f"{at}.self_attn", "q_norm", block.attention.q_norm)
             put(f"{at}.self_attn", "k_norm", block.attention.k_norm)
-        put(at, "post_attention_layernorm", block.post_norm)
         if not c.num_local_experts:
-            put(f"{at}.mlp", gate_up, block.mlp.gate_up, None if fused else [c.intermediate_size] * 2)
+            if c.model_type in FUSED_GATE_UP:
+                put(f"{at}.mlp", "gate_up_proj", block.mlp.gate_up)
+            else:
+                put(f"{at}.mlp", "gate_proj up_proj", block.mlp.gate_up, [c.intermediate_size] * 2)
             put(f"{at}.mlp", "down_proj", block.mlp.down)
             continue
         place, names = EXPERT_NAMES[c.model_type]
-        put(f"{at}.{'mlp' if fused_experts else place}", "gate", block.mlp.router)
-        if fused_experts:
+        put(f"{at}.{'mlp' if fused_experts else place}", "gate" if names else "router", block.mlp.router)
+        if block.mlp.shared is not None:
+            sizes = [c.shared_intermediate_size] * 2
+            put(f"{at}.mlp.shared_expert", "gate_proj up_proj", block.mlp.shared.gate_up, sizes)
+            put(f"{at}.mlp.shared_expert", "down_proj", block.mlp.shared.down)
+            put(f"{at}.mlp", "shared_expert_gate", block.mlp.shared_gate)
+        if block.mlp.gate_up_bias is not None:
+            views[f"{at}.mlp.experts.gate_up_proj_bias"] = block.mlp.gate_up_bias
+            views[f"{at}.mlp.experts.down_proj_bias"] = block.mlp.down_bias
+        if fused_experts or not names:
             views[f"{at}.mlp.experts.gate_up_proj"] = block.mlp.gate_up
             views[f"{at}.mlp.experts.down_proj"] = block.mlp.down
             continue
@@ -224,10 +251,78 @@ def hf_views(model: Transformer, fused_experts: bool = False) -> dict[str, Tenso
     return views
 
 
+def norm_names(model_type: str) -> tuple[str, ...]:
+    """Hugging Face's names of a block's norms: before and after attention, before and after the MLP. "": none."""
+    return GLM4_NORMS if model_type == "glm4" else NORM_NAMES[FAMILIES[model_type].facts.get("norms", "before")]
+
+
+def head_order(config: ModelConfig) -> Tensor | None:
+    """The rows [hd] of a head of queries or keys in a checkpoint, in the order of our rows, where i and i + hd / 2 turn
+    together. None if that is their order."""
+    hd, rotated = config.head_dim, int(config.head_dim * config.rope.partial)
+    if rotated == hd and not config.neighbours:
+        return None
+    pairs = torch.arange(rotated).view(-1, 2).T if config.neighbours else torch.arange(rotated).view(2, -1)
+    return torch.cat((pairs, torch.arange(rotated, hd).view(2, -1)), 1).flatten()
+
+
+def _reordered(t: Tensor, name: str, order: Tensor, config: ModelConfig) -> Tensor:
+    """The rows of q and k in t, whole heads, in this order within each head. Other tensors stay as they are."""
+    q, kv = config.num_attention_heads, config.num_key_value_heads
+    place = name.split(".")[-2]
+    if place not in ("q_proj", "k_proj", "qkv_proj") and not (place in ("q_norm", "k_norm") and len(t) == len(order)):
+        return t
+    rows = len(t) * (q + kv) // (q + 2 * kv) if place == "qkv_proj" else len(t)
+    return torch.cat((t[:rows].unflatten(0, (-1, len(order)))[:, order].flatten(0, 1), t[rows:]))
+
+
+def as_computed(entries: Entries, config: ModelConfig) -> dict[str, Entry]:
+    """The tensors of a Hugging Face directory as the model computes with them: norms whole, where files lack a part, and
+    the rows of queries and keys in our order."""
+    order = head_order(config)
+
+    def of(name: str, entry: Entry) -> Entry:
+        if config.norm_offset and name.endswith("norm.weight"):
+            wide = torch.promote_types(entry.dtype, torch.float32)
+            return entry._replace(dtype=wide, read=lambda: entry.read().to(wide) + config.norm_offset, part=None)
+        if config.expert_bias and ".mlp.experts." in name:
+            change = partial(split_pairs, name=name)
+            shape = tuple(change(torch.empty(entry.shape, device="meta")).shape)
+            return entry._replace(shape=shape, read=lambda: change(entry.read()), part=None)
+        if order is None or ".self_attn." not in name:
+            return entry
+        part = entry.part and (lambda spans: _reordered(entry.part(spans), name, order, config))
+        return entry._replace(read=lambda: _reordered(entry.read(), name, order, config), part=part)
+
+    return {name: of(name, entry) for name, entry in entries.items()}
+
+
+def split_pairs(t: Tensor, name: str, back: bool = False) -> Tensor:
+    """gpt-oss's experts [E, in, out] as ours [E, out, in], gate rows before up rows, where files alternate them."""
+    pairs = ".gate_up_proj" in name
+    t = t if "bias" in name or back else t.mT
+    axis = 1
+    if pairs:
+        t = t.unflatten(axis, (2, -1) if back else (-1, 2)).transpose(axis, axis + 1).flatten(axis, axis + 1)
+    return t.mT if back and "bias" not in name else t
+
+
+def as_stored(views: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
+    """What a Hugging Face directory holds of these tensors: the inverse of `as_computed`."""
+    views = {n: v - config.norm_offset if n.endswith("norm.weight") else v for n, v in views.items()}
+    if config.expert_bias:
+        views = {n: split_pairs(v, n, True) if ".mlp.experts." in n else v for n, v in views.items()}
+    if (order := head_order(config)) is None:
+        return views
+    return {n: _reordered(v, n, order.argsort(), config) if ".self_attn." in n else v for n, v in views.items()}
+
+
 def save_hf(model: Transformer, directory: str | Path) -> None:
     """Write a model directory with Hugging Face names, for transformers and `load_model`. Weights keep their dtype."""
     dtype = str(model.dtype).removeprefix("torch.")
-    write_directory(directory, hf_views(model), config_to_hf(replace(model.config, dtype=dtype)))
+    write_directory(
+        directory, as_stored(hf_views(model), model.config), config_to_hf(replace(model.config, dtype=dtype))
+    )
 
 
 def write_directory(directory: str | Path, tensors: Mapping[str, Tensor], config: dict[str, Any]) -> None:
@@ -242,30 +337,43 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
     """A ModelConfig as config.json keys that transformers 4 and 5 and `ModelConfig.from_hf` understand."""
     same = """model_type hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim
         vocab_size max_position_embeddings rms_norm_eps tie_word_embeddings bos_token_id"""
-    family, eos = config.model_type, config.eos_token_ids
+    name, eos = config.model_type, config.eos_token_ids
+    family = FAMILIES[name]
     out = {key: getattr(config, key) for key in same.split()}
     out |= {
-        "architectures": [f"{''.join(map(str.capitalize, family.split('_')))}ForCausalLM"],
-        "hidden_act": "silu",
+        "architectures": [f"{CLASSES.get(name) or ''.join(map(str.capitalize, name.split('_')))}ForCausalLM"],
+        "hidden_act": ACTIVATIONS[config.activation][0],
         "pad_token_id": None,
     }
     out |= {"torch_dtype": config.dtype, "eos_token_id": eos[0] if len(eos) == 1 else list(eos) or None}
     out |= {"rope_theta": config.rope.theta, "rope_scaling": _scaling_to_hf(config.rope)}
+    if "partial_rotary_factor" in family.defaults:
+        out["partial_rotary_factor"] = config.rope.partial
+    if config.rope.kind == "longrope":
+        out["original_max_position_embeddings"] = config.rope.original_max_positions
+    if family.window_rope:
+        ropes = {"full_attention": config.rope, "sliding_attention": config.window_rope or config.rope}
+        full = {kind: {"rope_theta": r.theta, "rope_type": "default"} for kind, r in ropes.items()}
+        out["rope_parameters"] = {kind: full[kind] | (_scaling_to_hf(r) or {}) for kind, r in ropes.items()}
     out |= {"attention_bias": config.qkv_bias, "sliding_window": max(config.windows) or None}
-    if family in MLP_BIAS:
-        out["mlp_bias"] = config.mlp_bias
-    if family == "seed_oss":
-        out["attention_out_bias"] = config.o_bias
-    if family == "smollm3":
+    biases = config.qkv_bias, config.o_bias, config.mlp_bias
+    out |= {key: bias for key, bias in zip(family.biases, biases, strict=True) if key}
+    if "no_rope_layer_interval" in family.defaults:
         out["no_rope_layers"] = [int(i not in config.unrotated) for i in range(config.num_hidden_layers)]
-    if family == "granite":
+    if "logits_scaling" in family.defaults:
         names = ("attention_multiplier", "embedding_multiplier", "residual_multiplier")
         out |= {name: getattr(config, name) for name in names} | {"logits_scaling": 1 / config.logits_multiplier}
+    if "query_pre_attn_scalar" in family.defaults:
+        out |= {"query_pre_attn_scalar": round(config.attention_multiplier**-2), "hidden_activation": out["hidden_act"]}
+        out["attn_logit_softcapping"] = config.attention_cap or None
+        out["final_logit_softcapping"] = config.logits_cap or None
     if config.num_local_experts:
         out |= {key: getattr(config, key) for key in ("num_local_experts", "num_experts_per_tok", "norm_topk_prob")}
-    if family == "qwen3_moe":
+    if name in OWN_WIDTH:
         out |= {"num_experts": config.num_local_experts, "moe_intermediate_size": config.intermediate_size}
-    if family.startswith(("qwen", "smollm3")):
+    if config.shared_intermediate_size:
+        out["shared_expert_intermediate_size"] = config.shared_intermediate_size
+    if family.windows in ("switch", "pattern"):
         kinds = ["sliding_attention" if window else "full_attention" for window in config.windows]
         full = len(kinds) - kinds[::-1].index("full_attention") if "full_attention" in kinds else 0
         out |= {"use_sliding_window": any(config.windows), "layer_types": kinds, "max_window_layers": full}
@@ -275,12 +383,13 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
 def _scaling_to_hf(rope: RopeConfig) -> dict[str, Any] | None:
     if rope.kind == "default":
         return None
-    keys = {"llama3": "low_freq_factor high_freq_factor"}
+    keys = {"llama3": "low_freq_factor high_freq_factor", "longrope": "short_factor long_factor attention_factor"}
     keys["yarn"] = "beta_fast beta_slow truncate attention_factor mscale mscale_all_dim"
     scaling = {key: getattr(rope, key) for key in keys.get(rope.kind, "").split()}
     if rope.kind != "linear":
         scaling["original_max_position_embeddings"] = rope.original_max_positions
-    unset = (None, 0.0) if rope.kind == "yarn" else ()
+    scaling = {key: list(value) if isinstance(value, tuple) else value for key, value in scaling.items()}
+    unset = (None, 0.0) if rope.kind in ("longrope", "yarn") else ()
     scaling = {key: value for key, value in scaling.items() if value is False or value not in unset}
     return {"rope_type": rope.kind, "factor": rope.factor, **scaling}
 

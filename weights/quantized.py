@@ -24,7 +24,7 @@ import torch.nn as nn
 from torch import Tensor
 
 import kernels
-from model import Experts, RMSNorm, SelfCounting, Transformer
+from model import Experts, RMSNorm, SelfCounting, Transformer, add_shared
 from support.errors import BadFileError, UsageError
 from support.reader import check
 from weights.shards import RankConcat, RankEmbedding
@@ -68,7 +68,7 @@ class QuantSpec:
         Raises UsageError if the group size does not divide its inputs.
         """
         leaf = name.rpartition(".")[2]
-        kind = "fp16" if leaf == "router" else self.lm_head if leaf == "lm_head" else self.mode
+        kind = "fp16" if leaf in ("router", "shared_gate") else self.lm_head if leaf == "lm_head" else self.mode
         if kind == "int4" and in_features % self.group_size:
             fits = [str(g) for g in GROUPS if in_features % g == 0]
             advice = f"use --group-size {' or '.join(fits)}" if fits else "use --mode int8"
@@ -185,9 +185,9 @@ class QuantLinear(SelfCounting):
         return replace(first, weight=weight, **kept)
 
     def forward(
-        self, x: Tensor, residual: Tensor | None = None, gated: bool = False, norm: RMSNorm | None = None
+        self, x: Tensor, residual: Tensor | None = None, gated: int = 0, norm: RMSNorm | None = None
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """x [..., in] -> y [..., out] (+ residual). If gated: SiLU(first half) * second half [..., out / 2].
+        """x [..., in] -> y [..., out] (+ residual). gated: one of `kernels.GATES`, for y [..., out / 2].
 
         With a norm: (y, norm(y)).
         """
@@ -312,6 +312,8 @@ class QuantExperts(nn.Module):
     def __init__(self, experts: Experts, gate_up: nn.Module, down: nn.Module):
         super().__init__()
         self.router, self.per_token, self.normalised = experts.router, experts.per_token, experts.normalised
+        self.shared, self.shared_gate, self.gate = experts.shared, experts.shared_gate, experts.gate
+        self.gate_up_bias, self.down_bias = experts.gate_up_bias, experts.down_bias
         self.gate_up = gate_up
         self.down = down
 
@@ -319,11 +321,12 @@ class QuantExperts(nn.Module):
         self, x: Tensor, residual: Tensor | None = None, norm: RMSNorm | None = None
     ) -> Tensor | tuple[Tensor, Tensor]:
         """As `model.Experts.forward`."""
-        rows, residual = (None if t is None else t.reshape(-1, x.shape[-1]) for t in (x, residual))
+        rows, residual = (None if t is None else t.reshape(-1, x.shape[-1]) for t in (x, add_shared(self, x, residual)))
         routes = kernels.route(self.router(rows), self.per_token, self.normalised)
         packed = self.gate_up.pack(x.dtype), self.down.pack(x.dtype)
-        after = () if norm is None else (norm.weight, norm.eps)
-        out, normed = kernels.packed_experts(rows, routes, *packed, residual, *after)
+        after = (None, 0.0) if norm is None else (norm.weight, norm.eps)
+        biases = self.gate_up_bias, self.down_bias
+        out, normed = kernels.packed_experts(rows, routes, *packed, residual, *after, self.gate, biases)
         return out.view(x.shape) if norm is None else (out.view(x.shape), normed.view(x.shape))
 
 

@@ -165,12 +165,14 @@ class _Run:
 
     def _embed(self, calibration: Tensor, evaluation: Tensor) -> None:
         """Make the first activations."""
-        embedding = nn.Embedding.from_pretrained(self.source.read("embed_tokens.weight", self.device))
-        self.before = embedding(evaluation.to(self.device)).cpu()  # of the float layers
-        self._unit("embedding", embedding, "embed_tokens.", embedding)
-        self.after = embedding(evaluation.to(self.device)).cpu()  # of the quantized layers
+        model = self.source.model
+        set_tensor(model, "embed_tokens.weight", self.source.read("embed_tokens.weight", self.device))
+        self.before = model.embed(evaluation.to(self.device)).cpu()  # of the float layers
+        self._unit("embedding", model.embed_tokens, "embed_tokens.", model.embed)
+        self.after = model.embed(evaluation.to(self.device)).cpu()  # of the quantized layers
         self.rounded = self.after.clone()  # of the quantized layers, with activations as the CPU kernels round them
-        self.inputs = embedding(calibration.to(self.device)).cpu()
+        self.inputs = model.embed(calibration.to(self.device)).cpu()
+        model.embed_tokens.to("meta")
 
     def _layer(self, i: int) -> None:
         """Quantize layer i and carry all activations through it."""
@@ -200,11 +202,15 @@ class _Run:
         set_tensor(head, "lm_head.weight", source.read(matrix, device))
         plain = copy.deepcopy(head)
         self._unit("head", head, "", head)
+
+        def logits(module: nn.Module, x: Tensor) -> Tensor:
+            return source.model.scaled(module(x.to(device))).cpu()
+
         for ids, x, y, z in zip(targets, self.before, self.after, self.rounded, strict=True):
-            before = plain(x.to(device)).cpu()
-            tally.add(before, head(y.to(device)).cpu(), ids)
+            before = logits(plain, x)
+            tally.add(before, logits(head, y), ids)
             with rounded_activations(head, self.spec):
-                rounded.add(before, head(z.to(device)).cpu(), ids)
+                rounded.add(before, logits(head, z), ids)
         if source.tied and self.spec.lm_head == "fp16":
             del self.stored["lm_head.weight"]
         return tally.report() | {"rounded_activations": rounded.report()}

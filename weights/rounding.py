@@ -161,8 +161,7 @@ def _hessians(child: nn.Module, down: bool, weight: Tensor, feed: Callable[[], N
         for e, total in enumerate(sums):
             rows = x if index is None else x[(index == e).any(-1)]
             if index is not None and down:
-                gate, up = (rows @ child.gate_up[e].T).chunk(2, -1)
-                rows = F.silu(gate) * up
+                rows = child.hidden(rows, e)
             total.addmm_(rows.T, rows)
 
     handle = child.register_forward_pre_hook(add)

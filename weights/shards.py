@@ -47,6 +47,10 @@ class Shard(NamedTuple):
 
     def check(self, config: ModelConfig) -> None:
         """Raise UsageError, with the numbers of processes that would do, for a model that cannot be split this way."""
+        if config.wide_qk_norm:
+            raise UsageError(f"--tp {self.ranks}: {config.model_type} norms all heads at once, so it cannot be split.")
+        if config.expert_bias or config.shared_intermediate_size:
+            raise UsageError(f"--tp {self.ranks}: experts with biases, and shared ones, cannot be split.")
         sizes = {
             "attention heads": config.num_attention_heads,
             "key and value heads": config.num_key_value_heads,
@@ -233,7 +237,7 @@ class RankSum(nn.Module):
         self.ranks = ranks
 
     def forward(
-        self, x: Tensor, residual: Tensor | None = None, gated: bool = False, norm: RMSNorm | None = None
+        self, x: Tensor, residual: Tensor | None = None, gated: int = 0, norm: RMSNorm | None = None
     ) -> Tensor | tuple[Tensor, Tensor]:
         own = linear(self.inner, x) if isinstance(self.inner, nn.Linear) else self.inner(x)
         y = kernels.epilogue(rank_sum(own, self.ranks), None, residual, gated)

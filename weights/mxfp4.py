@@ -1,0 +1,105 @@
+"""gpt-oss's experts in MXFP4: two 4-bit floats in a byte, and a power of two for each 32 of them.
+
+A tensor X of a layer's experts is stored as X_blocks [E, out, in / 32, 16] uint8, where the low half of a byte comes
+first, and X_scales [E, out, in / 32] uint8, the exponents plus 127. For the CPU kernels both stay as they are. Elsewhere
+they become floats, which hold the same values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from kernels import PackedWeight
+from kernels.blocks import NUMBERS_OF_PART, Blocks, Format, Part, fits_blocks, pack_blocks, stack_blocks
+from model import Transformer
+from weights.files import Destination, Entries, Entry
+from weights.hf import checked_views, parameter_sources, read_parameter, split_pairs
+from weights.quantized import set_tensor
+from weights.stored import install
+
+DOUBLED = torch.tensor((0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12))  # twice the values of the 16 codes
+FORM = Format(4, offset=128, table=tuple((DOUBLED + 128).tolist()))
+
+
+def _codes(blocks: Tensor) -> Tensor:
+    """Bytes [..., in / 32, 16] -> the codes [..., in]."""
+    return torch.stack((blocks & 15, blocks >> 4), -1).flatten(-3)
+
+
+def _floats(blocks: Entry, scales: Entry) -> Tensor:
+    """The values [E, in, out] in bfloat16, which holds them exactly."""
+    experts = []
+    for codes, exponents in zip(blocks.read(), scales.read(), strict=True):  # one at a time, because codes take memory
+        values = (DOUBLED.float()[_codes(codes).long()]).unflatten(-1, (-1, 32))
+        experts.append(torch.ldexp(values, exponents.int()[..., None] - 128).flatten(-2).to(torch.bfloat16))
+    return torch.stack(experts).mT
+
+
+def float_entries(entries: Entries) -> dict[str, Entry]:
+    """The entries of a directory with floats [E, in, out] in the place of blocks and scales.
+
+    Raises ValueError in one line for blocks without their scales, and for those of another type.
+    """
+    found = {}
+    for name, blocks in entries.items():
+        base = name.removesuffix("_blocks")
+        if base == name:
+            if not name.endswith("_scales") or f"{name.removesuffix('_scales')}_blocks" not in entries:
+                found[name] = blocks
+            continue
+        scales = entries.get(f"{base}_scales")
+        if scales is None or blocks.dtype != torch.uint8 or len(blocks.shape) != 4 or blocks.shape[-1] != 16:
+            raise ValueError(f"{blocks.file}: {name} is no matrix in MXFP4, or its scales are missing.")
+        if scales.dtype != torch.uint8 or scales.shape != blocks.shape[:-1]:
+            raise ValueError(f"{blocks.file}: {base}_scales {list(scales.shape)} does not fit {name}.")
+        E, rows, groups, _ = blocks.shape
+        read = partial(_floats, blocks, scales)
+        found[base] = Entry((E, 32 * groups, rows), torch.bfloat16, blocks.file, read)
+    return found
+
+
+def kept_experts(entries: Entries) -> dict[str, Tensor]:
+    """What the CPU kernels keep of the blocks and scales in `entries`, without values, for the plan of the memory."""
+    kept = {}
+    for name, entry in entries.items():
+        if name.endswith("_blocks"):
+            E, rows, groups, _ = entry.shape
+            size = E * FORM.bytes(rows, 32 * groups)
+            kept[f"{name.removesuffix('_blocks')}.blocks"] = torch.empty(size, dtype=torch.uint8, device="meta")
+            formats = torch.empty(E * NUMBERS_OF_PART, dtype=torch.int64, device="meta")
+            kept[f"{name.removesuffix('_blocks')}.formats"] = formats
+    return kept
+
+
+def fill_mxfp4(model: Transformer, entries: Entries, stored: Entries, where: str, to: Destination) -> None:
+    """Fill a meta model: its experts keep their 4 bits, everything else is cast.
+
+    entries: as `float_entries` gives them, in the layout of our parameters; stored: the directory's own. Raises
+    ValueError in one line for tensors that do not match, or that the CPU kernels cannot hold.
+    """
+    sources, slots = parameter_sources(model, checked_views(model, entries, where)), dict(model.named_parameters())
+    for done, (ours, names) in enumerate(sources.items()):
+        slot = slots[ours]
+        if slot.dim() == 3:
+            install(model, ours, _packed(stored, names[0]), slot, f"{where}: {ours}")
+        else:
+            set_tensor(model, ours, read_parameter(entries, names, slot.shape, where).to(to.device, to.dtype))
+        to.progress(done + 1, len(sources), ours)
+
+
+def _packed(stored: Mapping[str, Entry], name: str) -> PackedWeight:
+    """The experts' matrix of this name for the CPU kernels, with our order of rows."""
+    experts = []
+    for blocks, exponents in zip(stored[f"{name}_blocks"].read(), stored[f"{name}_scales"].read(), strict=True):
+        codes = _codes(blocks)
+        exponents = exponents.int().masked_fill((codes & 7).unflatten(-1, (-1, 32)).sum(-1) == 0, 128)
+        if exponents.min() < 104 or exponents.max() > 143 or not fits_blocks(*codes.shape, FORM):
+            raise ValueError(f"{name}: the CPU kernels cannot hold its shape or scales. Use --kernels reference.")
+        scales = torch.ldexp(torch.ones(exponents.shape), exponents - 128).half()
+        codes, scales = (split_pairs(t[None], f"{name}_bias")[0].contiguous() for t in (codes, scales))
+        experts.append(pack_blocks([Part(FORM, *codes.shape, [Blocks(codes, scales)])]))
+    return stack_blocks(experts)

@@ -188,7 +188,7 @@ class Experts(SelfCounting):
         self.down = nn.Parameter(torch.empty(E, H, I))
         self.gate_up_bias, self.down_bias = (nn.Parameter(torch.empty(E, n)) if bias else None for n in (2 * I, H))
         self.shared = MLP(H, shared) if shared else None
-        self.shared_gate = nn.Linear(H, 1, bias=False) if shared else None
+        self.shared_gate = nn.Parameter(torch.empty(1, H)) if shared else None
         self.per_token = config.num_experts_per_tok
         self.normalised = config.norm_topk_prob
         self.gate = kernels.GATES[config.activation]
@@ -242,7 +242,10 @@ def add_shared(experts: nn.Module, x: Tensor, residual: Tensor | None) -> Tensor
     """The residual with what the shared expert of `Experts` or its like adds to it."""
     if experts.shared is None:
         return residual
-    added = torch.sigmoid(experts.shared_gate(x)) * experts.shared(x)
+    # A sum has the same bits for a row alone and among others, which a matrix product with one output has not.
+    wide = torch.promote_types(x.dtype, torch.float32)
+    share = torch.sigmoid((x.to(wide) * experts.shared_gate.to(wide)).sum(-1, keepdim=True)).to(x.dtype)
+    added = share * experts.shared(x)
     return added if residual is None else residual + added
 
 

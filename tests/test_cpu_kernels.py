@@ -467,10 +467,23 @@ def packed_head(model: Transformer, version: int = 1) -> EagleHead:
 
 
 @needs_kernels
-@pytest.mark.parametrize("mode", ["float32", "int8", "int4"])
-def test_rows_of_a_whole_forward_have_the_same_bits_at_every_width(mode):
+@pytest.mark.parametrize(
+    "mode,shape",
+    [
+        ("float32", {}),
+        ("int8", {}),
+        ("int4", {}),
+        ("int8", {"norms": "both", "activation": "gelu_tanh", "attention_cap": 2.0, "windows": (7, 0)}),
+        ("float32", {"norms": "after", "qk_norm": True, "wide_qk_norm": True}),
+        ("int8", {"sinks": True}),
+    ],
+)
+def test_rows_of_a_whole_forward_have_the_same_bits_at_every_width(mode, shape):
     """Catches one operation whose bits depend on the width: --prove would then need its tolerance."""
-    model, tokens = quantized_model(mode), torch.randint(96, (1, 60), generator=torch.Generator().manual_seed(3))
+    model, tokens = (
+        quantized_model(mode, **shape),
+        torch.randint(96, (1, 60), generator=torch.Generator().manual_seed(3)),
+    )
     with torch.inference_mode(), backend().active() as active:
         cache = model.new_cache(1, CTX)
         alone = torch.cat([feed(model, cache, tokens[:, i : i + 1], i)[0] for i in range(60)], 1)

@@ -234,7 +234,7 @@ def hf_views(model: Transformer, fused_experts: bool = False) -> dict[str, Tenso
             sizes = [c.shared_intermediate_size] * 2
             put(f"{at}.mlp.shared_expert", "gate_proj up_proj", block.mlp.shared.gate_up, sizes)
             put(f"{at}.mlp.shared_expert", "down_proj", block.mlp.shared.down)
-            put(f"{at}.mlp", "shared_expert_gate", block.mlp.shared_gate)
+            views[f"{at}.mlp.shared_expert_gate.weight"] = block.mlp.shared_gate
         if block.mlp.gate_up_bias is not None:
             views[f"{at}.mlp.experts.gate_up_proj_bias"] = block.mlp.gate_up_bias
             views[f"{at}.mlp.experts.down_proj_bias"] = block.mlp.down_bias

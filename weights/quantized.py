@@ -68,7 +68,7 @@ class QuantSpec:
         Raises UsageError if the group size does not divide its inputs.
         """
         leaf = name.rpartition(".")[2]
-        kind = "fp16" if leaf in ("router", "shared_gate") else self.lm_head if leaf == "lm_head" else self.mode
+        kind = "fp16" if leaf == "router" else self.lm_head if leaf == "lm_head" else self.mode
         if kind == "int4" and in_features % self.group_size:
             fits = [str(g) for g in GROUPS if in_features % g == 0]
             advice = f"use --group-size {' or '.join(fits)}" if fits else "use --mode int8"

@@ -50,8 +50,8 @@ class SlotConvolution(nn.Module):
 class ConvolvedBlock(Block):
     """A decoder layer with convolutions around both sublayers."""
 
-    def __init__(self, geometry: ModelConfig, window: int, config: BlockConfig):
-        super().__init__(geometry, window)
+    def __init__(self, geometry: ModelConfig, layer: int, config: BlockConfig):
+        super().__init__(geometry, layer)
         sizes = geometry.hidden_size, config.conv_taps, config.conv_group
         self.attention_conv, self.mlp_conv = SlotConvolution(*sizes), SlotConvolution(*sizes)
 
@@ -78,7 +78,7 @@ class BlockHead(nn.Module):
         self.fc = nn.Linear(len(config.taps) * config.target_hidden_size, H, bias=False)
         self.hidden_norm, self.norm = (RMSNorm(H, geometry.rms_norm_eps) for _ in range(2))
         self.layers = nn.ModuleList(
-            ConvolvedBlock(geometry, w, config) if config.conv_taps else Block(geometry, w) for w in geometry.windows
+            ConvolvedBlock(geometry, i, config) if config.conv_taps else Block(geometry, i) for i in range(n)
         )
         self.lm_head = nn.Linear(H, geometry.vocab_size, bias=False) if config.has_lm_head else None
         if config.markov:
@@ -88,7 +88,7 @@ class BlockHead(nn.Module):
         mixes = {"gated": (H + r, r, True), "rnn": (2 * r + H, 3 * r, True), "selector": (H, r, False)}
         self.mix = nn.Linear(*mixes[config.markov]) if config.markov in mixes else None
         self.register_buffer("draft_ids", draft_vocab)
-        self.rotary = RotaryTable(geometry.rope, geometry.head_dim, target.config.max_positions)
+        self.rotary = RotaryTable([geometry.rope], geometry.head_dim, target.config.max_positions)
         self.context: nn.Module | None = None  # the keys and values of all layers, see `finish`
         self.register_buffer("context_norms", torch.empty(n, 0), persistent=False)
         object.__setattr__(self, "target", target)  # the head does not own it, so it stays out of the state dict

@@ -234,7 +234,7 @@ def test_layers_cannot_be_read_from_another_tensor():
     rotary, kv = [torch.zeros(1, 1, 8)] * 2, torch.zeros(1, 2, 1, 1, 4, 16)
     nodes = records.Nodes(*rotary, nothing, nothing, nothing[0], visible, visible)
     with backend().active():
-        copied = torch.ops.eaglet_cpu.stack_layers.default([], torch.ones(64), [], 1e-5, 1.0).clone()
+        copied = torch.ops.eaglet_cpu.stack_layers.default([], torch.ones(64), [], [], 0, 1e-5, 1.0, 0.0).clone()
     for other in (torch.tensor([1]), copied):
         with pytest.raises(RuntimeError, match="does not hold layers"):
             torch.ops.eaglet_cpu.layers.default(x, None, other, nodes, kv, True, ())

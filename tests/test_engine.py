@@ -914,7 +914,7 @@ MUTANT_ROWS = 1024  # a mutant lands 11 deviations away or more, and the limit i
 BUSH = trees.StaticTree(tuple(tuple(map(int, w)) for w in "0 1 2 00 01 10 000".split()))
 
 
-def dense_attention(q, kv, start, visible, positions, window, scale, arrived=None):
+def dense_attention(q, kv, start, visible, positions, window, scale, arrived=None, cap=0.0, sinks=None):
     """Attention for thousands of rows at once. The reference loops over the rows."""
     B, _, T, _ = q.shape
     S, R = kv.shape[3], visible.shape[2]

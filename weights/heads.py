@@ -233,9 +233,12 @@ def save_quantized(
 
 def read_quantized_eagle(directory: str | Path) -> EagleFile:
     """Read what `save_quantized_eagle` wrote. `weights.quantized.adopt_` puts the tensors into a head."""
-    file = read_quantized(directory, EagleConfig, "eaglet_head", head_tensors)
-    _check_described(file.config, f"{Path(directory) / 'config.json'} (eaglet_head)")
-    return file
+
+    def checked_tensors(config: EagleConfig) -> dict[str, dict[str, tuple[int, ...]]]:
+        _check_described(config, f"{Path(directory) / 'config.json'} (eaglet_head)")
+        return head_tensors(config)
+
+    return read_quantized(directory, EagleConfig, "eaglet_head", checked_tensors)
 
 
 def read_quantized(

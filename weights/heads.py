@@ -340,6 +340,8 @@ def _read_described(given: Any, where: str, kind: type[Config]) -> Config:
 
     layer = fields(given["layer"])
     layer = ModelConfig(**layer | {"rope": RopeConfig(**fields(layer.get("rope", {})))})
+    if not 0 < layer.rope.partial <= 1:  # the family of a head's layer has no name for it
+        raise refusal(where, f"rope.partial is {layer.rope.partial}; allowed: above 0, at most 1.")
     ModelConfig.from_hf(config_to_hf(layer), where)  # checks the ranges
     return kind(**given | {"layer": layer, "taps": tuple(given.get("taps", ()))})
 

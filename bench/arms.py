@@ -72,26 +72,28 @@ class Timing(NamedTuple):
     first_seconds: list[float]  # until the first token of each
     decoding: float  # tokens per second from the moment on when all had a first token
 
+    @property
+    def ready(self) -> float:
+        """The seconds until the last one had its first token."""
+        return max(self.first_seconds, default=self.seconds)
+
 
 def timed_request(
     engine: Engine, prompts: Sequence[list[int]], params: SamplingParams
-) -> tuple[list[GenerationResult], float, float]:
-    """Decode a batch of prompts from empty caches.
-
-    Returns the results, the seconds until the last sequence had its first token, and the seconds from then to the end.
-    """
+) -> tuple[list[GenerationResult], Timing]:
+    """Decode prompts together, from empty caches."""
     engine.forget()
     synchronize(engine.model.device)
     stream = engine.generate_batch(prompts, params)
-    begun = last = time.perf_counter()
+    started, now, late = time.perf_counter(), 0.0, 0
     first: dict[int, float] = {}  # when the first token of each sequence came
     for chunk in stream:
-        last = time.perf_counter()
-        first.setdefault(chunk.row, last)
-    if any(result.cached_tokens for result in stream.results):
-        raise RuntimeError("a run reused cached tokens of another run; please report this.")
-    ready = max(first.values(), default=last)
-    return stream.results, ready - begun, last - ready
+        now = time.perf_counter() - started
+        late += len(chunk.token_ids) if len(first) == len(prompts) else 0
+        first.setdefault(chunk.row, now)
+    rest = now - max(first.values(), default=now)
+    tokens = sum(result.new_tokens for result in stream.results)
+    return stream.results, Timing(tokens, now, list(first.values()), late / rest if rest else 0.0)
 
 
 @dataclass
@@ -105,9 +107,11 @@ class EngineArm:
 
     def run(self, prompt: list[int], params: SamplingParams) -> Sample:
         """One request from empty caches."""
-        (result,), ttft, seconds = timed_request(self.engine, [prompt], params)
+        (result,), timing = timed_request(self.engine, [prompt], params)
+        if result.cached_tokens:
+            raise RuntimeError("a run reused cached tokens of another run; please report this.")
         steps = [len(ids) for ids in result.tokens_per_step]
-        return Sample(result.token_ids, ttft, seconds, steps, result.text)
+        return Sample(result.token_ids, timing.ready, timing.seconds - timing.ready, steps, result.text)
 
     def together(self, clients: int, tokens: int) -> Callable[[Sequence[list[int]], SamplingParams], Timing]:
         """What decodes so many prompts together, from empty caches, in an engine with a slot for each.
@@ -116,18 +120,7 @@ class EngineArm:
         """
         engine = build_engine(self.engine, {"eagle_always": False} | self.options | {"slots": clients}, tokens)
 
-        def run(prompts: Sequence[list[int]], params: SamplingParams) -> Timing:
-            engine.forget()
-            stream, first, late, now = engine.generate_batch(prompts, params), {}, 0, 0.0
-            started = time.perf_counter()
-            for chunk in stream:
-                now = time.perf_counter() - started
-                late += len(chunk.token_ids) if len(first) == clients else 0
-                first.setdefault(chunk.row, now)
-            rate = late / (now - max(first.values()))
-            return Timing(sum(r.new_tokens for r in stream.results), now, list(first.values()), rate)
-
-        return run
+        return lambda prompts, params: timed_request(engine, prompts, params)[1]
 
 
 class Arm(Protocol):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
@@ -19,7 +18,6 @@ from cli.report import Report, result_json
 from cli.steps import Gauge, StepRecorder, write_page
 from cli.tree_text import TreeWriter
 from engine import Engine
-from load import load
 from options import options_from, settings_given
 from runtime.grammar import json_grammar
 from runtime.results import Chunk, GenerationResult
@@ -47,7 +45,6 @@ class Request(NamedTuple):
 def run_request(args: argparse.Namespace, prompt: Prompt) -> int:
     """Load the model, then chat or decode the prompt. Returns the exit code."""
     report = Report(args.quiet or args.json)
-    started = time.perf_counter()
     options = options_from(args)
     if options["slots"] is None:  # all answers together
         options["slots"] = args.batch_size
@@ -55,10 +52,7 @@ def run_request(args: argparse.Namespace, prompt: Prompt) -> int:
     options["eagle_always"] |= bool(args.prove or args.show_tree or args.html or args.gauge)
     if (args.device or default_device()) == "cpu":
         report.measure(torch.device("cpu"))
-    engine = load(progress=report.progress, report=report.line, **options)
-    if args.template and engine.tokenizer:
-        engine.tokenizer.use_template(args.template)
-    report.head(engine, time.perf_counter() - started)
+    engine = report.load(args, options)
     if args.chat:
         return chat(engine, settings_given(args), args.system, report, args.when_full == "drop-oldest")
     return decode(engine, make_request(engine, prompt, args), prompt, args, report)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -12,6 +14,7 @@ import torch
 
 import kernels
 from engine import Engine
+from load import load
 from ranks import RankedEngine
 from runtime.results import GenerationResult
 from runtime.stepping import ASKED_FOR
@@ -104,6 +107,15 @@ class Report:
         """Show how much of the weights is loaded, for files worth the wait."""
         if total > 50e6:
             self.loading.of(done, total, f"loading {size_text(done)} of {size_text(total)}")
+
+    def load(self, args: argparse.Namespace, options: dict[str, Any]) -> Engine:
+        """Load a model with these options of `load` and the chat template that the arguments name, and report it."""
+        started = time.perf_counter()
+        engine = load(progress=self.progress, report=self.line, **options)
+        if args.template and engine.tokenizer is not None:
+            engine.tokenizer.use_template(args.template)
+        self.head(engine, time.perf_counter() - started)
+        return engine
 
     def head(self, engine: Engine, seconds: float) -> None:
         """What was loaded, and what it runs on."""

@@ -15,7 +15,6 @@ import argparse
 import importlib.util
 import os
 import secrets
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -79,7 +78,6 @@ def run(args: argparse.Namespace) -> int:
     sampling_from(args)  # refuses settings that are out of range
 
     from cli.report import Report
-    from load import load
     from ranks import RankedEngine
     from runtime.prompt_cache import PromptCache
     from serving.app import Api
@@ -88,11 +86,7 @@ def run(args: argparse.Namespace) -> int:
     settings = settings_of(args)
     report = Report(quiet=False)
     sock = bind(args.host, args.port, settings)  # a port that is taken is an error before the model loads
-    started = time.perf_counter()
-    engine = load(progress=report.progress, report=report.line, **options_from(args))
-    if args.template and engine.tokenizer is not None:
-        engine.tokenizer.use_template(args.template)
-    report.head(engine, time.perf_counter() - started)
+    engine = report.load(args, options_from(args))
     if args.prompt_cache_mb and isinstance(engine, RankedEngine):
         report.line("note    with --tp the last prompt is reused, and earlier ones are not kept (--prompt-cache-mb)")
     elif args.prompt_cache_mb:

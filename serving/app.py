@@ -24,7 +24,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cli.steps import with_drawings
 from engine import Engine
-from runtime.prompt_cache import PromptCache
 from runtime.results import GenerationResult
 from serving.completions import ChatWriter, CompletionWriter, Writer
 from serving.extras import SMALL, Deed, properties
@@ -125,9 +124,9 @@ class Metrics:
             self.counts["prefill_seconds_total"] += result.prefill_seconds
             self.counts["decode_seconds_total"] += result.decode_seconds
 
-    def text(self, scheduler: Scheduler, cache: PromptCache) -> str:
+    def text(self, scheduler: Scheduler) -> str:
         """All figures in Prometheus' text format."""
-        engine = scheduler.engine
+        engine, cache = scheduler.engine, scheduler.engine.prompt_cache
         now = dict(self.counts) | {"requests_running": scheduler.running, "requests_waiting": scheduler.waiting}
         now |= {"slots": engine.batch_size, "slots_tokens": engine.batch.tokens}
         now |= {"slots_tokens_max": engine.batch_size * engine.ctx, "tokens_per_second": scheduler.tokens_per_second}
@@ -272,7 +271,7 @@ class Api:
 
     async def figures(self, request: Request) -> Response:
         """GET /metrics"""
-        text = self.metrics.text(self.scheduler, self.engine.prompt_cache)
+        text = self.metrics.text(self.scheduler)
         return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
 
 

@@ -7,7 +7,6 @@ import argparse
 import asyncio
 import json
 import math
-import time
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +17,6 @@ import torch
 
 from cli.report import Report
 from engine import Engine
-from load import load
 from options import options_from, settings_given
 from ranks import RankLost
 from serving.app import ENDPOINTS
@@ -80,12 +78,8 @@ def run_file(args: argparse.Namespace) -> int:
         report.line(f"note    {output} has {answered:,} of {len(requests):,} answers already")
     if answered == len(requests):
         return 0
-    started = time.perf_counter()
     options = options_from(args)
-    engine = load(progress=report.progress, report=report.line, **options | {"slots": options["slots"] or 0})
-    if args.template and engine.tokenizer is not None:
-        engine.tokenizer.use_template(args.template)
-    report.head(engine, time.perf_counter() - started)
+    engine = report.load(args, options | {"slots": options["slots"] or 0})
     name = Path(args.checkpoint).resolve().name
     limits = {"max_queue": AHEAD * engine.batch_size, "max_seconds": math.inf}
     settings = ServeSettings(name, **limits, defaults={"seed": 0} | settings_given(args))

@@ -360,8 +360,8 @@ class Scheduler:
     @property
     def tokens_per_second(self) -> float:
         """What the jobs under way get together, each at its own mean rate so far."""
-        results = [stream.result for job in self.jobs for stream in job.streams if not job.finished.is_set()]
-        return sum(result.new_tokens / result.decode_seconds for result in results if result.decode_seconds)
+        running = (job for job in self.jobs if not job.finished.is_set())
+        return sum(stream.result.tokens_per_second for job in running for stream in job.streams)
 
     def check(self) -> None:
         """Raise ApiError if no request can be taken now."""

@@ -442,8 +442,9 @@ def test_every_run_starts_from_empty_caches():
     assert a.token_ids == b.token_ids
     pair = Engine(model, config=EngineConfig(batch_size=2))
     for _ in range(2):
-        both, first, rest = bench_arms.timed_request(pair, [prompt, prompt[:9]], params)
-        assert both[0].token_ids == a.token_ids and first > 0 and rest > 0
+        both, timing = bench_arms.timed_request(pair, [prompt, prompt[:9]], params)
+        assert both[0].token_ids == a.token_ids and timing.ready > 0 and timing.seconds - timing.ready > 0
+        assert not any(result.cached_tokens for result in both)
 
 
 def test_warm_up_ends_when_two_runs_agree_and_is_bounded(monkeypatch):

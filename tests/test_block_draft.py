@@ -9,7 +9,7 @@ import pytest
 import torch
 from block_kit import block_outputs, built, corrected, layouts, random_tensors, tap_ids, tiny_block, write_layout
 from test_block_heads import ANCHOR, MODEL, features_of, slots_of
-from tiny import CTX, PROMPT, TREES, V, tables, tiny_model
+from tiny import CTX, PROMPT, TREES, V, node_paths, tables, tiny_model
 
 import kernels
 import sampling
@@ -38,19 +38,7 @@ def same_numbers_every_time():
 
 def paths_of(draft: Draft, b: int = 0) -> dict[tuple[int, ...], float]:
     """The token path and the score of every node but the root; checks parents, depths and what nodes see."""
-    tokens, parent, valid = draft.tokens[b].tolist(), draft.parent[b].tolist(), draft.valid[b].tolist()
-    paths, seen, out = {0: ()}, {0: {0}}, {}
-    for i in range(1, len(tokens)):
-        if not valid[i]:
-            assert draft.ancestors[b, i].nonzero().flatten().tolist() == [i] and int(draft.depth[b, i]) == 0
-            continue
-        assert parent[i] < i and valid[parent[i]]
-        paths[i], seen[i] = (*paths[parent[i]], tokens[i]), seen[parent[i]] | {i}
-        assert int(draft.depth[b, i]) == len(paths[i])
-        assert set(draft.ancestors[b, i].nonzero().flatten().tolist()) == seen[i]
-        out[paths[i]] = float(draft.scores[b, i])
-    assert len(out) == sum(valid) - 1
-    return out
+    return {path: float(draft.scores[b, i]) for i, path in node_paths(draft, b).items()}
 
 
 def best_set(children, N: int, D: int) -> dict[tuple[int, ...], float]:

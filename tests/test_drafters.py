@@ -12,7 +12,7 @@ import torch
 from block_kit import tiny_block
 from fake_cuda import Indexing, OneDevice, on_fake_gpu
 from test_tree import files_run
-from tiny import CTX, DRAFT_VOCAB, PROMPT, TREES, V, geometry, tables, tiny_head, tiny_model
+from tiny import CTX, DRAFT_VOCAB, PROMPT, TREES, V, geometry, node_paths, tables, tiny_head, tiny_model
 from torch._dynamo.trace_rules import check_file
 
 import sampling
@@ -330,19 +330,7 @@ def trie(paths: list[tuple[int, ...]], K: int, known: set = frozenset()) -> list
 
 def spelled(draft: Draft, b: int) -> list[tuple[int, ...]]:
     """The token path of every valid node but the root; checks depth, ancestors and that siblings differ."""
-    tokens, parent, valid = draft.tokens[b].tolist(), draft.parent[b].tolist(), draft.valid[b].tolist()
-    paths, seen = {0: ()}, {0: {0}}
-    for i in range(1, len(tokens)):
-        if not valid[i]:
-            assert draft.ancestors[b, i].nonzero().flatten().tolist() == [i] and int(draft.depth[b, i]) == 0
-            continue
-        assert parent[i] < i and valid[parent[i]]
-        paths[i], seen[i] = (*paths[parent[i]], tokens[i]), seen[parent[i]] | {i}
-        assert int(draft.depth[b, i]) == len(paths[i])
-        assert set(draft.ancestors[b, i].nonzero().flatten().tolist()) == seen[i]
-    out = [paths[i] for i in sorted(paths) if i]
-    assert len(set(out)) == len(out)
-    return out
+    return list(node_paths(draft, b).values())
 
 
 def request_for(texts: list[list[int]], slots: int = CTX, junk: int = 3):

@@ -209,6 +209,22 @@ def random_blocks(kind: str, rows: int, columns: int, seed: int) -> np.ndarray:
     return raw.reshape(rows, -1)
 
 
+def node_paths(draft: Draft, b: int) -> dict[int, tuple[int, ...]]:
+    """The token path of every valid node but the root; checks parents, depths, what nodes see, and differing siblings."""
+    tokens, parent, valid = draft.tokens[b].tolist(), draft.parent[b].tolist(), draft.valid[b].tolist()
+    paths, seen = {0: ()}, {0: {0}}
+    for i in range(1, len(tokens)):
+        if not valid[i]:
+            assert draft.ancestors[b, i].nonzero().flatten().tolist() == [i] and int(draft.depth[b, i]) == 0
+            continue
+        assert parent[i] < i and valid[parent[i]]
+        paths[i], seen[i] = (*paths[parent[i]], tokens[i]), seen[parent[i]] | {i}
+        assert int(draft.depth[b, i]) == len(paths[i])
+        assert set(draft.ancestors[b, i].nonzero().flatten().tolist()) == seen[i]
+    assert len(set(paths.values())) == len(paths) == sum(valid)
+    return {i: path for i, path in paths.items() if i}
+
+
 def held(*modules: nn.Module) -> int:
     """Bytes of everything that modules keep alive, each memory once: parameters, buffers and packings."""
     found = [t for module in modules for t in (*module.parameters(), *module.buffers())]

@@ -20,7 +20,7 @@ from model_config import ModelConfig
 from support.files import read_json
 from support.reader import ConfigReader, is_a, parse_json, refusal
 from weights.files import Entry, check_entries, few_names, local_path, read_entries, tensor_files
-from weights.heads import EagleFile, HeadFile, draft_ids_of, read_eagle, read_quantized, save_quantized
+from weights.heads import EagleFile, HeadFile, draft_ids_of, made_for, read_eagle, read_quantized, save_quantized
 from weights.hf import config_to_hf, read_rows, write_directory
 from weights.quantized import QuantSpec
 
@@ -177,13 +177,7 @@ def read_block(path: str | Path, target: ModelConfig, overrides: Mapping[str, st
     folder = path if path.is_dir() else path.parent
     raw = read_json(folder / "config.json")
     if "eaglet_quant" in raw:
-        file = read_quantized(folder, BlockConfig, "eaglet_block", block_tensors)
-        made_for = file.config.target_hidden_size, file.config.target_vocab_size
-        wanted = target.hidden_size, target.vocab_size
-        if made_for != wanted:
-            sizes = f"made for hidden_size and vocab_size {made_for}, this model has {wanted}"
-            raise ValueError(f"{path} does not fit this model: {sizes}. Pass the matching --checkpoint.")
-        return file
+        return made_for(target, read_quantized(folder, BlockConfig, "eaglet_block", block_tensors), path)
     return _BlockReader(path, raw, target, overrides or {}).read()
 
 

@@ -164,14 +164,18 @@ def read_eagle(path: str | Path, target: ModelConfig, overrides: Mapping[str, st
     """
     path = local_path(path)
     if (path / "config.json").is_file() and read_json(path / "config.json").get("eaglet_quant"):
-        file = read_quantized_eagle(path)
-        made_for = file.config.target_hidden_size, file.config.target_vocab_size
-        wanted = target.hidden_size, target.vocab_size
-        if made_for != wanted:
-            sizes = f"made for hidden_size and vocab_size {made_for}, this model has {wanted}"
-            raise ValueError(f"{path} does not fit this model: {sizes}. Pass the matching --checkpoint.")
-        return file
+        return made_for(target, read_quantized_eagle(path), path)
     return _HeadReader(path, target, overrides or {}).read()
+
+
+def made_for(target: ModelConfig, file: HeadFile[Config], path: Path) -> HeadFile[Config]:
+    """The head, if its sizes are this target's. Raises ValueError where they are not."""
+    sizes = file.config.target_hidden_size, file.config.target_vocab_size
+    wanted = target.hidden_size, target.vocab_size
+    if sizes != wanted:
+        what = f"made for hidden_size and vocab_size {sizes}, this model has {wanted}"
+        raise ValueError(f"{path} does not fit this model: {what}. Pass the matching --checkpoint.")
+    return file
 
 
 def read_card(path: str | Path) -> dict[str, Any]:

@@ -98,8 +98,7 @@ class Engine(Stepper):
             started = time.perf_counter()
             mode = (params or SamplingParams()).mode
             self.batch.drain()
-            with self.paused():
-                self.first_runs(mode, self.view(1))
+            self.first_runs(mode, self.view(1))
             return time.perf_counter() - started
 
     def generate(self, prompt: Prompt, params: SamplingParams | None = None) -> Stream:

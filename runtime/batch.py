@@ -316,8 +316,7 @@ class Batch:
             self.drain()
             if any(request.ended for request in live):  # the next part sees which are left
                 return
-            with self.engine.paused():
-                self.engine.first_runs(mode, view)
+            self.engine.first_runs(mode, view)
             self._kind = mode, view.rows
         self._launch(view, mode, live)
         self._hand_out()

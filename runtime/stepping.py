@@ -110,7 +110,7 @@ class Stepper:
         self.timings: dict[tuple[SamplingMode, int], tuple[float, float]] = {}
         self.step_seconds: tuple[float, float] | None = None  # those of the present steps
         self.prices: dict[int, tuple[float, float]] = {}  # by the number of rows (`_measure_price`)
-        self.warm: set[tuple] = set()  # kinds of step that have run compiled
+        self._ready: set[tuple[SamplingMode, int]] = set()  # settings and numbers of rows whose first runs are done
         self.compile_seconds = 0.0  # time spent on their first runs
         self.observers: list[Observer] = []
 
@@ -214,30 +214,34 @@ class Stepper:
         return self.runner.graphs.get(self._step_call(self.drafter, mode, self.whole)[0], (None,))[0]
 
     def first_runs(self, mode: SamplingMode, view: View) -> None:
-        """Capture, compile and time what steps of this kind need at first. All sequences have to be finished, or
-        `paused`, so that the steps that run here change nothing."""
+        """Capture, compile and time what steps of this kind need at first. No step may be under way."""
+        if (mode, view.rows) not in self._ready:
+            with self.paused():
+                self._first_runs(mode, view)
+            self._ready.add((mode, view.rows))
+        rows = self._rounded(view.rows)
+        if view.drafter.unpriced:
+            view.drafter.price(self.prices[rows][1])
+        self.step_seconds = self.timings.get((mode, rows))
+
+    def _first_runs(self, mode: SamplingMode, view: View) -> None:
         for drafter in (d for d in (view.drafter, view.fallback) if d is not None):
             started = time.perf_counter()
-            key = self._step_call(drafter, mode, view)[0]
             self._capture(drafter, mode, view)
-            if self.config.compile and key not in self.warm:  # the first run compiles, which is no time of decoding
+            if self.config.compile:  # the first run compiles, which is no time of decoding
                 self.runner.begin()
                 self.launch(drafter, mode, view)
                 self.read()
-                self.warm.add(key)
                 self.compile_seconds += time.perf_counter() - started
         # what was found for as many rows, or for the next power of two, holds for this view
         rows = self._rounded(view.rows)
-        if view.drafter.unpriced:
-            if rows not in self.prices:
-                self.prices[rows] = self._measure_price(mode, self.view(rows))
-            view.drafter.price(self.prices[rows][1])
+        if view.drafter.unpriced and rows not in self.prices:
+            self.prices[rows] = self._measure_price(mode, self.view(rows))
         paced = self.fallback is not None and (view.rows > 1 or not view.drafter.prunes(mode))
         if paced and (mode, rows) not in self.timings:
             # a pruned tree has as many nodes as the text allows, so its steps are timed while they decode
             known = view.drafter.prunes(mode) and rows in self.prices
             self.timings[mode, rows] = (self.prices[rows][0], 0.0) if known else self._measure(mode, self.view(rows))
-        self.step_seconds = self.timings[mode, rows] if paced else None
 
     def _measure_price(self, mode: SamplingMode, view: View, nodes: int = 4) -> tuple[float, float]:
         """Seconds of a plain step, and the extra time of one node as a share of that."""

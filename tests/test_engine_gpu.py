@@ -79,7 +79,7 @@ def test_nothing_in_the_loop_waits_for_the_device(tree, fallback):
     engine = build(tree, "capture", eagle_always=not fallback)
     decode(engine)  # captures, and measures where plain steps may take over
     if fallback:
-        engine.timings = {SamplingParams().mode: (1.0, 100.0)}
+        engine.timings = {(SamplingParams().mode, 1): (1.0, 100.0)}
     stream = engine.generate(prompt_of(engine), SamplingParams(max_new_tokens=300))
     chunks = iter(stream)
     next(chunks)  # the prompt's forward may wait: its token is the first answer

@@ -75,11 +75,11 @@ def plan_memory(checkpoint: Checkpoint, files: DraftFiles, options: LoadOptions)
     N, D = tree_shape(options)
     length = ctx + N + 1  # of a row of the cache
 
-    def cache_bytes(geometry: ModelConfig, layers: int, length: int, int8: bool = False) -> int:
-        row = geometry.head_dim + kernels.KV_SCALE if int8 else geometry.head_dim * element
+    def cache_bytes(geometry: ModelConfig, layers: int, length: int, kv: str = "model") -> int:
+        row = geometry.head_dim * {"float16": 2, "int8": 1}.get(kv, element) + kernels.KV_SCALE * (kv == "int8")
         return B * length * 2 * geometry.num_key_value_heads * row * layers
 
-    kv = cache_bytes(config, config.num_hidden_layers, length, options.kv == "int8")
+    kv = cache_bytes(config, config.num_hidden_layers, length, options.kv)
     rotary = 4 * ctx * config.head_dim
     buffers = B * length * 8 + (B * 5 + 8) * config.vocab_size + rotary + RING * B * 2 * (D + 2) * 8
     drafter = 0
@@ -117,7 +117,8 @@ def check_memory(plan: MemoryPlan, free: int, options: LoadOptions) -> None:
     per_token = plan.kv / options.ctx
     fits = int(options.ctx - (plan.total - free) / per_token) if per_token else 0
     hint = "Use a quantized model (--quant int4, quantize.py) or a larger device."
-    if options.kv != "int8" and not options.drafter_kind and plan.total - free < 0.4 * plan.kv:
+    rounds = options.kv != "int8" and (options.kernels == "cpu" or not options.drafter_kind)
+    if rounds and plan.total - free < 0.4 * plan.kv:
         hint = "Try --kv int8."
     elif fits >= 256:
         hint = f"Try --ctx {fits // 64 * 64}."

@@ -26,6 +26,7 @@ DRAFTERS = ("eagle", "ngram", "lookahead", "draft", "medusa")
 FULL = ("refuse", "drop-oldest")  # what happens to a chat that does not fit into the context
 VERIFY = ("match", "multi-round", "multi-round-replacement")
 DTYPES = ("float32", "bfloat16", "float16", "float64")
+KV_CACHES = ("auto", "model", "float16", "int8")
 QUANTS = ("int8", "int4")
 KERNELS = ("auto", "triton", "cpu", "reference")
 ACTIVATIONS = ("int8", "float")
@@ -112,7 +113,11 @@ class LoadOptions:
     overlap: bool = option(
         "Hopper and later GPUs: start each kernel before the previous one has ended (not measured yet)", False
     )
-    kv: str = option("int8: halve (fp32: quarter) the cache; not with a drafter", "model", ("model", "int8"))
+    kv: str = option(
+        "dtype of the KV cache. model: that of the activations, float32 on a CPU; float16 (CPU kernels only) and int8: "
+        "smaller; auto: float16 with the CPU kernels if the checkpoint has 16 bits or fewer, else model",
+        "auto", KV_CACHES,
+    )  # fmt: skip
     eagle: str | None = option(
         "draft head (EAGLE-1/2/3, DFlash, DFlash2, DSpark, JetSpec): folder, .safetensors, .bin, .pth, or org/name in "
         "the Hugging Face cache",
@@ -210,11 +215,13 @@ class LoadOptions:
         }
         for words in (words for words, ignored in about_heads.items() if ignored):
             raise UsageError(f"{words} is about a draft head, and none was given (--eagle HEAD).")
-        if kind and self.kv == "int8":
+        if kind and self.kv == "int8" and self.kernel_mode != "cpu":
             problem = (
                 "--kv int8 rounds the cache of a step over many tokens differently, so drafts could change the text"
             )
             raise UsageError(f"{problem}. Leave out --kv int8, or the drafter ({kind}).")
+        if self.kv == "float16" and self.kernel_mode != "cpu":
+            raise UsageError("--kv float16 is about the CPU kernels, and others run here; allowed: auto, model, int8.")
         if any("=" not in item for item in self.eagle_config):
             raise UsageError("--eagle-config takes KEY=VALUE, like rope_theta=500000.")
         if self.prune and not self.can_prune:
@@ -243,7 +250,11 @@ class LoadOptions:
         mode = self.kernel_mode
         slots = 1 if self.slots is None else self.slots
         compiles = self.compile and mode != "cpu"
-        return replace(self, device=device, dtype=dtype, ctx=ctx, kernels=mode, compile=compiles, slots=slots)
+        halves = (
+            mode == "cpu" and not self.dtype and config.dtype in ("bfloat16", "float16") and config.head_dim % 16 == 0
+        )
+        kv = self.kv if self.kv != "auto" else "float16" if halves else "model"
+        return replace(self, device=device, dtype=dtype, ctx=ctx, kernels=mode, compile=compiles, slots=slots, kv=kv)
 
     def open_checkpoint(self, draft: bool = False) -> Checkpoint:
         """The checkpoint, or the draft LLM's, with what the options say about reading its weights."""

@@ -45,7 +45,7 @@ def _attend_one(
         kv = kv[:, :, :, slots.to(kv.device)]
     if kv.dtype == torch.int8:
         kv = dequantize_rows(kv, q.dtype)
-    k, v = kv.unbind(0)
+    k, v = kv.to(q.dtype).unbind(0)
     group = query_heads // kv_heads
     if T == 1 and window <= 0 and not cap and sinks is None and (R == 1 or bool(visible.all())):
         out = F.scaled_dot_product_attention(q.reshape(1, kv_heads, group, dim), k, v, scale=scale)

@@ -11,6 +11,7 @@
 #include "cpu.h"
 
 #include <bit>
+#include <cstring>
 
 namespace {
 
@@ -45,7 +46,7 @@ inline __m256 lanes_of(const __m256 v[8], Both both) {
 struct Rows {
   std::unique_ptr<int8_t[]> codes;         // [M, K]
   std::unique_ptr<float[]> scale, sum;     // [M, blocks]; scale * sum of codes
-  std::unique_ptr<int32_t[]> total;        // [M, blocks], sum of codes
+  std::unique_ptr<int32_t[]> total;        // [M, blocks], sum of codes; without VNNI -4 times that, twice in 16 bits
   std::unique_ptr<float[]> halves;         // [M, blocks, 2], scale * sum of 16 codes, if it is wanted
 
   Rows(const float* x, int64_t M, int64_t K, bool with_halves = false)
@@ -92,7 +93,12 @@ struct Rows {
     alignas(32) int32_t whole[8];
     _mm256_store_ps(found[0], scales);
     _mm256_store_ps(found[1], _mm256_mul_ps(scales, totals));
-    _mm256_store_si256((__m256i*)whole, _mm256_cvtps_epi32(totals));
+    __m256i integers = _mm256_cvtps_epi32(totals);
+    if (!VNNI) {
+      integers = _mm256_sub_epi32(_mm256_setzero_si256(), _mm256_slli_epi32(integers, 2));
+      integers = _mm256_or_si256(_mm256_slli_epi32(integers, 16), _mm256_and_si256(integers, _mm256_set1_epi32(0xFFFF)));
+    }
+    _mm256_store_si256((__m256i*)whole, integers);
     std::copy_n(found[0], count, scale.get() + first);
     std::copy_n(found[1], count, sum.get() + first);
     std::copy_n(whole, count, total.get() + first);
@@ -141,18 +147,18 @@ inline Floats load(const float* at) { return _mm512_loadu_ps(at); }
 inline void store(float* at, Floats v) { _mm512_storeu_ps(at, v); }
 inline __m256 lane(Floats v, int which) { return which ? _mm512_extractf32x8_ps(v, 1) : _mm512_castps512_ps256(v); }
 
-// The sum of a block: it begins, takes the products of 4 unsigned codes and 4 signed activations in every 32 bits, and ends as
-// `offset` and their sum.
-template <int BITS>
-inline Ints begin_sum(int32_t offset) {
-  return every(offset);
+// The sum of a block begins with `start`, takes the products of 4 unsigned codes and 4 signed activations in every 32 bits, and
+// ends. start_of: what lowers all codes by OFFSET, from a block's `total`.
+template <int OFFSET>
+inline int32_t start_of(int32_t total) {
+  return -OFFSET * total;
 }
 template <int BITS>
 inline Ints dot(Ints acc, Ints w, Ints x) {
   return _mm512_dpbusd_epi32(acc, w, x);
 }
 template <int BITS>
-inline Ints end_sum(Ints acc, int32_t) {
+inline Ints end_sum(Ints acc) {
   return acc;
 }
 #else
@@ -183,13 +189,16 @@ inline Floats load(const float* at) { return _mm256_loadu_ps(at); }
 inline void store(float* at, Floats v) { _mm256_storeu_ps(at, v); }
 inline __m256 lane(Floats v, int) { return v; }
 
-// The sum of a block: it begins, takes the products of 4 unsigned codes and 4 signed activations in every 32 bits, and ends as
-// `offset` and their sum. Of up to 4 bits all products fit into 16 bits: 16 * 15 * 127 is less than 2^15. Of 5 and 6 bits those of
-// a pair do. The codes of int8 are made signed here, so that their offset of 128 is gone (`OFFSET` in `multiply`): pairs of
-// unsigned products would overflow.
-template <int BITS>
-inline Ints begin_sum(int32_t) {
-  return _mm256_setzero_si256();
+// The sum of a block begins with `start`, takes the products of 4 unsigned codes and 4 signed activations in every 32 bits, and
+// ends. Of up to 4 bits all products fit into 16 bits: 16 * 15 * 127 is less than 2^15. So does their sum with -4 times the
+// total of the block, with which each half of a lane begins so that together they lower the codes by 8: at most
+// 16 * 11 * 127 + 4 * 16 * 127, even if the sum passes the bounds on its way. Of 5 and 6 bits the products of a pair fit. The
+// codes of int8 are made signed here, so that their offset of 128 is gone (`OFFSET` in `multiply`): pairs of unsigned products
+// would overflow.
+template <int OFFSET>
+inline int32_t start_of(int32_t total) {
+  static_assert(OFFSET == 0 || OFFSET == 8);
+  return OFFSET ? total : 0;
 }
 template <int BITS>
 inline Ints dot(Ints acc, Ints w, Ints x) {
@@ -200,9 +209,8 @@ inline Ints dot(Ints acc, Ints w, Ints x) {
   return _mm256_add_epi32(acc, _mm256_madd_epi16(products, _mm256_set1_epi16(1)));
 }
 template <int BITS>
-inline Ints end_sum(Ints acc, int32_t offset) {
-  if (BITS == 8) return acc;
-  return _mm256_add_epi32(every(offset), BITS <= 4 ? _mm256_madd_epi16(acc, _mm256_set1_epi16(1)) : acc);
+inline Ints end_sum(Ints acc) {
+  return BITS <= 4 ? _mm256_madd_epi16(acc, _mm256_set1_epi16(1)) : acc;
 }
 #endif
 
@@ -239,8 +247,7 @@ void multiply(const Weight& w, const Rows& x, int64_t row, const int64_t tiles[]
       if (MINS) mins = scales_of(w, w.mins, w.half_mins, tiles, b / per_group);
     }
     Ints sums[R];
-    const auto offset = [&](int r) { return -OFFSET * x.total[(row + r) * w.blocks + b]; };
-    for (int r = 0; r < R; ++r) sums[r] = begin_sum<BITS>(offset(r));
+    for (int r = 0; r < R; ++r) sums[r] = every(start_of<OFFSET>(x.total[(row + r) * w.blocks + b]));
     const int8_t* columns = x.codes.get() + row * K + b * BLOCK;
 #pragma GCC unroll 8
     for (int i = 0; i < BYTES / 32; ++i) {
@@ -258,7 +265,7 @@ void multiply(const Weight& w, const Rows& x, int64_t row, const int64_t tiles[]
     }
     for (int r = 0; r < R; ++r) {
       const int64_t at = (row + r) * w.blocks + b;
-      acc[r] = times_plus(to_floats(end_sum<BITS>(sums[r], offset(r))), times(scales, every(x.scale[at])), acc[r]);
+      acc[r] = times_plus(to_floats(end_sum<BITS>(sums[r])), times(scales, every(x.scale[at])), acc[r]);
       if (MINS) acc[r] = times_plus(mins, every(x.sum[at]), acc[r]);
     }
   }
@@ -378,7 +385,7 @@ void multiply_part(const Part& part, const Rows& x, int64_t row, const int64_t t
         }
         const Floats scales = side_by_side(scale), mins = side_by_side(min);
         Ints sums[R];
-        for (int r = 0; r < R; ++r) sums[r] = begin_sum<C::BITS>(LIFT ? -LIFT * x.total[(row + r) * blocks + b] : 0);
+        for (int r = 0; r < R; ++r) sums[r] = every(start_of<LIFT>(x.total[(row + r) * blocks + b]));
         const int8_t* from = x.codes.get() + row * K + b * BLOCK + g * C::GROUP;
 #pragma GCC unroll 8
         for (int j = 0; j < C::GROUP / 4; ++j)
@@ -387,7 +394,7 @@ void multiply_part(const Part& part, const Rows& x, int64_t row, const int64_t t
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r) {
           const int64_t place = (row + r) * blocks + b;
-          acc[r] = times_plus(to_floats(end_sum<C::BITS>(sums[r], 0)), times(scales, every(x.scale[place])), acc[r]);
+          acc[r] = times_plus(to_floats(end_sum<C::BITS>(sums[r])), times(scales, every(x.scale[place])), acc[r]);
           if (middle) acc[r] = times_plus(mins, every(x_sums[C::GROUPS * place + g]), acc[r]);
         }
       }
@@ -758,31 +765,50 @@ Tensor rms_norm(const Tensor& x, const Tensor& weight, double eps) {
   return out;
 }
 
+// A row of the cache from its hd values.
+void store_row(const Cache& cache, const float* x, char* row) {
+  if (cache.as == Stored::FLOAT) std::copy_n(x, cache.hd, (float*)row);
+  if (cache.as == Stored::HALF)
+    for (int64_t i = 0; i < cache.hd; i += 8)
+      _mm_storeu_si128((__m128i*)(row + 2 * i), _mm256_cvtps_ph(_mm256_loadu_ps(x + i), _MM_FROUND_TO_NEAREST_INT));
+  if (cache.as != Stored::BYTES) return;
+  float largest = 0;
+  for (int64_t i = 0; i < cache.hd; ++i) largest = std::abs(x[i]) > largest || std::isnan(x[i]) ? std::abs(x[i]) : largest;
+  const float scale = largest / 127;
+  for (int64_t i = 0; i < cache.hd; ++i) {
+    const float level = std::floor(x[i] / (scale == 0 ? 1 : scale) + 0.5f);
+    row[i] = std::abs(level) < 128 ? (char)level : 0;
+  }
+  std::memcpy(row + cache.hd, &scale, 4);
+}
+
 // qkv [B,T,heads,hd] -> rotated q [B,T,Hq,hd]. Rotated keys and plain values go to their slots. norms: of q, k and (none) v.
 void rotate_and_write(const Nodes& n, const float* qkv, const float* const norms[3], float* q) {
   const int64_t half = n.hd / 2, all = n.heads + 2 * n.kv_heads, rows = n.B * n.T;
   parallel_for(0, rows, std::max<int64_t>(1, 32768 / (all * n.hd)), [&](int64_t first, int64_t last) {
-    std::vector<float> normed(n.hd);
+    std::vector<float> normed(n.hd), turned(n.hd);
     for (int64_t row = first; row < last; ++row) {
       for (int64_t h = 0; h < all; ++h) {
         const float* x = qkv + (row * all + h) * n.hd;
         const int64_t which = h < n.heads ? 0 : h < n.heads + n.kv_heads ? 1 : 2;  // q, k or v
-        const int64_t at = ((row / n.T * n.kv_heads + (h - n.heads) % n.kv_heads) * n.S + n.slots[row]) * n.hd;
-        float* to = which == 0 ? q + (row * n.heads + h) * n.hd : n.cache + (which == 2) * n.values + at;
+        const int64_t at = (row / n.T * n.kv_heads + (h - n.heads) % n.kv_heads) * n.S + n.slots[row];
+        char* const place = n.cache.at + (which == 2) * n.cache.values + at * n.cache.row;
         if (which == 2) {
-          std::copy(x, x + n.hd, to);
+          store_row(n.cache, x, place);
           continue;
         }
         if (norms[which]) {
           norm_row(x, norms[which], n.hd, n.eps, normed.data());
           x = normed.data();
         }
+        float* const to = which == 0 ? q + (row * n.heads + h) * n.hd : turned.data();
         for (int64_t i = 0; i < half; i += 8) {
           const __m256 low = _mm256_loadu_ps(x + i), high = _mm256_loadu_ps(x + half + i);
           const __m256 co = _mm256_loadu_ps(n.cos + row * n.turn + i), si = _mm256_loadu_ps(n.sin + row * n.turn + i);
           _mm256_storeu_ps(to + i, _mm256_fnmadd_ps(high, si, _mm256_mul_ps(low, co)));
           _mm256_storeu_ps(to + half + i, _mm256_fmadd_ps(low, si, _mm256_mul_ps(high, co)));
         }
+        if (which == 1) store_row(n.cache, to, place);
       }
     }
   });
@@ -790,12 +816,42 @@ void rotate_and_write(const Nodes& n, const float* qkv, const float* const norms
 
 constexpr int64_t WIDTH = 8 * LANES;  // floats of a register
 constexpr int64_t ROWS_AHEAD = 12;    // rows of the cache that are asked for early
-constexpr int SPAN = 4, QUERIES = LANES == 2 ? 4 : 2;  // registers of a head, and queries, that are worked on at once
+// Queries, and registers of a head, that are worked on at once: of keys, and of values, whose sums are twice as many.
+constexpr int QUERIES = LANES == 2 ? 4 : 3, SPAN = 4, VALUE_SPAN = LANES == 2 ? 4 : 2;
 
-// scores [G][stride] += queries [G][hd] * keys[rows] over W registers of the head, for `count` rows rounded up to 8.
-template <int G, int W>
-void add_scores(const float* queries, const float* keys, const int64_t* rows, int64_t count, int64_t hd, float* scores, int64_t stride) {
+// Neighbouring values of a row of the cache from column `at` on. Bytes are still to be multiplied by `scale_of` their row.
+template <Stored AS>
+inline Floats load_stored(const char* row, int64_t at) {
+  if (AS == Stored::FLOAT) return load((const float*)row + at);
+#ifdef WIDE_REGISTERS
+  if (AS == Stored::HALF) return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)(row + 2 * at)));
+  return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)(row + at))));
+#else
+  if (AS == Stored::HALF) return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(row + 2 * at)));
+  return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)(row + at))));
+#endif
+}
+
+inline float scale_of(const char* row, int64_t hd) {
+  float scale;
+  std::memcpy(&scale, row + hd, 4);
+  return scale;
+}
+
+// Asks for `count` values of a row from column `at` on.
+template <Stored AS>
+inline void ask_for(const char* row, int64_t at, int64_t count) {
+  constexpr int64_t SIZE = AS == Stored::FLOAT ? 4 : AS == Stored::HALF ? 2 : 1;
+  for (int64_t i = 0; i < count * SIZE; i += 64) _mm_prefetch(row + at * SIZE + i, _MM_HINT_T0);
+}
+
+// scores [G][stride] += queries [G][hd] * keys[rows] over W registers of the head from column `at` on, for `count` rows rounded
+// up to 8. The queries begin at that column.
+template <Stored AS, int G, int W>
+void add_scores(const float* queries, const Cache& cache, const char* keys, int64_t at, const int64_t* rows, int64_t count,
+                float* scores, int64_t stride) {
   const auto add = [](__m256 a, __m256 b) { return _mm256_add_ps(a, b); };
+  const int64_t hd = cache.hd;
   Floats q[G][W];
 #pragma GCC unroll 8
   for (int g = 0; g < G; ++g)
@@ -803,17 +859,18 @@ void add_scores(const float* queries, const float* keys, const int64_t* rows, in
     for (int w = 0; w < W; ++w) q[g][w] = load(queries + g * hd + w * WIDTH);
   for (int64_t i = 0; i < count; i += 8) {
     __m256 sums[G][8];
+    alignas(32) float scales[8];
 #pragma GCC unroll 8
     for (int j = 0; j < 8; ++j) {
-      const float* key = keys + rows[i + j] * hd;
-#pragma GCC unroll 8
-      for (int w = 0; w < W * WIDTH; w += 16) _mm_prefetch((const char*)(key + w + ROWS_AHEAD * hd), _MM_HINT_T0);
-      Floats sum[G], part = load(key);
+      const char* key = keys + rows[i + j] * cache.row;
+      ask_for<AS>(key + ROWS_AHEAD * cache.row, at, W * WIDTH);
+      if (AS == Stored::BYTES) scales[j] = scale_of(key, hd);
+      Floats sum[G], part = load_stored<AS>(key, at);
 #pragma GCC unroll 8
       for (int g = 0; g < G; ++g) sum[g] = times(q[g][0], part);
 #pragma GCC unroll 8
       for (int w = 1; w < W; ++w) {
-        part = load(key + w * WIDTH);
+        part = load_stored<AS>(key, at + w * WIDTH);
 #pragma GCC unroll 8
         for (int g = 0; g < G; ++g) sum[g] = times_plus(q[g][w], part, sum[g]);
       }
@@ -823,15 +880,19 @@ void add_scores(const float* queries, const float* keys, const int64_t* rows, in
 #pragma GCC unroll 8
     for (int g = 0; g < G; ++g) {
       float* to = scores + g * stride + i;
-      _mm256_storeu_ps(to, _mm256_add_ps(_mm256_loadu_ps(to), lanes_of(sums[g], add)));
+      __m256 more = lanes_of(sums[g], add);
+      if (AS == Stored::BYTES) more = _mm256_mul_ps(more, _mm256_load_ps(scales));
+      _mm256_storeu_ps(to, _mm256_add_ps(_mm256_loadu_ps(to), more));
     }
   }
 }
 
-// sums [G][2][hd] += weights [G][stride] * values[rows] over W registers of the head, for `count` rows rounded up to 2. Even
-// and odd rows have sums of their own, because each addition waits for the one before.
-template <int G, int W>
-void add_values(const float* weights, int64_t stride, const float* values, const int64_t* rows, int64_t count, int64_t hd, float* sums) {
+// sums [G][2][hd] += weights [G][stride] * values[rows] over W registers of the head from column `at` on, where the sums begin,
+// for `count` rows rounded up to 2. Even and odd rows have sums of their own, because each addition waits for the one before.
+template <Stored AS, int G, int W>
+void add_values(const float* weights, int64_t stride, const Cache& cache, const char* values, int64_t at, const int64_t* rows,
+                int64_t count, float* sums) {
+  const int64_t hd = cache.hd;
   Floats sum[G][2][W];
 #pragma GCC unroll 8
   for (int g = 0; g < G; ++g)
@@ -841,14 +902,21 @@ void add_values(const float* weights, int64_t stride, const float* values, const
       for (int w = 0; w < W; ++w) sum[g][odd][w] = load(sums + (2 * g + odd) * hd + w * WIDTH);
   for (int64_t i = 0; i < count; i += 2)
 #pragma GCC unroll 8
-    for (int odd = 0; odd < 2; ++odd)
+    for (int odd = 0; odd < 2; ++odd) {
+      const char* const row = values + rows[i + odd] * cache.row;
+      const float scale = AS == Stored::BYTES ? scale_of(row, hd) : 1;
+      ask_for<AS>(row + ROWS_AHEAD * cache.row, at, W * WIDTH);
+      Floats value[W];
 #pragma GCC unroll 8
-      for (int w = 0; w < W; ++w) {
-        const Floats value = load(values + rows[i + odd] * hd + w * WIDTH);
-        if (w * WIDTH % 16 == 0) _mm_prefetch((const char*)(values + (rows[i + odd] + ROWS_AHEAD) * hd + w * WIDTH), _MM_HINT_T0);
+      for (int w = 0; w < W; ++w) value[w] = load_stored<AS>(row, at + w * WIDTH);
 #pragma GCC unroll 8
-        for (int g = 0; g < G; ++g) sum[g][odd][w] = times_plus(every(weights[g * stride + i + odd]), value, sum[g][odd][w]);
+      for (int g = 0; g < G; ++g) {
+        const float own = weights[g * stride + i + odd];
+        const Floats weight = every(AS == Stored::BYTES ? own * scale : own);
+#pragma GCC unroll 8
+        for (int w = 0; w < W; ++w) sum[g][odd][w] = times_plus(weight, value[w], sum[g][odd][w]);
       }
+    }
 #pragma GCC unroll 8
   for (int g = 0; g < G; ++g)
 #pragma GCC unroll 8
@@ -881,6 +949,7 @@ std::pair<float, float> weights_of(float* scores, int64_t count, float scale, fl
 // chunk gets weights relative to its own best score. Then the chunks' values are added up in order, the chunks weighed against
 // each other. All of it follows the positions that a token sees, not their slots. So a token has the same bits whether its
 // ancestors are history already or nodes of the same tree, and whichever thread works on a chunk.
+template <Stored AS>
 struct Attention {
   static constexpr int64_t CHUNK = 64, TOKENS = 8;  // tokens that read keys and values together, from the first cache level
   const Nodes& n;
@@ -930,7 +999,7 @@ struct Attention {
   }
 
   // work(queries, registers, first query, first column) for all queries of a group and the columns from `begin` to `end`.
-  template <class Work>
+  template <int SPAN, class Work>
   void parts(int64_t begin, int64_t end, Work work) const {
     for (int64_t g = 0; g < group; g += QUERIES)
       with_constant<QUERIES>(std::min<int64_t>(QUERIES, group - g), [&](auto queries) {
@@ -941,14 +1010,14 @@ struct Attention {
 
   void weigh(const Piece& p, int64_t chunk) const {
     int64_t rows[CHUNK];
-    const float* keys = n.cache + (p.token / n.T * n.kv_heads + p.head) * n.S * n.hd;
+    const char* keys = n.cache.at + (p.token / n.T * n.kv_heads + p.head) * n.S * n.cache.row;
     for (int64_t i = 0; i < p.count; ++i) {
       const int64_t t = p.token + i, seen = rows_of(t, chunk, rows);
       const float* queries = q + (t * n.kv_heads + p.head) * group * n.hd;
       auto weights = [&](int64_t g) { return p.weights + ((i * group + g) * chunks + chunk) * CHUNK; };
       for (int64_t g = 0; g < group; ++g) std::fill_n(weights(g), CHUNK, 0.f);
-      parts(0, n.hd, [&](auto some, auto width, int64_t g, int64_t d) {
-        add_scores<some, width>(queries + g * n.hd + d, keys + d, rows, seen, n.hd, weights(g), chunks * CHUNK);
+      parts<SPAN>(0, n.hd, [&](auto some, auto width, int64_t g, int64_t d) {
+        add_scores<AS, some, width>(queries + g * n.hd + d, n.cache, keys, d, rows, seen, weights(g), chunks * CHUNK);
       });
       for (int64_t g = 0; g < group; ++g) {
         float* total = p.totals + ((i * group + g) * chunks + chunk) * 2;
@@ -960,7 +1029,7 @@ struct Attention {
   // The columns from `begin` to `end` of the piece's output.
   void add_up(const Piece& p, int64_t begin, int64_t end) const {
     const int64_t hd = n.hd, queries = p.count * group;
-    const float* values = n.cache + n.values + (p.token / n.T * n.kv_heads + p.head) * n.S * hd;
+    const char* values = n.cache.at + n.cache.values + (p.token / n.T * n.kv_heads + p.head) * n.S * n.cache.row;
     std::vector<float> sums(queries * 2 * hd), shares(queries * chunks), whole(queries);
     for (int64_t i = 0; i < queries; ++i) {
       const float* totals = p.totals + i * chunks * 2;
@@ -978,7 +1047,7 @@ struct Attention {
       for (int64_t i = 0; i < p.count; ++i) {
         int64_t rows[CHUNK];
         const int64_t seen = rows_of(p.token + i, c, rows);
-        parts(begin, end, [&](auto some, auto width, int64_t g, int64_t d) {
+        parts<VALUE_SPAN>(begin, end, [&](auto some, auto width, int64_t g, int64_t d) {
           float weights[some][CHUNK];
           for (int k = 0; k < some; ++k) {
             const int64_t query = i * group + g + k;
@@ -986,7 +1055,7 @@ struct Attention {
             for (int64_t j = 0; j < CHUNK; j += 8)
               _mm256_storeu_ps(weights[k] + j, _mm256_mul_ps(share, _mm256_loadu_ps(p.weights + (query * chunks + c) * CHUNK + j)));
           }
-          add_values<some, width>(weights[0], CHUNK, values + d, rows, seen, hd, &sums[(i * group + g) * 2 * hd + d]);
+          add_values<AS, some, width>(weights[0], CHUNK, n.cache, values, d, rows, seen, &sums[(i * group + g) * 2 * hd + d]);
         });
       }
     for (int64_t i = 0; i < queries; ++i)
@@ -1028,8 +1097,16 @@ struct Attention {
   }
 };
 
+// out [B,T,Hq,hd]: the attention of q, with the scores' scale and cap, and a score for each head without a value, or null.
+void attend(const Nodes& n, const float* q, float scale, float cap, const float* sinks, float* out) {
+  if (n.cache.as == Stored::FLOAT) return Attention<Stored::FLOAT>(n, q, scale, cap, sinks, out)();
+  if (n.cache.as == Stored::HALF) return Attention<Stored::HALF>(n, q, scale, cap, sinks, out)();
+  Attention<Stored::BYTES>(n, q, scale, cap, sinks, out)();
+}
+
 Nodes nodes_of(int64_t B, int64_t T, int64_t heads, const Tensor& kv) {
-  return {B, T, heads, kv.size(2), kv.size(4), kv.size(3), 0, 0, kv.stride(0), nullptr, nullptr, 0, floats(kv)};
+  const Cache cache(kv);
+  return {B, T, heads, kv.size(2), cache.hd, kv.size(3), 0, 0, nullptr, nullptr, 0, cache};
 }
 
 void place(Nodes& n, const Tensor& cos, const Tensor& sin, const Tensor& slots, double eps) {
@@ -1065,7 +1142,7 @@ Tensor tree_attention(const Tensor& q, const Tensor& kv, const Tensor& start, co
   STD_TORCH_CHECK(visible.size(0) == n.B && visible.size(1) == n.T, "every query needs to know which nodes it sees");
   show(n, start, visible, positions, window);
   Tensor out = torch::stable::empty_like(q);
-  Attention(n, floats(q), (float)scale, (float)cap, floats(sinks), floats(out))();
+  attend(n, floats(q), (float)scale, (float)cap, floats(sinks), floats(out));
   return out;
 }
 
@@ -1097,7 +1174,7 @@ void add(const float* x, const float* y, int64_t size, float* out) {
 void Layer::finish(const Nodes& n, const float* residual, float scale, bool round, float* const buffer[3], float* out) const {
   const int64_t M = n.B * n.T, H = o.n;
   float *a = buffer[0], *b = buffer[1], *c = buffer[2];
-  Attention(n, c, scale, cap, nullptr, a)();
+  attend(n, c, scale, cap, nullptr, a);
   o(a, M, attention_norm ? nullptr : residual, 0, round, b);
   if (attention_norm) {
     norm_rows(b, attention_norm, M, H, n.eps, a);
@@ -1155,10 +1232,12 @@ std::tuple<Tensor, Tensor> layers(const Tensor& x, const std::optional<Tensor>& 
   const Stack& stack = object_of<Stack>(stacked);
   const auto shared = record<tensors::Nodes>(nodes);
   const std::vector<Layer>& all = stack.layers;
-  const int64_t L = all.size(), B = x.size(0), T = x.size(1), M = B * T, hd = kv.size(5), kv_heads = kv.size(3);
+  const int64_t L = all.size(), B = x.size(0), T = x.size(1), M = B * T, kv_heads = kv.size(3);
+  const Cache cache(kv);
+  const int64_t hd = cache.hd;
   const int64_t widest = stack.widest;
   const int64_t H = all[0].o.n, W = taps.size();
-  Nodes n{B, T, all[0].qkv.n / hd - 2 * kv_heads, kv_heads, hd, kv.size(4), 0, 0, kv.stride(1), nullptr, nullptr, 0, nullptr};
+  Nodes n{B, T, all[0].qkv.n / hd - 2 * kv_heads, kv_heads, hd, kv.size(4), 0, 0, nullptr, nullptr, 0, cache};
   place(n, shared.cos, shared.sin, shared.slots, stack.eps);
   Tensor out = torch::stable::new_empty(x, {B, T, H}), tapped = torch::stable::new_empty(x, {B, T, W * H});
   const std::unique_ptr<float[]> memory(new float[M * (3 * widest + H)]);
@@ -1171,7 +1250,7 @@ std::tuple<Tensor, Tensor> layers(const Tensor& x, const std::optional<Tensor>& 
         for (int64_t m = 0; m < M; ++m) std::copy_n(rows + m * H, H, floats(tapped) + (m * W + k) * H);
     if (i == L) break;
     show(n, shared.start, stack.windows[i] ? shared.visible_window : shared.visible, shared.positions, stack.windows[i]);
-    n.cache = floats(kv) + i * kv.stride(0);
+    n.cache = cache.layer(i);
     n.cos = floats(shared.cos) + stack.rotations[i] * (hd / 2);
     n.sin = floats(shared.sin) + stack.rotations[i] * (hd / 2);
     float* to = outputs[(L - 1 - i) % 2];

@@ -160,12 +160,43 @@ struct Linear {
 
 void norm_rows(const float* x, const float* weight, int64_t rows, int64_t size, float eps, float* out);
 
+// How a cache holds the hd values of a row: as floats, as halves, or as bytes with a float behind them, their scale
+// (`quantize_rows` in kernels/kv.py).
+enum class Stored { FLOAT, HALF, BYTES };
+
+// The keys and values of one layer, [2,B,kv_heads,S,row].
+struct Cache {
+  Stored as;
+  int64_t hd, row, values;  // row: its bytes; values: bytes from the keys to the values
+  char* at;
+
+  explicit Cache(const Tensor& kv) : Cache(kv, kv.dim() - 5) {}
+  Cache layer(int64_t i) const {  // of a cache of several layers
+    Cache c = *this;
+    c.at += i * 2 * values;
+    return c;
+  }
+
+ private:
+  Cache(const Tensor& kv, int64_t first) {
+    using torch::headeronly::ScalarType;
+    const ScalarType type = kv.scalar_type();
+    as = type == ScalarType::Float ? Stored::FLOAT : type == ScalarType::Half ? Stored::HALF : Stored::BYTES;
+    STD_TORCH_CHECK(as != Stored::BYTES || type == ScalarType::Char, "the C++ kernels got a cache of another dtype than they take");
+    const int64_t size = as == Stored::FLOAT ? 4 : as == Stored::HALF ? 2 : 1;
+    row = kv.size(first + 4) * size;
+    hd = as == Stored::BYTES ? row - 4 : row / size;
+    values = kv.stride(first) * size;
+    at = (char*)kv.data_ptr();
+  }
+};
+
 // The layer's cache and what the rows of one forward share (model.Nodes).
 struct Nodes {
-  int64_t B, T, heads, kv_heads, hd, S, R, window, values;  // heads: of the queries; values: where they begin in the cache
+  int64_t B, T, heads, kv_heads, hd, S, R, window;  // heads: of the queries
   const float *cos, *sin;
   int64_t turn;  // from a row's cos to that of the next one
-  float* cache;
+  Cache cache;
   const int64_t *slots, *start, *positions;
   const bool* visible;
   float eps;

@@ -106,8 +106,8 @@ struct Drafting {
       d.fc(joined.data(), M, nullptr, false, round, residual.data());
       x = residual.data();
     }
-    const Nodes nodes{B, width, d.layer.qkv.n / hd - 2 * kv_heads, kv_heads, hd, kv.size(3), R, 0, kv.stride(0), cos.data(), sin.data(), d.half,
-                      floats(kv), rows.slots.data(), start, rows.positions.data(), visible, d.eps};
+    const Nodes nodes{B, width, d.layer.qkv.n / hd - 2 * kv_heads, kv_heads, hd, kv.size(3), R, 0, cos.data(), sin.data(), d.half,
+                      Cache(kv), rows.slots.data(), start, rows.positions.data(), visible, d.eps};
     d.layer.write(nodes, x, round, buffer);
     return nodes;
   }

@@ -352,23 +352,23 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> commit(std::vector<Tensor> walk, cons
   return {count, finite, source, target};
 }
 
-// `kernels.commit_kv` of a float32 or int8 cache [L,2,B,Hkv,S,row]: rows move from source to target [B,P]. A row whose
+// `kernels.commit_kv` of a cache [L,2,B,Hkv,S,row]: rows move from source to target [B,P]. A row whose
 // target is the last slot goes nowhere, because nobody reads that slot. The cache may be the first rows of a larger one.
 void commit_kv(Tensor kv, const Tensor& source, const Tensor& target) {
   const int64_t B = kv.size(2), heads = kv.size(3), S = kv.size(4), P = source.size(1);
-  const int64_t element = kv.scalar_type() == ScalarType::Float ? 4 : 1, bytes = kv.size(5) * element;
+  const Cache cache(kv);
   std::vector<std::pair<int64_t, int64_t>> moves;
   std::vector<char> rows;
   for (int64_t b = 0; b < B; ++b) {
     moves.clear();
     for (int64_t p = b * P; p < (b + 1) * P; ++p)
       if (integers(target)[p] != integers(source)[p] && integers(target)[p] < S - 1)
-        moves.emplace_back(integers(source)[p] * bytes, integers(target)[p] * bytes);
-    rows.resize(moves.size() * bytes);
+        moves.emplace_back(integers(source)[p] * cache.row, integers(target)[p] * cache.row);
+    rows.resize(moves.size() * cache.row);
     for (int64_t i = 0; i < kv.size(0) * 2 * heads && !moves.empty(); ++i) {
-      char* head = (char*)kv.data_ptr() + i / heads * kv.stride(1) * element + (b * heads + i % heads) * S * bytes;
-      for (size_t m = 0; m < moves.size(); ++m) std::memcpy(&rows[m * bytes], head + moves[m].first, bytes);
-      for (size_t m = 0; m < moves.size(); ++m) std::memcpy(head + moves[m].second, &rows[m * bytes], bytes);
+      char* head = cache.at + i / heads * cache.values + (b * heads + i % heads) * S * cache.row;
+      for (size_t m = 0; m < moves.size(); ++m) std::memcpy(&rows[m * cache.row], head + moves[m].first, cache.row);
+      for (size_t m = 0; m < moves.size(); ++m) std::memcpy(head + moves[m].second, &rows[m * cache.row], cache.row);
     }
   }
 }

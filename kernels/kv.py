@@ -11,6 +11,7 @@ from kernels.backend import jit, operation, tl, triton
 
 # Bytes of the float32 scale behind the hd codes of an int8 row. Moving a row moves its scale as well.
 KV_SCALE = 4
+CPU_DTYPES = (torch.float32, torch.float16, torch.int8)  # of caches that the C++ kernels take
 
 
 def quantize_rows(x: Tensor) -> Tensor:
@@ -69,8 +70,8 @@ def cache_problem(kv: Tensor) -> str:
 
 def cpu_problem(heads: Tensor, kv: Tensor) -> str:
     """Why C++ cannot use heads [..., hd] with the cache kv of one layer, or ""."""
-    if kv.dtype != torch.float32:
-        return "the dtype is not float32"
+    if heads.dtype != torch.float32 or kv.dtype not in CPU_DTYPES:
+        return "the dtype is not float32, or the cache's is none of float32, float16 and int8"
     return "a head is not a multiple of 16 values" if heads.shape[-1] % 16 else cache_problem(kv)
 
 
@@ -123,13 +124,13 @@ def _move_problem(kv: Tensor, _source: Tensor, _target: Tensor) -> str:
 
 
 def _move_cpu_problem(kv: Tensor, *places: Tensor) -> str | None:
-    return "" if kv.dtype in (torch.float32, torch.int8) and not _move_problem(kv, *places) else None
+    return "" if kv.dtype in CPU_DTYPES and not _move_problem(kv, *places) else None
 
 
 @operation(
     "commit_kv", "commit", _move_triton, lambda kv, source, target: None, mutates=("kv",),
     problem=_move_problem, cpu=lambda *args: torch.ops.eaglet_cpu.commit_kv.default(*args),
-    cpu_problem=_move_cpu_problem,
+    cpu_problem=_move_cpu_problem, at=(1,),
 )  # fmt: skip
 def commit_kv(kv: Tensor, source: Tensor, target: Tensor) -> None:
     """Move the rows of the accepted path to their final slots in all layers, in place.

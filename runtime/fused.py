@@ -75,7 +75,7 @@ def fused_parts() -> StepParts:
         layer: Block, x: Tensor, normed: Tensor | None, nodes: Nodes, kv: Tensor, after: RMSNorm
     ) -> tuple[Tensor, Tensor | None]:
         found = stacked(layer, [layer])
-        if found is None or kv.dtype != torch.float32:
+        if found is None or kv.dtype not in kernels.CPU_DTYPES:
             return Block.forward(layer, x, normed, nodes, kv, after)
         return _run(x, None, found, nodes, kv[None])[0], None
 
@@ -83,7 +83,7 @@ def fused_parts() -> StepParts:
         model: Transformer, x: Tensor, nodes: Nodes, kv: Tensor, taps: tuple[int, ...]
     ) -> tuple[Tensor, Tensor | None]:
         found = stacked(model, model.layers, norm=model.norm.weight)
-        if found is None or kv.dtype != torch.float32:
+        if found is None or kv.dtype not in kernels.CPU_DTYPES:
             return model.run_layers(x, nodes, kv, taps, block)
         normed, tapped = _run(x, None, found, nodes, kv, taps)
         return normed, tapped if taps else None

@@ -136,7 +136,7 @@ class Prefill:
         state.features[row, 0] = features[0, take - 1]
         logits = self.model.logits(hidden_states[:, take - 1 : take])
         if not bool(sampling.finite(logits).all()):
-            raise not_finite(self.model.dtype, P - 1)
+            raise not_finite(self.model.dtype, self.state.kv.dtype, P - 1)
         if not mode.sample:
             return logits, None
         before = torch.tensor([P - 1], device=device)
@@ -196,7 +196,9 @@ def _run_chunk(
     return hidden_states, features
 
 
-def not_finite(dtype: torch.dtype, position: int) -> ArithmeticError:
+def not_finite(dtype: torch.dtype, kv_dtype: torch.dtype, position: int) -> ArithmeticError:
     """The error for logits that are not finite at a position."""
     hint = "fp16 overflow? Try --dtype bfloat16 or float32." if dtype == torch.float16 else "Are the weights damaged?"
+    if dtype != kv_dtype == torch.float16:
+        hint = "Keys or values above 65,504? Try --kv model."
     return advised(ArithmeticError(f"logits became non-finite at token {position}."), hint)

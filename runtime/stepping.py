@@ -26,6 +26,7 @@ from sampling import SamplingMode
 from step import RING, DecodeState, Observer, StepOutput, decode_step
 
 LAG = 2  # steps that run ahead of the host on a GPU
+KV_DTYPES = {"float16": torch.float16, "int8": torch.int8}  # of options.KV_CACHES; the others are the model's
 ASKED_FOR = "asked for"  # why speculation stays on: the user wants it
 
 
@@ -42,7 +43,7 @@ class EngineConfig:
             attached nothing runs ahead.
         eagle_always: False: measure at the first request whether speculation pays, and decode plainly while it does not.
             The tokens are the same up to the rounding of forwards of other widths.
-        kv_dtype: of the target's cache: None for the model's, or torch.int8.
+        kv_dtype: of the target's cache: None for the model's, torch.int8, or torch.float16 with the CPU kernels.
         options, plan, head, generation: what `load.load` decided, planned and read (generation is the model's
             generation_config.json). The engine only keeps them, for reports and command lines.
     """
@@ -67,7 +68,7 @@ class EngineConfig:
         """The configuration that resolved options ask for."""
         return cls(
             options.slots, options.ctx, options.compile, options.compile_mode, backend,
-            eagle_always=options.eagle_always, kv_dtype=torch.int8 if options.kv == "int8" else None,
+            eagle_always=options.eagle_always, kv_dtype=KV_DTYPES.get(options.kv),
             options=options, head=head,
         )  # fmt: skip
 

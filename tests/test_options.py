@@ -192,9 +192,10 @@ IGNORED = [
     (dict(device="cuda", threads=2), "--threads is about a CPU.*add --device cpu"),
     (dict(eagle="e", draft_checkpoint="d"), "--draft-checkpoint DIR does not go with the drafter eagle"),
     (dict(drafter="draft"), "--drafter draft needs --draft-checkpoint DIR"),
-    (dict(kv="int8", eagle="e"), r"Leave out --kv int8, or the drafter \(eagle\)"),
-    (dict(kv="int8", draft_checkpoint="d"), r"Leave out --kv int8, or the drafter \(draft\)"),
-    (dict(kv="int8", drafter="ngram"), r"Leave out --kv int8, or the drafter \(ngram\)"),
+    (dict(kv="int8", kernels="reference", eagle="e"), r"Leave out --kv int8, or the drafter \(eagle\)"),
+    (dict(kv="int8", kernels="reference", draft_checkpoint="d"), r"Leave out --kv int8, or the drafter \(draft\)"),
+    (dict(kv="int8", kernels="reference", drafter="ngram"), r"Leave out --kv int8, or the drafter \(ngram\)"),
+    (dict(kv="float16", kernels="reference"), "--kv float16 is about the CPU kernels"),
 ]
 
 
@@ -213,6 +214,8 @@ def test_options_that_go_together_are_accepted():
         dict(eagle="e", eagle_config=("a=1",), draft_vocab=5, draft_vocab_text="t", draft_noise=False, ngram_nodes=2),
         dict(draft_checkpoint="d", verify="multi-round"),
         dict(kv="int8"),
+        dict(kv="int8", kernels="cpu", eagle="e"),
+        dict(kv="float16", kernels="cpu"),
         dict(medusa="m", draft_noise=False, tree="medusa:mc_sim_7b_63"),
         dict(drafter="lookahead", ngram_nodes=4),
         dict(eagle="e", slots=2, tree=("paper25", "chain:2")),

@@ -33,13 +33,16 @@ from weights.quantized import QuantLinear
 
 # What --baseline takes, and what each is imported and installed as.
 LIBRARIES = {"hf": ("transformers", "transformers"), "llama.cpp": ("llama_cpp", "llama-cpp-python")}
-LIBRARIES["torch"] = ("torch", "torch")
+LIBRARIES |= {name: (name, name) for name in ("torch", "torchao", "gemlite")}
+ON_TORCH = ("torch", "torchao", "gemlite")  # whose int4 kernels a `TorchArm` runs on
 
 
 def need_library(baseline: str) -> None:
     """Raise UsageError if the library of a baseline is not installed."""
     module, package = LIBRARIES[baseline]
-    if importlib.util.find_spec(module) is None:
+    needed = (module, "torchao") if baseline == "gemlite" else (module,)  # torchao rounds for its kernels
+    if None in map(importlib.util.find_spec, needed):
+        package = " ".join(needed) if baseline == "gemlite" else package
         raise UsageError(f"--baseline {baseline} needs {package}: pip install {package}")
 
 
@@ -48,13 +51,16 @@ def check_peers(baselines: Sequence[str], gguf: bool, device: str | None) -> Non
 
     gguf: whether the model is a GGUF file.
     """
+    on_cpu = (device or default_device()) == "cpu"
     for baseline in baselines:
         need_library(baseline)
+        if baseline in ("torchao", "gemlite") and on_cpu:
+            raise UsageError(f"--baseline {baseline} has int4 kernels for GPUs only; leave it out.")
     if "llama.cpp" not in baselines:
         return
     if not gguf:
         raise UsageError("--baseline llama.cpp reads GGUF files only; add --checkpoint FILE.gguf.")
-    if (device or default_device()) != "cpu":
+    if not on_cpu:
         raise UsageError("--baseline llama.cpp is measured on CPUs only; add --device cpu.")
 
 
@@ -72,10 +78,11 @@ def peers_of(args: argparse.Namespace, base: Engine, ctx: int) -> list[Arm]:
         arms += [HFArm(kind, twin, base.tokenizer, copied) for kind in ("hf", "hf-static")]
     if "llama.cpp" in args.baseline:
         arms.append(LlamaCppArm(args.checkpoint, ctx))
-    if "torch" in args.baseline:
+    for library in (name for name in ON_TORCH if name in args.baseline):
         if any(args.temperature):
-            raise UsageError("--baseline torch decodes greedily; add --temperature 0.")
-        arms.append(TorchArm(base.model, ctx, base.model.quant == "int4", base.model.device.type == "cuda"))
+            raise UsageError(f"--baseline {library} decodes greedily; add --temperature 0.")
+        int4 = library if base.model.quant == "int4" or library != "torch" else ""
+        arms.append(TorchArm(base.model, ctx, int4, base.model.device.type == "cuda"))
     return arms
 
 
@@ -286,29 +293,50 @@ class PackedInt4(nn.Module):
         return kernel(x, self.packed, self.group, self.scales)
 
 
+def rounded_by_torchao(weight: Tensor, kernels: str) -> nn.Linear:
+    """A linear that torchao rounds to int4: for torch's kernel, or for those of gemlite (kernels)."""
+    import torchao.quantization as ao
+
+    linear = nn.Linear(*weight.shape[::-1], bias=False, device="meta")
+    linear.weight = nn.Parameter(weight, requires_grad=False)
+    if kernels == "gemlite":
+        config = importlib.import_module("torchao.prototype.quantization").UIntxWeightOnlyConfig(group_size=128)
+    else:
+        config = ao.Int4WeightOnlyConfig(group_size=128, int4_packing_format="tile_packed_to_4d")
+    ao.quantize_(linear, config)
+    return linear
+
+
 class TorchArm:
     """Greedy decoding by torch alone: a static cache, attention over all of it, and a compiled step in a CUDA graph.
 
     It is what gpt-fast showed to be fast on a GPU, written anew, and runs plain LLaMA models. int4: its weights are
-    rounded again, from the floats that ours stand for, for torch's int4 kernel in bfloat16. Otherwise they are ours.
+    rounded again, from the floats that ours stand for: for torch's int4 kernel by us ("torch") or by torchao, in
+    bfloat16, or for the kernels of gemlite, in float16. Otherwise ("") they are ours.
     """
 
     label = OTHER_ENGINE
 
-    def __init__(self, model: Transformer, ctx: int, int4: bool, compiled: bool):
+    def __init__(self, model: Transformer, ctx: int, int4: str, compiled: bool):
         """Raises UsageError for a model that is no plain LLaMA."""
         c = self.config = model.config
         if c.model_type != "llama" or c.qkv_bias or c.o_bias or c.mlp_bias or model.lm_head is None:
             raise UsageError("--baseline torch runs LLaMA models without biases and tied embeddings; leave it out.")
-        self.name = "torch compiled" if compiled else "torch"
-        self.name += " int4" if int4 else ""
+        self.name = f"{int4 or 'torch'}{' compiled' * compiled}{' int4' if int4 else ''}"
         self.options = {"torch": torch.__version__, "int4": int4, "compiled": compiled}
-        self.model, self.dtype = model, torch.bfloat16 if int4 and model.device.type == "cuda" else model.dtype
+        if int4 not in ("", "torch"):
+            self.options |= {name: importlib.metadata.version(name) for name in {int4, "torchao"}}
+        half = torch.float16 if int4 == "gemlite" else torch.bfloat16
+        self.model, self.dtype = model, half if int4 and model.device.type == "cuda" else model.dtype
 
         static: list[Tensor] = [model.embed_tokens.weight, model.rotary.cos, model.rotary.sin]
 
         def linear(owner: nn.Module) -> Callable[[Tensor], Tensor]:
             weight = owner.dequantize(self.dtype) if isinstance(owner, QuantLinear) else owner.weight
+            if int4 in ("torchao", "gemlite"):
+                linear = rounded_by_torchao(weight, int4)
+                static.append(linear.weight)
+                return linear
             made = PackedInt4(weight) if int4 else partial(F.linear, weight=weight.to(self.dtype))
             static.extend((made.packed, made.scales) if int4 else made.keywords.values())
             return made

@@ -11,7 +11,8 @@ times, the peers and the start. NAME is the GPU's. A file of a part that was kil
 
     NAME-first.jsonl     the step time of plain decoding, after seconds   (scripts.bench --steps)
     NAME-steps-*.jsonl   step times of real shapes with random weights, and the microseconds of every kernel
-    NAME-peer-*.jsonl    plain decoding of a real shape beside torch's own int4 kernel and beside transformers
+    NAME-peer-*.jsonl    plain decoding of a real shape beside torch's own int4 kernel and beside transformers,
+                        and beside torchao and gemlite where they are installed
     NAME-demo.jsonl      the demo model's decoders against each other
     NAME-tilings         the fastest tiling of every layer shape          (scripts.tune_kernels)
     NAME-start-*.jsonl   one short request with empty caches of compiled kernels, and with filled ones
@@ -93,6 +94,7 @@ def parts(out: Path, name: str, tiny: bool) -> list[Part]:
     run.append(Part("tests", [*python, "pytest", *tests, *["--collect-only"] * tiny], 300, FILES + ("pytest",)))
     one = "--limit 1 --max-new-tokens 8 --reps 1 --temperature 0 --only plain"
     run += [peer("torch", "int4", 240), peer("hf", "", 150, "transformers")]
+    run += [peer("torchao", "int4", 240, "torchao"), peer("gemlite", "int4", 240, "gemlite", "torchao")]
     demo = one if tiny else "--max-seconds 60"
     run.append(Part("demo", [*bench, *demo.split(), *written("demo")], 150, FILES))
     tilings = ["--models", "llama-2-7b", "llama-3-8b", "--seconds", "200", "--tuned", str(out / f"{name}-tilings")]

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -19,10 +20,11 @@ import model as model_module
 from bench import random_models, steps
 from bench.arms import NO_STOP
 from bench.measure import step_bytes
-from bench.peers import PackedInt4, TorchArm
+from bench.peers import PackedInt4, TorchArm, check_peers, rounded_by_torchao
 from sampling import SamplingParams
 from scripts import bench, gpu
 from step import decode_step
+from support.errors import UsageError
 from support.files import read_json_lines
 
 TINY = ["--device", "cpu", "--tiny"]
@@ -43,8 +45,11 @@ def test_a_tiny_run_writes_the_records_of_its_parts(tmp_path, monkeypatch):
     """A part whose command cannot run, that leaves no file, or that comes before the step times. The parts that are left
     out differ from these in a flag."""
     names = [part.name for part in gpu.parts(tmp_path, "cpu-tiny", True)]
-    assert names == ["first", *"steps-tiny-int4 tests peer-torch peer-hf demo tilings start-cold start-warm".split()]
-    run = [names[1], names[2], names[6], names[8]]
+    assert names == [
+        "first",
+        *"steps-tiny-int4 tests peer-torch peer-hf peer-torchao peer-gemlite demo tilings start-cold start-warm".split(),
+    ]
+    run = [names[1], names[2], *names[-3::2]]
     assert gpu.main([*TINY, "--out", str(tmp_path), "--only", *run]) == 0
     summary = json.loads((tmp_path / "cpu-tiny-summary.json").read_text())
     assert [part["part"] for part in summary["parts"]] == run
@@ -250,7 +255,7 @@ def test_torch_alone_decodes_our_tokens(shape):
         prompt = list(range(7, 20))
         want = engine.generate_batch([prompt], params).run()[0].token_ids
         assert len(set(want)) > 3
-        peer = TorchArm(engine.model, 64, False, False)
+        peer = TorchArm(engine.model, 64, "", False)
         assert peer.run(prompt, params).token_ids == want == peer.run(prompt, params).token_ids
 
         weight, x = torch.randn(64, 96), torch.randn(5, 96)
@@ -261,6 +266,30 @@ def test_torch_alone_decodes_our_tokens(shape):
         restored = (codes * scale[..., 0, None] + offset[..., 0, None]).view(64, 96)
         assert 0 < (restored - weight).abs().max() <= scale.max() * 0.501
         torch.testing.assert_close(linear(x), x @ restored.T, rtol=1e-4, atol=1e-4)
+
+
+def test_torchao_rounds_the_weights_of_a_peer(monkeypatch):
+    """A peer that runs on our weights, or in another format than its kernels read. torchao has no int4 for CPUs, so what
+    it is asked for stands in its place here."""
+    asked = []
+
+    def quantize_(linear, config):
+        asked.append(config)
+        linear.weight = torch.nn.Parameter(linear.weight.round(), requires_grad=False)
+
+    names = "Int4WeightOnlyConfig", "UIntxWeightOnlyConfig"
+    kinds = {name: lambda kind=name, **options: (kind, options) for name in names}
+    for module in ("torchao", "torchao.quantization", "torchao.prototype", "torchao.prototype.quantization"):
+        monkeypatch.setitem(sys.modules, module, SimpleNamespace(quantize_=quantize_, **kinds))
+    sys.modules["torchao"].quantization = sys.modules["torchao.quantization"]
+    weight, x = torch.randn(8, 16) * 3, torch.randn(2, 16)
+    for kind in ("torchao", "gemlite"):
+        torch.testing.assert_close(rounded_by_torchao(weight, kind)(x), x @ weight.round().T)
+    format = {"group_size": 128, "int4_packing_format": "tile_packed_to_4d"}
+    assert asked == [("Int4WeightOnlyConfig", format), ("UIntxWeightOnlyConfig", {"group_size": 128})]
+    monkeypatch.setattr("bench.peers.need_library", lambda baseline: None)
+    with pytest.raises(UsageError, match="--baseline gemlite has int4 kernels for GPUs only"):
+        check_peers(["gemlite"], False, "cpu")
 
 
 def test_torch_alone_runs_beside_our_engine(tmp_path, capsys):

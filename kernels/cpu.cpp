@@ -227,8 +227,10 @@ inline Floats scales_of(const Weight& w, const void* values, bool half, const in
   return side_by_side(parts);
 }
 
-// R activation rows from `row` on times LANES tiles -> out[LANES][R][8]. left: tiles that the thread reads from here on, which
-// lie one behind the other; 0 if they are in the cache already.
+constexpr int SIDES = 2 / LANES;  // registers of two tiles
+
+// R activation rows from `row` on times two tiles -> out[2][R][8]. left: tiles of either that the thread reads from here on, which
+// lie one behind the other; 0 if they are in the cache already. Both tiles share what is loaded of the activations.
 template <int BITS, int R, bool MINS>
 void multiply(const Weight& w, const Rows& x, int64_t row, const int64_t tiles[], int64_t left, float (*out)[CODE_ROWS][TILE]) {
   constexpr int64_t BYTES = BLOCK * TILE * BITS / 8;
@@ -237,40 +239,53 @@ void multiply(const Weight& w, const Rows& x, int64_t row, const int64_t tiles[]
   constexpr int64_t AHEAD = FAR ? 8192 : 4096;
   constexpr int OFFSET = MINS ? 0 : BITS == 4 ? 8 : VNNI ? 128 : 0;
   const int64_t K = w.blocks * BLOCK, per_group = w.blocks / w.groups;
-  const uint8_t* codes[LANES];
-  for (int l = 0; l < LANES; ++l) codes[l] = w.codes + tiles[l] * w.blocks * BYTES;
-  Floats scales, mins, acc[R];
-  for (int r = 0; r < R; ++r) acc[r] = every(0.f);
+  const uint8_t* codes[2];
+  for (int l = 0; l < 2; ++l) codes[l] = w.codes + tiles[l] * w.blocks * BYTES;
+  Floats scales[SIDES], mins[SIDES], acc[R][SIDES];
+  for (int r = 0; r < R; ++r)
+    for (int s = 0; s < SIDES; ++s) acc[r][s] = every(0.f);
   for (int64_t b = 0; b < w.blocks; ++b) {
-    if (b % per_group == 0) {
-      scales = scales_of(w, w.scales, w.half, tiles, b / per_group);
-      if (MINS) mins = scales_of(w, w.mins, w.half_mins, tiles, b / per_group);
+    for (int s = 0; s < SIDES && b % per_group == 0; ++s) {
+      scales[s] = scales_of(w, w.scales, w.half, tiles + s * LANES, b / per_group);
+      if (MINS) mins[s] = scales_of(w, w.mins, w.half_mins, tiles + s * LANES, b / per_group);
     }
-    Ints sums[R];
-    for (int r = 0; r < R; ++r) sums[r] = every(start_of<OFFSET>(x.total[(row + r) * w.blocks + b]));
+    Ints sums[R][SIDES];
+    for (int r = 0; r < R; ++r)
+      for (int s = 0; s < SIDES; ++s) sums[r][s] = every(start_of<OFFSET>(x.total[(row + r) * w.blocks + b]));
     const int8_t* columns = x.codes.get() + row * K + b * BLOCK;
 #pragma GCC unroll 8
     for (int i = 0; i < BYTES / 32; ++i) {
       const int64_t at = b * BYTES + 32 * i;
       const bool ask = !FAR || at + AHEAD < left * w.blocks * BYTES;
-      for (int l = 0; l < LANES && ask; ++l) _mm_prefetch((const char*)codes[l] + at + AHEAD, FAR ? _MM_HINT_T1 : _MM_HINT_T0);
-      const Ints v = load_codes(codes, at);
-      const Ints first = BITS == 4 ? low_halves(v) : v, second = BITS == 4 ? high_halves(v) : v;
+      for (int l = 0; l < 2 && ask; ++l) _mm_prefetch((const char*)codes[l] + at + AHEAD, FAR ? _MM_HINT_T1 : _MM_HINT_T0);
+      Ints first[SIDES], second[SIDES];
+#pragma GCC unroll 2
+      for (int s = 0; s < SIDES; ++s) {
+        const Ints v = load_codes(codes + s * LANES, at);
+        first[s] = BITS == 4 ? low_halves(v) : v;
+        second[s] = BITS == 4 ? high_halves(v) : v;
+      }
 #pragma GCC unroll 8
       for (int r = 0; r < R; ++r) {
         const int8_t* column = columns + r * K + i * (BITS == 4 ? 8 : 4);
-        sums[r] = dot<BITS>(sums[r], first, four_columns(column));
-        if (BITS == 4) sums[r] = dot<BITS>(sums[r], second, four_columns(column + 4));
+        const Ints four = four_columns(column), more = BITS == 4 ? four_columns(column + 4) : four;
+#pragma GCC unroll 2
+        for (int s = 0; s < SIDES; ++s) {
+          sums[r][s] = dot<BITS>(sums[r][s], first[s], four);
+          if (BITS == 4) sums[r][s] = dot<BITS>(sums[r][s], second[s], more);
+        }
       }
     }
     for (int r = 0; r < R; ++r) {
       const int64_t at = (row + r) * w.blocks + b;
-      acc[r] = times_plus(to_floats(end_sum<BITS>(sums[r])), times(scales, every(x.scale[at])), acc[r]);
-      if (MINS) acc[r] = times_plus(mins, every(x.sum[at]), acc[r]);
+      for (int s = 0; s < SIDES; ++s) {
+        acc[r][s] = times_plus(to_floats(end_sum<BITS>(sums[r][s])), times(scales[s], every(x.scale[at])), acc[r][s]);
+        if (MINS) acc[r][s] = times_plus(mins[s], every(x.sum[at]), acc[r][s]);
+      }
     }
   }
-  for (int l = 0; l < LANES; ++l)
-    for (int r = 0; r < R; ++r) _mm256_storeu_ps(out[l][r], lane(acc[r], l));
+  for (int l = 0; l < 2; ++l)
+    for (int r = 0; r < R; ++r) _mm256_storeu_ps(out[l][r], lane(acc[r][l / LANES], l % LANES));
 }
 
 // The codes of a part: LOW bits of every column in the first runs of a block, HIGH more in the runs behind them, as numbers or as
@@ -569,10 +584,8 @@ void run_codes(const Weight& w, const Rows* rounded, const float* x, const Epilo
   const int64_t K = w.blocks * BLOCK;
   run_pairs<CODE_ROWS>(K, end, [&](auto rows, int64_t row, const int64_t* tiles, int64_t left, auto y) {
     constexpr int R = decltype(rows)::value;
-    for (int l = 0; l < 2; ++l) {
-      if (!rounded) multiply_exact<BITS, R, MINS>(w, x + row * K, tiles[l], y[l]);
-      if (rounded && l % LANES == 0) multiply<BITS, R, MINS>(w, *rounded, row, tiles + l, left, y + l);
-    }
+    if (rounded) return multiply<BITS, R, MINS>(w, *rounded, row, tiles, left, y);
+    for (int l = 0; l < 2; ++l) multiply_exact<BITS, R, MINS>(w, x + row * K, tiles[l], y[l]);
   });
 }
 

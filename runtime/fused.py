@@ -176,7 +176,7 @@ def layer_weights(layer: nn.Module, input_norm: bool) -> LayerWeights | None:
 def linear_weights(linear: nn.Module) -> LinearWeights | None:
     """A linear layer, or None if the C++ kernels do not have it."""
     packed = linear.packed if isinstance(linear, QuantLinear) else None
-    if packed is None or packed.layout != "tiles" or packed.perm is not None:
+    if packed is None or packed.layout != "tiles" or packed.perm is not None or packed.n % kernels.CPU_TILE:
         return None
     return LinearWeights(packed.weight, packed.scales, packed.mins, linear.bias)
 

@@ -24,7 +24,7 @@ from support.machine import copy_bandwidth, describe_device, peak_memory, size_t
 from support.progress import Progress
 
 # options that the JSON holds as they are
-OPTIONS = ("checkpoint", "dtype", "eagle", "draft_checkpoint", "medusa", "ngram_nodes", "compile")
+OPTIONS = ("checkpoint", "dtype", "lora", "eagle", "draft_checkpoint", "medusa", "ngram_nodes", "compile")
 # settings that are reported where they differ from the default
 REPORTED = ("top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 
@@ -122,6 +122,7 @@ class Report:
         options = engine.options
         quant = engine.model.quant
         name = Path(options.checkpoint).name or options.checkpoint
+        name += f" + {Path(options.lora).name}" if options.lora else ""
         what = f"{quant}  {options.dtype}" if quant else options.dtype
         template = engine.tokenizer.chat_template_source or "" if engine.tokenizer else "no tokenizer"
         # most models bring a template of their own: only another one is worth a place on the line

@@ -424,8 +424,11 @@ def held_bytes(
         count = math.prod(shape)
         if leaf in ("qweight", "weight_packed"):
             bits = 8 if tensor.dtype == torch.int8 else 4
+            columns = shape[-1] * width * 8 // bits
             if dense:
                 total += count * width * 8 // bits * dtype.itemsize
+            elif tiles and (shape[-2] % kernels.CPU_TILE or columns % 32):  # they become floats
+                total += math.prod(shape[:-2]) * padded(shape[-2], kernels.CPU_TILE) * columns * 4
             elif planes and width == 1:  # rows and columns padded to blocks of 128, and counters of the split sums
                 blocks = -(-shape[-1] * 8 // bits // 128)
                 total += math.prod(shape[:-2]) * padded(shape[-2]) * blocks * 16 * bits

@@ -65,6 +65,7 @@ def metadata_of(config: ModelConfig) -> dict:
         "feed_forward_length": config.intermediate_size, "block_count": config.num_hidden_layers,
         "attention.head_count": config.num_attention_heads, "attention.head_count_kv": config.num_key_value_heads,
         "attention.key_length": config.head_dim, "rope.dimension_count": config.head_dim,
+        "attention.value_length": config.head_dim,
         "attention.layer_norm_rms_epsilon": config.rms_norm_eps, "rope.freq_base": config.rope.theta,
     }  # fmt: skip
     if config.num_local_experts:
@@ -86,6 +87,8 @@ def metadata_of(config: ModelConfig) -> dict:
         data["attention.sliding_window"] = max(config.windows)
     if config.model_type in ("qwen2_moe", "qwen3_moe"):
         data |= {"feed_forward_length": 7, "expert_feed_forward_length": config.intermediate_size}
+    if config.shared_intermediate_size:
+        data |= {"expert_shared_feed_forward_length": config.shared_intermediate_size}
     if config.model_type == "granite":
         data |= {"attention.scale": config.attention_multiplier, "embedding_scale": config.embedding_multiplier}
         data |= {"residual_scale": config.residual_multiplier, "logit_scale": 1 / config.logits_multiplier}

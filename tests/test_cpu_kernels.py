@@ -23,6 +23,7 @@ from tiny import CTX, eagle_drafter, random_blocks, randomise, tiny_head
 import kernels
 import sampling
 import tree as trees
+from cli.report import in_parts
 from drafters.base import Draft, PlainDrafter
 from eagle_draft import EagleHead
 from engine import Engine, EngineConfig
@@ -32,7 +33,7 @@ from kernels.blocks import Part, pack_blocks, stack_blocks
 from kernels.packing import dequantize
 from model import Transformer
 from model_config import ModelConfig, RopeConfig
-from runtime.fused import fused_parts, stack, static_draft
+from runtime.fused import fused_parts, layers_in_parts, stack, static_draft
 from runtime.stepping import View
 from sampling import SamplingMode
 from sampling_params import SamplingParams
@@ -818,6 +819,27 @@ def test_a_tied_embedding_reads_its_rows_off_the_lm_head():
     for form in FORMS:
         packed, matrix = tiles(weight(form)), dequantize(weight(form), torch.float32)
         assert torch.equal(kernels.packed_rows(packed, tokens), matrix[tokens])
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    "shape,what",
+    [
+        ({}, {}),
+        (EXPERTS, {"experts": [0, 1]}),
+        ({"sinks": True}, {"attention sinks": [0, 1]}),
+        ({"residual_multiplier": 0.5}, {"a multiplied residual": [0, 1]}),
+        ({"norms": "after", "qk_norm": True, "wide_qk_norm": True}, {"norms over all heads": [0, 1]}),
+        ({"head_dim": 24}, {"heads of 24": [0, 1]}),
+        ({"intermediate_size": 44}, {"the form of a weight": [0, 1]}),
+    ],
+)
+def test_layers_that_run_in_parts_are_named_with_their_reason(shape, what, capsys):
+    """Catches a model that decodes more slowly than others of its size, without a word in the report."""
+    model = quantized_model("float32", **shape)
+    engine = Engine(model, config=EngineConfig(backend=backend()))
+    assert in_parts(engine) == layers_in_parts(model.layers) == what
+    assert (stack(model.layers) is None) == bool(what)
 
 
 @needs_kernels

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from test_model import run, tokens_of
 
 import kernels
+from cli.report import in_parts
 from kernels import cpu
 from load import load
 from model import Block, Transformer, chain_ancestors
@@ -143,6 +144,7 @@ def test_a_head_of_the_base_model_drafts_and_the_plan_counts_the_adapter(llama, 
     plain = load(llama[0], report=lines.append, **options)
     drafted = load(llama[0], drafter="ngram", **options)
     assert any("LoRA" in line and "21 linears, rank 9" in line for line in lines)
+    assert in_parts(plain) == {"an adapter beside the weights": [0, 1, 2]}
     texts = [
         e.generate([5, 6, 7, 5, 6], SamplingParams(max_new_tokens=40)).run()[0].token_ids for e in (plain, drafted)
     ]

@@ -32,6 +32,7 @@ class MemoryPlan:
     head: int
     kv: int
     buffers: int
+    lora: int = 0  # an adapter that is not merged
     graphs: int = 0  # an estimate of what a captured step keeps for its intermediate results
 
     @property
@@ -107,7 +108,8 @@ def plan_memory(checkpoint: Checkpoint, files: DraftFiles, options: LoadOptions)
     captured = options.compile and options.device == "cuda" and COMPILE_MODES[options.compile_mode].captured
     widest = max(config.hidden_size, config.intermediate_size, config.vocab_size)
     graphs = LIVE_ROWS * 4 * B * N * widest if captured else 0
-    return MemoryPlan(model_bytes(checkpoint, options), drafter, kv, buffers, graphs)
+    lora = checkpoint.adapter.bytes(element) if checkpoint.adapter and not checkpoint.merges(dtype) else 0
+    return MemoryPlan(model_bytes(checkpoint, options), drafter, kv, buffers, lora, graphs)
 
 
 def check_memory(plan: MemoryPlan, free: int, options: LoadOptions) -> None:

@@ -242,10 +242,10 @@ def add_shared(experts: nn.Module, x: Tensor, residual: Tensor | None) -> Tensor
     """The residual with what the shared expert of `Experts` or its like adds to it."""
     if experts.shared is None:
         return residual
-    # A sum has the same bits for a row alone and among others, which a matrix product with one output has not.
+    # A sum and exp have the same bits for a row alone and among others, which a matrix product and sigmoid have not.
     wide = torch.promote_types(x.dtype, torch.float32)
-    share = torch.sigmoid((x.to(wide) * experts.shared_gate.to(wide)).sum(-1, keepdim=True)).to(x.dtype)
-    added = share * experts.shared(x)
+    score = (x.to(wide) * experts.shared_gate.to(wide)).sum(-1, keepdim=True)
+    added = (1 / (1 + torch.exp(-score))).to(x.dtype) * experts.shared(x)
     return added if residual is None else residual + added
 
 

@@ -87,6 +87,10 @@ class LoadOptions:
     quant: str | None = option(
         "round float weights while they load, as quantize.py does without options; a drafter's stay", choices=QUANTS
     )
+    lora: str | None = option(
+        "LoRA adapter of the model in PEFT's layout, a folder; a draft head of the model goes on drafting",
+        metavar="DIR",
+    )
     threads: int | None = option(  # far more would end the process where OpenMP starts them
         "CPU threads (default: OMP_NUM_THREADS, or else one for each physical core)", least=1, most=4096
     )
@@ -232,6 +236,8 @@ class LoadOptions:
             raise UsageError("--kernels cpu runs C++ kernels, which are not compiled; leave --compile-mode out.")
         if self.activations != "int8" and self.kernel_mode != "cpu":
             raise UsageError("--activations float is about the CPU kernels, and others run here. Leave it out.")
+        if self.lora and self.tp:
+            raise UsageError("--tp splits no LoRA adapter yet; leave out --tp, or merge the adapter with PEFT.")
         if self.threads and (self.device or default_device()) != "cpu":
             raise UsageError("--threads is about a CPU, and this runs on a GPU; leave it out, or add --device cpu.")
         if self.device == "cuda" and not torch.cuda.is_available():
@@ -262,7 +268,8 @@ class LoadOptions:
 
         place = self.draft_checkpoint if draft else self.checkpoint
         checkpoint = Checkpoint.open(place, tiles=self.kernel_mode == "cpu")
-        return checkpoint.rounded(self.quant) if self.quant and not draft else checkpoint
+        checkpoint = checkpoint.rounded(self.quant) if self.quant and not draft else checkpoint
+        return checkpoint.adapted(self.lora) if self.lora and not draft else checkpoint
 
 
 class LoadKeywords(TypedDict, total=False):
@@ -277,6 +284,7 @@ class LoadKeywords(TypedDict, total=False):
     device: str | None
     dtype: str | None
     quant: str | None
+    lora: str | Path | None
     threads: int | None
     tp: int | None
     compile: bool

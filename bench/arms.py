@@ -35,7 +35,7 @@ LABELS = (SAME_TOKENS, SAME_DISTRIBUTION, OTHER_ENGINE)  # from the strongest pr
 NO_STOP = (2**31 - 1,)  # no token has this id, so decoding goes on to the length limit
 # Fields of LoadOptions that all arms share, and those that name files (looked up in the checkpoint's folder too).
 COMMON = (
-    "checkpoint", "device", "dtype", "quant", "threads", "ctx", "slots", "kernels", "activations", "overlap",
+    "checkpoint", "lora", "device", "dtype", "quant", "threads", "ctx", "slots", "kernels", "activations", "overlap",
     "compile", "compile_mode", "tp",
 )  # fmt: skip
 PATHS = ("eagle", "draft_checkpoint", "medusa")

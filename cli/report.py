@@ -16,6 +16,7 @@ import kernels
 from engine import Engine
 from load import load
 from ranks import RankedEngine
+from runtime.fused import layers_in_parts
 from runtime.results import GenerationResult
 from runtime.stepping import ASKED_FOR
 from sampling import SamplingParams
@@ -24,7 +25,7 @@ from support.machine import copy_bandwidth, describe_device, peak_memory, size_t
 from support.progress import Progress
 
 # options that the JSON holds as they are
-OPTIONS = ("checkpoint", "dtype", "eagle", "draft_checkpoint", "medusa", "ngram_nodes", "compile")
+OPTIONS = ("checkpoint", "dtype", "lora", "eagle", "draft_checkpoint", "medusa", "ngram_nodes", "compile")
 # settings that are reported where they differ from the default
 REPORTED = ("top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 
@@ -59,6 +60,7 @@ def result_json(
         "quant": engine.model.quant or "none",
         "device": describe_device(engine.model.device),
         "kernels": engine.backend.describe(),
+        "layers_in_parts": in_parts(engine),
         **ranks_json(engine),
         "break_even_tau": engine.break_even_tau or None,
         "peak_memory_bytes": peak_memory(engine.model.device),
@@ -122,6 +124,7 @@ class Report:
         options = engine.options
         quant = engine.model.quant
         name = Path(options.checkpoint).name or options.checkpoint
+        name += f" + {Path(options.lora).name}" if options.lora else ""
         what = f"{quant}  {options.dtype}" if quant else options.dtype
         template = engine.tokenizer.chat_template_source or "" if engine.tokenizer else "no tokenizer"
         # most models bring a template of their own: only another one is worth a place on the line
@@ -132,6 +135,9 @@ class Report:
         device = describe_device(engine.model.device)
         whose = f" of each of {engine.ranks.size} ranks" if isinstance(engine, RankedEngine) else ""
         self.line(f"device  {device}     plan{whose} {engine.plan}   loaded in {seconds:.1f} s")
+        if parts := in_parts(engine):
+            named = ", ".join(f"{_ranges(numbers)} ({what})" for what, numbers in parts.items())
+            self.line(f"layers  in several calls of the C++ kernels, not in one: {named}")
 
     def tail(
         self,
@@ -169,6 +175,27 @@ class Report:
         reasons = ", ".join(result.stop_reason for result in results)
         lines.append(f"stop     {reasons}        {'  '.join(_settings(engine, params, suggested))}")
         self.line("\n".join(lines))
+
+
+def in_parts(engine: Engine) -> dict[str, list[int]]:
+    """The layers that the C++ kernels do not run in one call, by the reason. Empty where other kernels run."""
+    layers = engine.model.layers
+    if engine.backend.mode != "cpu" or engine.config.compile:
+        return {}
+    if engine.state.kv.dtype == torch.int8:
+        return {"an int8 cache": list(range(len(layers)))}
+    return layers_in_parts(layers)
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Ascending numbers as a text: 0-2, 5."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and runs[-1][-1] == number - 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
 
 
 def _drafter(engine: Engine) -> str:

@@ -521,6 +521,23 @@ void multiply_exact(const Weight& w, const float* x, int64_t tile, float (*out)[
   for (int r = 0; r < R; ++r) _mm256_storeu_ps(out[r], acc[r]);
 }
 
+// One of GATES in kernels/linear.py of eight values, times `up`.
+inline __m256 gate_eight(int64_t kind, __m256 value, __m256 up) {
+  const __m256 one = _mm256_set1_ps(1.f), limit = _mm256_set1_ps(7.f);
+  __m256 factor = one;
+  if (kind == 2) {  // GELU: (1 + tanh(u)) / 2 = 1 / (1 + e^-2u)
+    const __m256 square = _mm256_mul_ps(value, value);
+    factor = _mm256_mul_ps(_mm256_set1_ps(1.59576912f), _mm256_fmadd_ps(square, _mm256_set1_ps(0.044715f), one));
+  }
+  if (kind == 3) {  // clamped; a NaN is the second operand, and stays
+    value = _mm256_min_ps(limit, value);
+    up = _mm256_add_ps(_mm256_max_ps(_mm256_set1_ps(-7.f), _mm256_min_ps(limit, up)), one);
+    factor = _mm256_set1_ps(1.702f);
+  }
+  const __m256 negative = _mm256_sub_ps(_mm256_setzero_ps(), _mm256_mul_ps(value, factor));
+  return _mm256_mul_ps(_mm256_div_ps(value, _mm256_add_ps(one, exponential(negative))), up);
+}
+
 struct Epilogue {
   const float *bias, *residual;
   float* out;
@@ -536,10 +553,7 @@ struct Epilogue {
     if (gated) {
       __m256 other = _mm256_loadu_ps(up);
       if (bias) other = _mm256_add_ps(other, _mm256_loadu_ps(bias + n + first));
-      const __m256 one = _mm256_set1_ps(1.f), square = _mm256_mul_ps(value, value);
-      const __m256 factor = gated == 1 ? one : _mm256_mul_ps(_mm256_set1_ps(1.59576912f), _mm256_fmadd_ps(square, _mm256_set1_ps(0.044715f), one));
-      const __m256 negative = _mm256_sub_ps(_mm256_setzero_ps(), _mm256_mul_ps(value, factor));  // GELU: (1 + tanh(u)) / 2 = 1 / (1 + e^-2u)
-      value = _mm256_mul_ps(_mm256_div_ps(value, _mm256_add_ps(one, exponential(negative))), other);
+      value = gate_eight(gated, value, other);
     }
     const int64_t at = row * n + first;
     if (residual) value = _mm256_add_ps(value, _mm256_loadu_ps(residual + at));
@@ -760,6 +774,26 @@ Tensor linear(const Tensor& x, const Tensor& codes, const std::optional<Tensor>&
   const Linear layer(codes, scales ? &*scales : nullptr, mins ? &*mins : nullptr, floats(bias));
   Tensor out = torch::stable::new_empty(x, {x.size(0), gated ? layer.n / 2 : layer.n});
   layer(floats(x), x.size(0), floats(residual), gated, round, floats(out));
+  return out;
+}
+
+// y [M, 2 I] -> [M, I]: the gate of the first half times the second half.
+Tensor gate(const Tensor& y, int64_t kind) {
+  const int64_t M = y.size(0), I = y.size(1) / 2;
+  Tensor out = torch::stable::new_empty(y, {M, I});
+  const float* const from = floats(y);
+  float* const to = floats(out);
+  parallel_for(0, M, std::max<int64_t>(1, 16384 / std::max<int64_t>(1, I)), [&](int64_t a, int64_t b) {
+    for (int64_t row = a; row < b; ++row)
+      for (int64_t at = 0; at < I; at += 8) {
+        alignas(32) float values[3][8] = {};
+        const int64_t count = std::min<int64_t>(8, I - at);
+        std::copy_n(from + row * 2 * I + at, count, values[0]);
+        std::copy_n(from + row * 2 * I + I + at, count, values[1]);
+        _mm256_store_ps(values[2], gate_eight(kind, _mm256_load_ps(values[0]), _mm256_load_ps(values[1])));
+        std::copy_n(values[2], count, to + row * I + at);
+      }
+  });
   return out;
 }
 
@@ -1282,6 +1316,7 @@ double seconds_alone() { return Team::of_process().seconds_alone(); }
 STABLE_TORCH_LIBRARY_FRAGMENT(eaglet_cpu, m) {
   m.def("linear(Tensor x, Tensor codes, Tensor? scales, Tensor? mins, Tensor? bias, Tensor? residual, int gated, "
         "bool round) -> Tensor");
+  m.def("gate(Tensor y, int kind) -> Tensor");
   m.def("rows(Tensor ids, Tensor codes, Tensor? scales, Tensor? mins) -> Tensor");
   m.def("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor");
   m.def("rope_write_kv(Tensor qkv, Tensor cos, Tensor sin, Tensor(a!) kv, Tensor slots, Tensor? q_weight, "
@@ -1299,6 +1334,7 @@ STABLE_TORCH_LIBRARY_IMPL(eaglet_cpu, CompositeExplicitAutograd, m) { m.impl("se
 
 STABLE_TORCH_LIBRARY_IMPL(eaglet_cpu, CPU, m) {
   m.impl("linear", TORCH_BOX(&linear));
+  m.impl("gate", TORCH_BOX(&gate));
   m.impl("rows", TORCH_BOX(&rows));
   m.impl("rms_norm", TORCH_BOX(&rms_norm));
   m.impl("rope_write_kv", TORCH_BOX(&rope_write_kv));

@@ -66,5 +66,5 @@ def from_tiles(tiles: Tensor, bits: int) -> Tensor:
 
 
 def tile_scales(scales: Tensor) -> Tensor:
-    """scales [groups, N] -> [N / 8, groups, 8]."""
-    return scales.unflatten(1, (-1, TILE)).transpose(0, 1).contiguous()
+    """scales [..., groups, N] -> [..., N / 8, groups, 8]."""
+    return scales.unflatten(-1, (-1, TILE)).transpose(-3, -2).contiguous()

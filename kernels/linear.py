@@ -24,6 +24,7 @@ from kernels.backend import (
     round_activations,
     tl,
     triton,
+    use_cpu,
     use_triton,
     wait_for_the_kernel_before,
 )
@@ -382,7 +383,13 @@ def launch_arguments(
 
 
 def gate(y: Tensor, gated: int) -> Tensor:
-    """One of GATES: activation(first half) * second half of y [..., 2 I]."""
+    """One of GATES: activation(first half) * second half of y [..., 2 I].
+
+    torch's own SiLU, GELU and sigmoid give an element other bits at the end of a tensor than inside.
+    """
+    if use_cpu("packed_linear", y):
+        rows = torch.ops.eaglet_cpu.gate.default(y.reshape(-1, y.shape[-1]).contiguous(), gated)
+        return rows.view(*y.shape[:-1], -1)
     first, up = y.chunk(2, -1)
     if gated == GATES["swiglu_clamped"]:
         first = first.clamp(max=7.0)
@@ -418,7 +425,7 @@ def packed_linear(
     No host sync. With layout 'planes', up to SMALL_M rows run our kernel, more rows dequantize the weight and
     use cuBLAS. Bias and epilogue are computed in float32 in our kernel, and in x's dtype elsewhere.
     """
-    if gated == GATES["swiglu_clamped"]:
+    if gated == GATES["swiglu_clamped"] and weight.layout != "tiles":
         return _widened(epilogue(packed_linear(x, weight, bias), None, residual, gated), wide)
     x = weight.reorder(x)
     if weight.correction is not None:
@@ -432,10 +439,12 @@ def packed_linear(
         y = planes_linear(x, *weight.parts(), bias, own, 0 if apart else gated, wide and not apart)
         return _widened(epilogue(y, None, residual, gated), wide) if apart else y
     if weight.layout == "tiles":
-        if gated and weight.n % (2 * cpu.TILE):  # a tile holds rows of both halves
-            return _widened(epilogue(packed_linear(x, replace(weight, perm=None), bias), None, residual, gated), wide)
         # Activations of another dtype, as torch.autocast makes them, are computed with in float32.
         rows, stored = x.reshape(-1, weight.k).float().contiguous(), (weight.weight, weight.scales, weight.mins)
+        if weight.n % (cpu.TILE << (gated > 0)):  # the last tile is not full, or one holds rows of both halves
+            y = torch.ops.eaglet_cpu.linear.default(rows, *stored, None, None, 0, round_activations())
+            y = y[:, : weight.n].unflatten(0, x.shape[:-1]).to(x.dtype)
+            return _widened(epilogue(y, bias, residual, gated), wide)
         residual = None if residual is None else residual.reshape(len(rows), -1).float().contiguous()
         y = torch.ops.eaglet_cpu.linear.default(rows, *stored, bias, residual, gated, round_activations())
         return _widened(y.unflatten(0, x.shape[:-1]).to(x.dtype), wide)

@@ -146,6 +146,7 @@ class PackedTensors(NamedTuple):
     scales: Tensor | None
     zeros: Tensor | None
     counters: Tensor | None
+    mins: Tensor | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -180,10 +181,10 @@ class PackedWeight:
         return self.weight.shape[-1] == 4 * panel_words(4, self.group_size, True) if inside else self.zeros is not None
 
     def parts(self) -> tuple[PackedTensors, list[int]]:
-        """This weight for an operator, which `from_parts` turns back: without mins, perm and correction."""
+        """This weight for an operator, which `from_parts` turns back: without perm and correction."""
         numbers = [LAYOUTS.index(self.layout), self.bits, self.group_size, self.n, self.k]
         tiling = [*self.config[:4], int(self.config.accumulate == "float16")]
-        return PackedTensors(self.weight, self.scales, self.zeros, self.counters), numbers + tiling
+        return PackedTensors(self.weight, self.scales, self.zeros, self.counters, self.mins), numbers + tiling
 
     def reorder(self, x: Tensor) -> Tensor:
         """The columns of x [..., K] in the order in which the weight stores them."""
@@ -260,7 +261,7 @@ def dequantize(weight: PackedWeight, dtype: torch.dtype, fused: bool = False) ->
     if weight.layout == "tiles" and weight.weight.dim() == 1:  # as a file has quantized it
         return packed_rows(weight, torch.arange(weight.n)).to(dtype)
     if weight.layout == "tiles" and weight.bits >= 16:
-        return weight.weight.transpose(1, 2).reshape(weight.n, weight.k).to(dtype)
+        return weight.weight.mT.flatten(-3, -2)[..., : weight.n, :].to(dtype)
     if weight.layout == "dense" or weight.bits == 16:
         return weight.weight.to(dtype)
     if fused:
@@ -294,10 +295,11 @@ def _tiles_problem(plain: PackedWeight, dtype: torch.dtype) -> str:
     """Why the CPU kernels cannot multiply with a weight, or ""."""
     if dtype != torch.float32:
         return "the dtype is not float32"
-    if plain.weight.dim() > 2:
-        return "a weight is one of experts"
-    fits = cpu.fits(plain.n, plain.k, plain.group_size)
-    return "" if fits else f"a weight [{plain.n}, {plain.k}] does not divide into tiles of {cpu.TILE} x {cpu.BLOCK}"
+    if cpu.fits(plain.n, plain.k, plain.group_size):
+        return ""
+    return (
+        f"a weight [{plain.n}, {plain.k}] becomes floats, as it does not divide into tiles of {cpu.TILE} x {cpu.BLOCK}"
+    )
 
 
 def _choose_layout(plain: PackedWeight, dtype: torch.dtype) -> str:
@@ -328,7 +330,10 @@ def _pack(
     if layout == "auto":
         layout = _choose_layout(plain, dtype)
     if layout == "dense":
-        return replace(plain, layout=layout, weight=dequantize(plain, dtype), scales=None, zeros=None, mins=None)
+        floats = dequantize(plain, dtype)
+        if use_cpu("packed_linear", floats):  # in whose product a row has the same bits at every width
+            return replace(_float_tiles(floats), perm=plain.perm)
+        return replace(plain, layout=layout, weight=floats, scales=None, zeros=None, mins=None)
     if layout == "cpu":
         codes = _unpack_nibbles(plain.weight).to(torch.int32)
         packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1)
@@ -384,12 +389,14 @@ def _to_tiles(plain: PackedWeight, reuse: bool) -> PackedWeight:
     reuse: the tiles take the place of the codes, which are as long.
     """
     place = plain.weight if reuse and plain.weight.is_contiguous() else torch.empty_like(plain.weight)
-    tiles = place.view(torch.uint8).view(plain.n // cpu.TILE, plain.k // cpu.BLOCK, 32 * plain.bits)
+    lead = plain.weight.shape[:-2]  # experts
+    tiles = place.view(torch.uint8).view(*lead, plain.n // cpu.TILE, plain.k // cpu.BLOCK, 32 * plain.bits)
     rows = 4096  # at a time, so that an LM head takes little more than its place
-    for stored, out in zip(plain.weight.split(rows), tiles.split(rows // cpu.TILE), strict=True):
-        codes = _unpack_nibbles(stored) if plain.bits == 4 else stored.view(torch.uint8) ^ 128  # 128 more
+    stored = plain.weight.flatten(0, -2)
+    for part, out in zip(stored.split(rows), tiles.flatten(0, -3).split(rows // cpu.TILE), strict=True):
+        codes = _unpack_nibbles(part) if plain.bits == 4 else part.view(torch.uint8) ^ 128  # 128 more
         out.copy_(cpu.to_tiles(codes, plain.bits))
-    scales, mins = plain.scales.view(-1, plain.n), plain.mins
+    scales, mins = plain.scales.view(*lead, -1, plain.n), plain.mins
     if plain.zeros is not None:
         mins = -plain.zeros.float() * scales.float()
     mins = None if mins is None else cpu.tile_scales(mins)
@@ -398,12 +405,13 @@ def _to_tiles(plain: PackedWeight, reuse: bool) -> PackedWeight:
 
 def _from_tiles(tiles: PackedWeight) -> PackedWeight:
     """The same weight in layout 'plain', with mins where `_to_tiles` made them from zeros."""
-    codes = cpu.from_tiles(tiles.weight, tiles.bits)
-    scales, mins = (None if t is None else t.transpose(0, 1).flatten(1) for t in (tiles.scales, tiles.mins))
+    codes = cpu.from_tiles(tiles.weight.flatten(0, -3), tiles.bits)
+    codes = codes.view(*tiles.weight.shape[:-3], tiles.n, tiles.k)
+    scales, mins = (None if t is None else t.transpose(-3, -2).flatten(-2) for t in (tiles.scales, tiles.mins))
     if tiles.bits == 8:
-        scales = scales if tiles.group_size else scales[0]
+        scales = scales if tiles.group_size else scales[..., 0, :]
         return replace(tiles, layout="plain", weight=(codes.to(torch.int16) - 128).to(torch.int8), scales=scales)
-    packed = codes[:, 0::2] | (codes[:, 1::2] << 4)
+    packed = codes[..., 0::2] | (codes[..., 1::2] << 4)
     return replace(tiles, layout="plain", weight=packed, scales=scales, mins=mins)
 
 
@@ -456,18 +464,19 @@ def pack_int8(
 def pack_float(weight: Tensor) -> PackedWeight | None:
     """A float weight [..., N, K] for the kernels of the active backend, its values unchanged. None if none takes it.
 
-    Triton reads a 16-bit weight where it lies. The CPU kernels take a float32 matrix [N, K] whose N divides into
-    tiles, in 16 bits if those hold all of its values exactly.
+    Triton reads a 16-bit weight where it lies. The CPU kernels take a float32 weight in tiles, of which the last has rows
+    of zeros where N does not divide, in 16 bits if those hold all of its values exactly.
     """
-    n, k = weight.shape[-2:]
     weight = weight.detach()
     if weight.dtype in (torch.float16, torch.bfloat16) and use_triton("packed_linear", weight):
         return pack_half(weight, "planes")
-    problem = f"a weight [{n}, {k}] does not divide into tiles of {cpu.TILE} rows" if n % cpu.TILE else ""
-    if weight.dim() > 2 or not use_cpu("packed_linear", weight, problem=problem):
-        return None
+    return _float_tiles(weight) if use_cpu("packed_linear", weight) else None
+
+
+def _float_tiles(weight: Tensor) -> PackedWeight:
+    n, k = weight.shape[-2:]
     stored = next((t for t in (weight.bfloat16(), weight.half()) if torch.equal(t.float(), weight)), weight)
-    tiles = stored.view(-1, cpu.TILE, k).transpose(1, 2).contiguous()
+    tiles = F.pad(stored, (0, 0, 0, -n % cpu.TILE)).unflatten(-2, (-1, cpu.TILE)).mT.contiguous()
     return PackedWeight("tiles", 8 * tiles.itemsize, 0, n, k, tiles)
 
 

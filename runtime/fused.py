@@ -32,6 +32,7 @@ from kernels.records import (
 )
 from model import MLP, Block, RMSNorm, Transformer, normed_by
 from step import accept_and_commit
+from weights.lora import LoraLinear
 from weights.quantized import QuantLinear, TiedEmbedding
 
 
@@ -147,20 +148,41 @@ def stack(layers: Sequence[nn.Module], norm: Tensor | None = None, input_norm: b
     return torch.ops.eaglet_cpu.stack_layers.default(flat(weights), norm, windows, rotations, *numbers)
 
 
+def layer_problem(layer: nn.Module) -> str:
+    """What of a layer the C++ kernels do not have, so that they cannot run it in one call, or ""."""
+    attention, mlp = layer.attention, layer.mlp
+    lacking = {
+        "experts": not isinstance(mlp, MLP),
+        f"heads of {attention.head_dim}": attention.head_dim % 16,
+        "norms over all heads": attention.wide_norm,
+        "a multiplied residual": attention.multiplier != 1,
+        "attention sinks": attention.sinks is not None,
+    }
+    if found := [what for what, lacks in lacking.items() if lacks]:
+        return found[0]
+    linears = attention.qkv, attention.o, mlp.gate_up, mlp.down
+    if any(isinstance(linear, LoraLinear) for linear in linears):
+        return "an adapter beside the weights"
+    halves = mlp.gate_up.packed.n % (2 * kernels.CPU_TILE) if isinstance(mlp.gate_up, QuantLinear) else 0
+    # of gate and up a tile would hold rows of both
+    return "the form of a weight" if halves or None in map(linear_weights, linears) else ""
+
+
+def layers_in_parts(layers: Sequence[nn.Module]) -> dict[str, list[int]]:
+    """The numbers of the layers that the C++ kernels do not run in one call, by what they lack (`layer_problem`)."""
+    found: dict[str, list[int]] = {}
+    for i, layer in enumerate(layers):
+        if problem := layer_problem(layer):
+            found.setdefault(problem, []).append(i)
+    return found
+
+
 def layer_weights(layer: nn.Module, input_norm: bool) -> LayerWeights | None:
     """The weights of a layer, or None if the C++ kernels do not have all of it."""
+    if layer_problem(layer):
+        return None
     attention, mlp = layer.attention, layer.mlp
-    if (
-        not isinstance(mlp, MLP)
-        or attention.head_dim % 16
-        or attention.wide_norm
-        or attention.multiplier != 1
-        or attention.sinks is not None
-    ):
-        return None
     linears = [linear_weights(linear) for linear in (attention.qkv, attention.o, mlp.gate_up, mlp.down)]
-    if None in linears or mlp.gate_up.packed.n % (2 * kernels.CPU_TILE):  # a tile would hold rows of both halves
-        return None
     after = (layer.attention_norm, layer.mlp_norm) if isinstance(layer, Block) else (None, None)
     norms = (
         layer.input_norm if input_norm else None,
@@ -176,7 +198,7 @@ def layer_weights(layer: nn.Module, input_norm: bool) -> LayerWeights | None:
 def linear_weights(linear: nn.Module) -> LinearWeights | None:
     """A linear layer, or None if the C++ kernels do not have it."""
     packed = linear.packed if isinstance(linear, QuantLinear) else None
-    if packed is None or packed.layout != "tiles" or packed.perm is not None:
+    if packed is None or packed.layout != "tiles" or packed.perm is not None or packed.n % kernels.CPU_TILE:
         return None
     return LinearWeights(packed.weight, packed.scales, packed.mins, linear.bias)
 

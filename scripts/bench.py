@@ -45,7 +45,7 @@ from support.progress import Progress
 from weights.quantized import weights_digest
 
 # options that all arms share
-SHARED = ("checkpoint", "compile", "kernels", "overlap", "device", "dtype", "quant", "threads", "ctx", "tp")
+SHARED = ("checkpoint", "lora", "compile", "kernels", "overlap", "device", "dtype", "quant", "threads", "ctx", "tp")
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -97,6 +97,8 @@ def settings_of(args: argparse.Namespace) -> Settings:
         raise UsageError("--head belongs to --suite; another arm is --arm NAME=eagle=HEAD.")
     if (args.tp or 1) > 1 and (args.shape or args.baseline):
         raise UsageError("--tp splits a checkpoint among our own engines; leave --shape and --baseline out.")
+    if args.lora and (args.shape or args.baseline):
+        raise UsageError("--lora changes a checkpoint of ours; leave --shape and --baseline out.")
     if (args.tp or 1) > 1 and args.clients:
         raise UsageError("--clients measures one process; leave --tp out.")
     given = {f.name: vars(args)[f.name] for f in fields(Settings) if f.name in vars(args)}

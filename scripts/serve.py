@@ -41,7 +41,11 @@ def build_parser() -> argparse.ArgumentParser:
         help="a site whose pages may use this server, such as https://example.org; *: all; may be repeated")  # fmt: skip
     add("--allowed-host", metavar="NAME", action="append", default=[],
         help="a further name of this server where no key is set, such as a container's; may be repeated")  # fmt: skip
-    add("--model-name", metavar="NAME", help="what the API calls the model (default: the name of its folder or file)")
+    add(
+        "--model-name",
+        metavar="NAME",
+        help="what the API calls the model (default: the name of its folder or file, or the adapter's)",
+    )
     add("--template", metavar="NAME", help="chat template: vicuna, llama-2-chat, mixtral, or one of the model's")
     add("-q", "--quiet", action="store_true", help="no line for each request")
     add = parser.add_argument_group("limits").add_argument
@@ -114,7 +118,7 @@ def settings_of(args: argparse.Namespace) -> ServeSettings:
     loopback = is_loopback(args.host)
     keys = args.api_key or [key for key in [os.environ.get(KEY_VARIABLE)] if key]
     return ServeSettings(
-        model=args.model_name or Path(args.checkpoint).resolve().name,
+        model=args.model_name or Path(args.lora or args.checkpoint).resolve().name,
         api_keys=tuple(keys or ([] if loopback else [secrets.token_urlsafe(24)])),
         cors_origins=tuple(args.cors_origin),
         allowed_hosts=tuple(args.allowed_host),

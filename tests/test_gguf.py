@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import re
 import subprocess
 import sys
@@ -36,7 +37,7 @@ from tokenizer import load_tokenizer
 from weights.checkpoint import Checkpoint
 from weights.gguf import GGUFFile
 from weights.gguf_metadata import SPLITS
-from weights.hf import EXPERT_NAMES, hf_views, unpacked
+from weights.hf import EXPERT_NAMES, as_stored, hf_views, unpacked
 from weights.quantized import FloatLinear, QuantLinear, pack_
 
 gguf = pytest.importorskip("gguf")
@@ -47,10 +48,12 @@ NAMES = {
     "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm", "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm",
     "block_sparse_moe.gate": "ffn_gate_inp", "pre_feedforward_layernorm": "ffn_norm",
-    "post_feedforward_layernorm": "post_ffw_norm", "mlp.gate": "ffn_gate_inp",
-}  # fmt: skip
+    "post_feedforward_layernorm": "post_ffw_norm", "mlp.gate": "ffn_gate_inp", "self_attn.qkv_proj": "attn_qkv",
+    "mlp.gate_up_proj": "ffn_up", "mlp.shared_expert_gate": "ffn_gate_inp_shexp", "post_mlp_layernorm": "post_ffw_norm",
+    "post_self_attn_layernorm": "post_attention_norm",
+} | {f"mlp.shared_expert.{x}_proj": f"ffn_{x}_shexp" for x in ("gate", "up", "down")}  # fmt: skip
 ARCHITECTURES = {"mixtral": "llama", "mistral": "llama", "gemma3_text": "gemma3", "olmo3": "olmo2"}
-ARCHITECTURES |= {"qwen3_moe": "qwen3moe"}
+ARCHITECTURES |= {"qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe"}
 READ_TYPES = "Q2_K Q3_K Q4_K Q5_K Q6_K IQ4_NL IQ4_XS".split()  # the package can only read them
 OTHER_TYPES = "F32 F16 BF16 Q8_0 Q4_0 Q4_1 Q5_0 Q5_1".split()
 
@@ -62,6 +65,7 @@ def metadata_of(config: ModelConfig) -> dict:
         "feed_forward_length": config.intermediate_size, "block_count": config.num_hidden_layers,
         "attention.head_count": config.num_attention_heads, "attention.head_count_kv": config.num_key_value_heads,
         "attention.key_length": config.head_dim, "rope.dimension_count": config.head_dim,
+        "attention.value_length": config.head_dim,
         "attention.layer_norm_rms_epsilon": config.rms_norm_eps, "rope.freq_base": config.rope.theta,
     }  # fmt: skip
     if config.num_local_experts:
@@ -73,8 +77,18 @@ def metadata_of(config: ModelConfig) -> dict:
         data["rope.freq_base_swa"] = config.window_rope.theta
     if config.attention_cap:
         data |= {"attn_logit_softcapping": config.attention_cap, "final_logit_softcapping": config.logits_cap}
-    if config.model_type == "qwen3_moe":
+    if config.rope.partial != 1:
+        data["rope.dimension_count"] = int(config.head_dim * config.rope.partial)
+    if config.rope.kind == "longrope":
+        data["rope.scaling.original_context_length"] = config.rope.original_max_positions
+        growth = math.log(config.rope.factor) / math.log(config.rope.original_max_positions)
+        data["rope.scaling.attn_factor"] = math.sqrt(1 + growth)
+    if config.model_type == "phi3" and max(config.windows):
+        data["attention.sliding_window"] = max(config.windows)
+    if config.model_type in ("qwen2_moe", "qwen3_moe"):
         data |= {"feed_forward_length": 7, "expert_feed_forward_length": config.intermediate_size}
+    if config.shared_intermediate_size:
+        data |= {"expert_shared_feed_forward_length": config.shared_intermediate_size}
     if config.model_type == "granite":
         data |= {"attention.scale": config.attention_multiplier, "embedding_scale": config.embedding_multiplier}
         data |= {"residual_scale": config.residual_multiplier, "logit_scale": 1 / config.logits_multiplier}
@@ -95,8 +109,9 @@ def tensors_of(checkpoint: Checkpoint) -> dict[str, np.ndarray]:
     """A model's weights under llama.cpp's names, in float32."""
     config, found = checkpoint.config, {}
     permutes = config.model_type in ("granite", "llama", "mistral", "mixtral", "smollm3")
-    views = hf_views(checkpoint.load(dtype=torch.float32))
-    norm = "ffn_norm" if config.norms == "before" else "post_attention_norm"
+    views = as_stored(hf_views(checkpoint.load(dtype=torch.float32)), replace(config, norm_offset=0.0))
+    before = config.norms == "before" and config.model_type != "seed_oss"
+    norm = "ffn_norm" if before or config.model_type == "glm4" else "post_attention_norm"
     names = NAMES | {"post_attention_layernorm": norm}
     for name, view in views.items():
         base, _, kind = name.rpartition(".")
@@ -106,8 +121,12 @@ def tensors_of(checkpoint: Checkpoint) -> dict[str, np.ndarray]:
         layer, _, rest = base.partition(".")
         ours = f"blk.{layer}.{names[rest]}" if layer.isdigit() else names[base]
         heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}.get(names.get(rest))
-        value = view.numpy()
+        value = view.numpy() if rest != "mlp.shared_expert_gate" else view[0].numpy()  # a vector, as a router's bias
         found[f"{ours}.{kind}"] = permuted(value, heads) if heads and permutes else value
+    if config.rope.kind == "longrope":
+        found |= {
+            f"rope_factors_{x}.weight": np.float32(getattr(config.rope, f"{x}_factor")) for x in ("short", "long")
+        }
     for i in range(config.num_hidden_layers if config.num_local_experts else 0):
         place, matrices = EXPERT_NAMES[config.model_type]
         for ours, theirs in zip(("gate", "up", "down"), matrices, strict=True):
@@ -192,6 +211,7 @@ def test_only_a_file_of_floats_is_rounded_at_load(tmp_path):
 
 FAMILIES = "llama llama-mha llama-bias codellama linear yarn mistral-full mixtral qwen2 qwen3".split()
 FAMILIES += "gemma2 gemma3 granite olmo2 olmo3 qwen3_moe-normed smollm3-default".split()
+FAMILIES += "phi3 phi3-partial phi3-long glm4 exaone4 exaone4-full seed_oss qwen2_moe ernie4_5".split()
 
 
 @pytest.mark.parametrize("family", FAMILIES)

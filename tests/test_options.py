@@ -41,6 +41,7 @@ TYPED = {
     "device": ("cpu", "cpu"),
     "dtype": ("bfloat16", "bfloat16"),
     "quant": ("int4", "int4"),
+    "lora": ("models/l", "models/l"),
     "threads": ("3", 3),
     "tp": ("2", 2),
     "compile": (None, True),

@@ -34,6 +34,7 @@ from weights.hf import (
     read_meta_entries,
     token_ids,
 )
+from weights.lora import Adapter, add_, read_adapter
 from weights.mxfp4 import fill_mxfp4, float_entries, kept_experts
 from weights.quantized import QuantSpec, apply_spec_, read_spec
 from weights.rounding import fill_rounded, half_of
@@ -63,6 +64,7 @@ class Checkpoint:
     # generation_config.json: how the model wants to be sampled
     generation: dict[str, Any] = field(default_factory=dict)
     tiles: bool = False  # whether experts in MXFP4 keep their bits
+    adapter: Adapter | None = None
 
     @classmethod
     def open(cls, directory: str | Path, tiles: bool = False) -> Checkpoint:
@@ -129,7 +131,7 @@ class Checkpoint:
         note = self.gguf.float_note(self._packed) if self.gguf and not self.spec else ""
         if self.kind == "mxfp4" and not self.tiles and not self.spec:
             note = f"experts of {self.directory.name} became floats: only the CPU kernels keep MXFP4."
-        return [note] if note else []
+        return [text for text in (note, f"LoRA {self.adapter}" if self.adapter else "") if text]
 
     @cached_property
     def _packed(self) -> dict[str, list[str]]:
@@ -209,6 +211,16 @@ class Checkpoint:
         dtype = half_of(embedding.dtype if embedding else None)
         return replace(self, spec=spec, config=replace(self.config, dtype=str(dtype).removeprefix("torch.")))
 
+    def adapted(self, folder: str | Path) -> Checkpoint:
+        """The same checkpoint with a LoRA adapter. Raises ValueError in one line for one that does not fit."""
+        return replace(self, adapter=read_adapter(folder, self.config))
+
+    def merges(self, dtype: torch.dtype) -> bool:
+        """Whether the adapter becomes part of the matrices: where those are floats of the dtype that they are stored in,
+        and not of 16 bits, or float64."""
+        floats = (torch.float64, torch.float32 if self.config.dtype == "float32" else torch.float64)
+        return self.quantization is None and dtype in floats
+
     def sharded(self, shard: Shard) -> Checkpoint:
         """The part of the same checkpoint that one of several processes holds. Raises UsageError if there is none."""
         if self.spec and self.spec.mode == "int8":
@@ -262,6 +274,8 @@ class Checkpoint:
             fill_hf(model, self.entries, where, to)
         if self.shard:
             connect_(model, self.shard)
+        if self.adapter:
+            add_(model, self.adapter, self.merges(to.dtype))
         model.set_quantization(None if floats else quantization)
         longest = self.config.max_positions
         model.rotary.build(device, min(max_positions or longest, longest))

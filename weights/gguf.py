@@ -14,7 +14,7 @@ import mmap
 import re
 import struct
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,7 +33,7 @@ from support.reader import is_a
 from weights.files import Destination, Entries, Entry, Spans, check_entries, check_finite
 from weights.gguf_metadata import ARCHITECTURES, REORDERED, TOKEN_LISTS, hf_config, tokenizer_files
 from weights.gguf_types import BY_NAME, FLOAT_TYPES, FORMATS, TYPES, read_blocks
-from weights.hf import EXPERT_NAMES, hf_views, norm_names, parameter_sources, read_parameter
+from weights.hf import EXPERT_NAMES, FUSED_GATE_UP, head_order, hf_views, norm_names, parameter_sources, read_parameter
 from weights.quantized import QuantEmbedding, TiedEmbedding, set_tensor
 from weights.shards import Shard
 from weights.stored import install
@@ -51,10 +51,16 @@ LAYER = {
     "attn_output": "self_attn.o_proj",
     "attn_q_norm": "self_attn.q_norm",
     "attn_k_norm": "self_attn.k_norm",
+    "attn_qkv": "self_attn.qkv_proj",
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+ROTATIONS = ("rope_freqs", "rope_factors_short", "rope_factors_long")
 NORMS = ("attn_norm", "post_attention_norm", "ffn_norm", "post_ffw_norm")  # before and after attention and the MLP
 
 
@@ -210,9 +216,19 @@ class GGUFFile:
         Raises ValueError in one line for an architecture or a setting that is not implemented.
         """
         with _one_line_errors(self.path):
-            divisors = self.tensors.get("rope_freqs.weight")
-            rotation = None if divisors is None else self._read(divisors)
-            return hf_config(self.metadata, self.tensors, rotation, str(self.path))
+            rotations = {name: self.tensors.get(f"{name}.weight") for name in ROTATIONS}
+            read = {name: self._read(tensor) for name, tensor in rotations.items() if tensor}
+            return hf_config(self.metadata, self.tensors, read, str(self.path))
+
+    @cached_property
+    def _turning(self) -> tuple[np.ndarray | None, float]:
+        """The rows of a head of Q or K here, in the order of our rows, None if that is their order; and the share of V in
+        a matrix of Q, K and V."""
+        config = ModelConfig.from_hf(self.config(), str(self.path))
+        neighbours = config.neighbours or self.metadata["general.architecture"] in REORDERED
+        order = head_order(replace(config, neighbours=neighbours))
+        q, kv = config.num_attention_heads, config.num_key_value_heads
+        return None if order is None else order.numpy(), kv / (q + 2 * kv)
 
     @cached_property
     def sources(self) -> dict[str, tuple[GGUFTensor, int | None]]:
@@ -221,6 +237,10 @@ class GGUFFile:
         names = LAYER | dict(zip(NORMS, norm_names(family), strict=True))
         place, matrices = EXPERT_NAMES.get(family, EXPERT_NAMES["mixtral"])
         names["ffn_gate_inp"] = f"{place}.gate"
+        if family == "seed_oss":
+            names["post_attention_norm"] = "post_attention_layernorm"  # what other files call ffn_norm
+        if family in FUSED_GATE_UP:
+            names["ffn_up"] = "mlp.gate_up_proj"
         names |= {role: f"{place}.experts.{{}}.{m}" for role, m in zip(("gate", "up", "down"), matrices, strict=True)}
         return {
             hf: (tensor, expert)
@@ -234,6 +254,7 @@ class GGUFFile:
         entries = {}
         for name, (tensor, expert) in self.sources.items():
             shape = tensor.shape[::-1][0 if expert is None else 1 :]
+            shape = (1, *shape) if name.endswith("shared_expert_gate.weight") and len(shape) == 1 else shape
             dtype = FLOAT_TYPES.get(tensor.kind, torch.float32)
             read = partial(self._read, tensor, expert)
             entries[name] = Entry(shape, dtype, self.path.name, read, read)
@@ -246,27 +267,25 @@ class GGUFFile:
                 mapped.madvise(mmap.MADV_DONTNEED)
 
     def _rows(self, tensor: GGUFTensor, expert: int | None, spans: Spans | None = None) -> np.ndarray:
-        """The stored rows of a tensor, or of a part of it, in the order of Hugging Face.
+        """The stored rows of a tensor, or of a part of it, in our order.
 
-        llama.cpp rotates neighbouring rows of Q and K, Hugging Face rotates row i with row i + head_dim / 2. A part of
-        them has whole heads, and a part of the columns must have whole blocks.
+        llama.cpp may rotate neighbouring rows of Q and K, or a part of each head, where we rotate row i with row i +
+        head_dim / 2. A part of them has whole heads, and a part of the columns must have whole blocks.
         """
-        rows = tensor.data if expert is None else tensor.data[expert]
-        share, width = 1, tensor.shape[0]
+        rows, width = tensor.data if expert is None else tensor.data[expert], tensor.shape[0]
         if spans and spans.axis:
             pieces = [slice(*(i * rows.shape[1] // width for i in piece)) for piece in spans.pieces]
             rows = np.concatenate([rows[:, piece] for piece in pieces], 1) if len(pieces) > 1 else rows[:, pieces[0]]
         elif spans:
-            whole, pieces = len(rows), [slice(*piece) for piece in spans.pieces]
+            pieces = [slice(*piece) for piece in spans.pieces]
             rows = np.concatenate([rows[piece] for piece in pieces]) if len(pieces) > 1 else rows[pieces[0]]
-            share = whole // len(rows)
-        family = self.metadata["general.architecture"]
-        if family in REORDERED and re.search(r"\.attn_[qk]\.", tensor.name):
-            side = "head_count" if ".attn_q." in tensor.name else "head_count_kv"
-            heads = self.metadata.get(f"{family}.attention.{side}", self.metadata[f"{family}.attention.head_count"])
-            heads = (heads[0] if isinstance(heads, list) else heads) // share
-            rows = rows.reshape(heads, len(rows) // heads // 2, 2, -1).swapaxes(1, 2).reshape(rows.shape)
-        return rows
+        match = re.search(r"\.attn_(q|k|qkv)\.", tensor.name)
+        order, values = self._turning if match else (None, 0.0)
+        if order is None:
+            return rows
+        end = len(rows) - round(values * len(rows)) * (match[1] == "qkv")
+        heads = rows[:end].reshape(-1, len(order), *rows.shape[1:])[:, order].reshape(-1, *rows.shape[1:])
+        return np.concatenate((heads, rows[end:])) if end < len(rows) else heads
 
     def _read(self, tensor: GGUFTensor, expert: int | None = None, spans: Spans | None = None) -> Tensor:
         block = BY_NAME[tensor.kind].values
@@ -458,7 +477,7 @@ def _hf_names(name: str, experts: int, names: Mapping[str, str]) -> Iterator[tup
     stem, _, kind = name.rpartition(".")
     match = re.fullmatch(r"blk\.(\d+)\.(\w+)(?:\.(\d+))?", stem)
     if match is None:
-        if name != "rope_freqs.weight":  # a part of the config
+        if stem not in ROTATIONS:  # a part of the config
             yield (f"{TOP[stem]}.{kind}" if stem in TOP else name), None
         return
     at = f"model.layers.{match[1]}"

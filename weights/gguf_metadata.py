@@ -19,8 +19,12 @@ from torch import Tensor
 from support.reader import is_a
 
 # llama.cpp's names of architectures, and Hugging Face's. "olmo2" with a window is "olmo3".
-ARCHITECTURES = {name: name for name in "gemma2 granite llama mistral olmo2 qwen2 qwen3 smollm3".split()}
-ARCHITECTURES |= {"gemma3": "gemma3_text", "qwen3moe": "qwen3_moe"}
+ARCHITECTURES = {
+    name: name
+    for name in "ernie4_5 exaone4 gemma2 glm4 granite llama mistral olmo2 phi3 qwen2 qwen3 seed_oss smollm3".split()
+}
+ARCHITECTURES |= {"gemma3": "gemma3_text", "qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe"}
+PARTIAL = ("glm4", "phi3")  # architectures that may rotate a part of each head
 # Architectures that llama.cpp rotates in neighbouring pairs, though Hugging Face does not.
 REORDERED = ("granite", "llama", "smollm3")
 # Architectures whose largest model scales attention by the width of all heads: its number of layers.
@@ -52,13 +56,14 @@ ENDS = """<|eot_id|> <|im_end|> <|end|> <end_of_turn> <|endoftext|> </s> <|eom_i
 
 
 def hf_config(
-    metadata: Mapping[str, Any], tensors: Mapping[str, Any], divisors: Tensor | None, where: str
+    metadata: Mapping[str, Any], tensors: Mapping[str, Any], rotations: Mapping[str, Tensor], where: str
 ) -> dict[str, Any]:
     """The geometry of a model as a Hugging Face config.json.
 
     Args:
         tensors: `weights.gguf.GGUFTensor` by name; only shapes and types are read.
-        divisors: of the RoPE frequencies, in which Llama 3's scaling is stored; None if the file has none.
+        rotations: divisors of the RoPE frequencies, as far as the file has them: "rope_freqs", in which Llama 3's scaling
+            is stored, or LongRoPE's "rope_factors_short" and "rope_factors_long".
 
     Raises:
         ValueError: one line, for an architecture or a setting that is not implemented.
@@ -82,7 +87,8 @@ def hf_config(
     if not (is_a(heads, int) and heads > 0 and is_a(width, int)):
         raise ValueError(f"{where}: {family}.attention.head_count or embedding_length is missing or no integer.")
     head_dim = get("attention.key_length", width // heads)
-    if get("rope.dimension_count", head_dim) != head_dim:
+    rotated = get("rope.dimension_count", head_dim)
+    if rotated != head_dim and not (family in PARTIAL and is_a(rotated, int)):
         raise ValueError(f"{where}: a rotation of only a part of each head is not implemented.")
     config = {
         "model_type": "mixtral" if get("expert_count", 0) and family == "llama" else ARCHITECTURES[family],
@@ -96,7 +102,7 @@ def hf_config(
         "max_position_embeddings": get("context_length"),
         "rms_norm_eps": get("attention.layer_norm_rms_epsilon"),
         "rope_theta": get("rope.freq_base", 10000.0),
-        "rope_scaling": _rope_scaling(get, divisors, head_dim, where),
+        "rope_scaling": _rope_scaling(get, rotations, head_dim, where),
         "sliding_window": get("attention.sliding_window"),
         "tie_word_embeddings": "output.weight" not in tensors,
         "torch_dtype": {"F32": "float32", "F16": "float16"}.get(_commonest_type(tensors), "bfloat16"),
@@ -108,6 +114,12 @@ def hf_config(
     if family == "qwen3moe":
         config |= {"num_experts": get("expert_count"), "num_experts_per_tok": get("expert_used_count")}
         config |= {"moe_intermediate_size": get("expert_feed_forward_length"), "norm_topk_prob": True}
+    if family == "qwen2moe":
+        widths = [getattr(tensors.get(f"blk.0.ffn_gate_{x}.weight"), "shape", (0, 0))[1] for x in ("exps", "shexp")]
+        config |= {"num_experts": get("expert_count"), "num_experts_per_tok": get("expert_used_count")}
+        config |= {"moe_intermediate_size": widths[0], "shared_expert_intermediate_size": widths[1]}
+    if family in PARTIAL:
+        config["partial_rotary_factor"] = rotated / head_dim
     if family == "granite":
         scales = {"attention_multiplier": "attention.scale", "embedding_multiplier": "embedding_scale"}
         scales |= {"residual_multiplier": "residual_scale", "logits_scaling": "logit_scale"}
@@ -124,10 +136,9 @@ def hf_config(
         config["layer_types"] = ["sliding_attention" if kind else "full_attention" for kind in kinds]
     elif kinds is not None:
         config["sliding_window_pattern"] = kinds
-    if family == "llama":
-        config |= {"attention_bias": "blk.0.attn_q.bias" in tensors}
-        config |= {"mlp_bias": "blk.0.ffn_up.bias" in tensors}
-    return config
+    bias, out_bias, mlp_bias = (f"blk.0.{name}.bias" in tensors for name in ("attn_q", "attn_output", "ffn_up"))
+    config |= {"attention_bias": bias, "qkv_bias": bias, "use_bias": bias}
+    return config | {"attention_out_bias": out_bias, "mlp_bias": mlp_bias}
 
 
 def _commonest_type(tensors: Mapping[str, Any]) -> str:
@@ -138,11 +149,17 @@ def _commonest_type(tensors: Mapping[str, Any]) -> str:
     return sizes.most_common(1)[0][0]
 
 
-def _rope_scaling(get: Callable[..., Any], divisors: Tensor | None, head_dim: int, where: str) -> dict[str, Any] | None:
+def _rope_scaling(
+    get: Callable[..., Any], rotations: Mapping[str, Tensor], head_dim: int, where: str
+) -> dict[str, Any] | None:
     """The rope_scaling of a config.json. Llama 3's scaling is stored as the tensor rope_freqs.weight."""
     kind = get("rope.scaling.type", "none")
-    if divisors is not None:
-        return _llama3_scaling(divisors.double(), get("rope.freq_base", 10000.0), head_dim, where)
+    if "rope_freqs" in rotations:
+        return _llama3_scaling(rotations["rope_freqs"].double(), get("rope.freq_base", 10000.0), head_dim, where)
+    if "rope_factors_long" in rotations:
+        scaling = {f"{x}_factor": rotations[f"rope_factors_{x}"].tolist() for x in ("short", "long")}
+        scaling |= {"rope_type": "longrope", "attention_factor": get("rope.scaling.attn_factor")}
+        return scaling | {"original_max_position_embeddings": get("rope.scaling.original_context_length")}
     if kind == "none":
         return None
     scaling = {"rope_type": kind, "factor": get("rope.scaling.factor")}

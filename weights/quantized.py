@@ -163,7 +163,7 @@ class QuantLinear(SelfCounting):
             self.scales, self.mins, self.zeros = self.packed.scales, self.packed.mins, None
 
     def _pack(self, dtype: torch.dtype, layout: str, reuse: bool = False) -> kernels.PackedWeight:
-        def pack(rows: slice) -> kernels.PackedWeight:
+        def pack(rows: slice, reuse: bool = False) -> kernels.PackedWeight:
             codes, scales = self.qweight[rows], self.scales[rows]
             if self.bits == 8:
                 return kernels.pack_int8(codes, scales, dtype, layout, reuse=reuse)
@@ -172,16 +172,16 @@ class QuantLinear(SelfCounting):
             return kernels.pack_int4(codes, scales, zeros, self.group_size, self.perm, dtype, layout, **how)
 
         if not self.experts or layout == "plain":
-            return pack(slice(None))
+            return pack(slice(None), reuse)
         first = pack(slice(1))
-        if first.layout == "plain":  # views of what is stored
-            return pack(slice(None))
+        if first.layout in ("plain", "tiles"):  # views of what is stored, or what takes its place
+            return pack(slice(None), reuse)
         # One expert at a time: unpacked codes are eight times as large as packed ones, and there may be many experts.
         weight = first.weight.new_empty(self.experts, *first.weight.shape[1:])
         weight[:1].copy_(first.weight)
         for e in range(1, self.experts):
             weight[e : e + 1].copy_(pack(slice(e, e + 1)).weight)
-        kept = {} if first.scales is None else {"scales": self.scales}
+        kept = {} if first.scales is None else {"scales": self.scales}  # only of int8
         return replace(first, weight=weight, **kept)
 
     def forward(
@@ -410,8 +410,12 @@ def held_bytes(
     torch_packs = not planes and device == "cpu" and dtype == torch.bfloat16
     total = 0
 
-    def padded(rows: int) -> int:
-        return -(-rows // 128) * 128
+    def padded(rows: int, to: int = 128) -> int:
+        return -(-rows // to) * to
+
+    def multiplied(name: str, shape: Sequence[int]) -> bool:
+        linear = len(shape) == 2 and name.endswith("weight") and (tied or not name.endswith(LOOKED_UP))
+        return linear or len(shape) == 3  # experts
 
     for name, tensor in stored.items():
         if isinstance(tensor.dtype, str):
@@ -420,8 +424,11 @@ def held_bytes(
         count = math.prod(shape)
         if leaf in ("qweight", "weight_packed"):
             bits = 8 if tensor.dtype == torch.int8 else 4
+            columns = shape[-1] * width * 8 // bits
             if dense:
                 total += count * width * 8 // bits * dtype.itemsize
+            elif tiles and (shape[-2] % kernels.CPU_TILE or columns % 32):  # they become floats
+                total += math.prod(shape[:-2]) * padded(shape[-2], kernels.CPU_TILE) * columns * 4
             elif planes and width == 1:  # rows and columns padded to blocks of 128, and counters of the split sums
                 blocks = -(-shape[-1] * 8 // bits // 128)
                 total += math.prod(shape[:-2]) * padded(shape[-2]) * blocks * 16 * bits
@@ -442,8 +449,9 @@ def held_bytes(
             total += count // shape[-1] * padded(shape[-1])
         elif leaf in ("zeros", "mins", "perm") or not tensor.dtype.is_floating_point:
             total += count * width
-        elif tiles and leaf == "weight" and len(shape) == 2 and (tied or not name.endswith(LOOKED_UP)):
-            total += count + 4 * shape[0] if rounded else count * (width if shape[0] % kernels.CPU_TILE == 0 else 4)
+        elif tiles and multiplied(name, shape):
+            whole = count // shape[-2] * padded(shape[-2], kernels.CPU_TILE)
+            total += count + 4 * shape[0] if rounded else whole * width
         else:
             total += count * dtype.itemsize
     return total

@@ -1,0 +1,207 @@
+"""LoRA adapters in PEFT's layout: a folder with adapter_config.json and adapter_model.safetensors.
+
+An adapter adds s B A to the matrix W of some linears, where A is [r, in] and B [out, r]; s is alpha / r, or alpha divided
+by the root of r.
+
+Where W is stored and computed with in float32, or computed with in float64, the sum takes its place. Elsewhere it would
+be rounded more coarsely than A and B are, or need more memory than W. So W stays, and y = W x + (s B) (A x). Where we
+fuse linears, their A lie one below the other, and their B on the diagonal of a matrix.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import kernels
+from model import RMSNorm, Transformer, linear
+from model_config import ModelConfig
+from support.files import read_json
+from support.reader import ConfigReader, is_a
+from weights.files import Entry, check_finite, few_names, local_path, read_entries
+from weights.hf import as_computed, build_model, hf_views, parameter_sources
+from weights.quantized import replace_module
+
+CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
+MOST = 64  # the highest rank
+NAME = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
+OURS = re.compile(r"layers\.\d+\.(attention\.(qkv|o)|mlp\.(shared\.)?(gate_up|down))\.weight")
+# Keys of adapter_config.json that are read, and those that say nothing about a finished adapter.
+READ = "peft_type r lora_alpha use_rslora target_modules rank_pattern alpha_pattern init_lora_weights".split()
+IDLE = """task_type auto_mapping peft_version base_model_name_or_path revision inference_mode exclude_modules lora_dropout
+    layers_to_transform layers_pattern megatron_core qalora_group_size ensure_weight_tying""".split()
+OFF = (None, False, "none", [], {})  # what any other key may hold
+KEEPS_THE_BASE = (True, False, None, "gaussian", "orthogonal", "eva")  # ways to start that leave the base model alone
+
+
+@dataclass(frozen=True)
+class Pair:
+    """What an adapter adds to one linear."""
+
+    a: Entry  # [r, in]
+    b: Entry  # [out, r], its rows in our order
+    scale: float
+
+    @property
+    def rank(self) -> int:
+        return self.a.shape[0]
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """An adapter whose tensors were checked, but not read."""
+
+    name: str
+    # By our parameter's name: the outputs of each linear that is fused there, and what is added to it.
+    parts: Mapping[str, list[tuple[int, Pair | None]]]
+
+    def bytes(self, size: int) -> int:
+        """Bytes that it takes beside the weights, with `size` bytes for a number."""
+        total = 0
+        for parts in self.parts.values():
+            pairs = [pair for _, pair in parts if pair]
+            total += sum(pair.rank for pair in pairs) * (sum(rows for rows, _ in parts) + pairs[0].a.shape[1])
+        return total * size
+
+    def __str__(self) -> str:
+        pairs = [pair for parts in self.parts.values() for _, pair in parts if pair]
+        return f"{self.name}: {len(pairs)} linears, rank {max(pair.rank for pair in pairs)}"
+
+
+class LoraLinear(nn.Module):
+    """A linear of any kind and what is added to it, in the place of a `QuantLinear`."""
+
+    def __init__(self, base: nn.Module, a: Tensor, b: Tensor):
+        super().__init__()
+        self.base = base
+        self.down, self.up = (nn.Linear(*t.shape[::-1], bias=False, device="meta") for t in (a, b))
+        self.down.weight, self.up.weight = (nn.Parameter(t, requires_grad=False) for t in (a, b))
+
+    def forward(
+        self, x: Tensor, residual: Tensor | None = None, gated: int = 0, norm: RMSNorm | None = None
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """As `QuantLinear.forward`."""
+        y = kernels.epilogue(linear(self.up, self.down(x), self.base(x)), None, residual, gated)
+        return y if norm is None else (y, norm(y))
+
+    def heads(self, x: Tensor, head_dim: int, *turn: Any) -> tuple[Tensor, Tensor | None]:
+        """As `QuantLinear.heads`."""
+        return kernels.rope_write_kv(self(x).unflatten(-1, (-1, head_dim)), *turn)
+
+
+def read_adapter(folder: str | Path, config: ModelConfig) -> Adapter:
+    """The adapter in a folder, for a model of this geometry.
+
+    Raises ValueError in one line for settings that are not implemented, and for tensors that do not fit the model.
+    """
+    path = local_path(folder)
+    if not path.is_dir():
+        raise ValueError(f"{path} is not a directory. --lora takes a folder with {CONFIG} and {TENSORS}.")
+    settings = _settings(path / CONFIG)
+    entries, where = read_entries([path / TENSORS]), str(path / TENSORS)
+    found = {name: NAME.fullmatch(name) for name in entries}
+    if odd := [name for name, match in found.items() if not match]:
+        raise ValueError(f"{where}: {few_names(odd)} is no matrix of a LoRA, or not implemented.")
+    places = {match[1]: [f"base_model.model.{match[1]}.lora_{x}.weight" for x in "AB"] for match in found.values()}
+    if missing := [name for names in places.values() for name in names if name not in entries]:
+        raise ValueError(f"{where}: {few_names(missing)} is missing.")
+    named = settings.config["target_modules"]
+    if isinstance(named, list) and (lost := [n for n in named if not any(f".{p}".endswith(f".{n}") for p in places)]):
+        raise settings.error(f"target_modules names {', '.join(map(str, lost))}, of which {TENSORS} holds nothing.")
+    model = build_model(config)
+    views = hf_views(model)
+    b_entries = as_computed({f"{place}.weight": entries[names[1]] for place, names in places.items()}, config)
+    parts: dict[str, list[tuple[int, Pair | None]]] = {}
+    for ours, names in parameter_sources(model, views).items():
+        if OURS.fullmatch(ours) and any(name in b_entries for name in names):
+            parts[ours] = [(views[name].shape[0], None) for name in names]
+        for i, name in enumerate(names if ours in parts else ()):
+            if (b := b_entries.pop(name, None)) is not None:
+                place, (rows, k) = name.removesuffix(".weight"), views[name].shape
+                a, rank = entries[places[place][0]], _rank(settings, place)
+                if tuple(a.shape) != (rank, k) or tuple(b.shape) != (rows, rank):
+                    shapes = f"{list(a.shape)} and {list(b.shape)}, expected {[rank, k]} and {[rows, rank]}"
+                    raise ValueError(f"{where}: {place} has {shapes}: not an adapter for this model.")
+                parts[ours][i] = rows, Pair(a, b, _scale(settings, place, rank))
+    if b_entries or not parts:
+        which = next((name.removesuffix(".weight") for name in b_entries), "nothing")
+        raise ValueError(f"{where} changes {which:.120}; only linears of a model's attention and MLP can be changed.")
+    return Adapter(path.resolve().name, parts)
+
+
+def _settings(file: Path) -> ConfigReader:
+    """What adapter_config.json says. Raises ValueError that names a key which is not implemented."""
+    read = ConfigReader(read_json(file), str(file))
+    read.text("peft_type", None, ("LORA",))
+    for key, value in read.config.items():
+        if key not in (*READ, *IDLE) and value not in OFF:
+            raise read.error(f"{key} = {value!r:.60} is not implemented. Merge the adapter into its model with PEFT.")
+    if read.config.get("init_lora_weights", True) not in KEEPS_THE_BASE:
+        started = f"init_lora_weights = {read.config['init_lora_weights']!r:.40} has changed the base model, too"
+        raise read.error(f"{started}. Convert the adapter with PEFT's path_initial_model_for_weight_conversion.")
+    for key in ("rank_pattern", "alpha_pattern"):
+        pattern = read.config.get(key) or {}
+        if not isinstance(pattern, dict) or not all(is_a(value, float) for value in pattern.values()):
+            raise read.error(f"{key} must be an object of numbers.")
+        if odd := [name for name in pattern if not re.fullmatch(r"[\w.]+", name)]:
+            raise read.error(f"{key} has the key {odd[0]!r:.60}; only names are implemented.")
+    if not isinstance(read.config.get("target_modules"), str | list):
+        raise read.error("target_modules must be a list of names, or a text.")
+    return read
+
+
+def _of_pattern(settings: ConfigReader, key: str, place: str) -> Any:
+    """What a pattern says about a linear: its first key with which the name ends."""
+    pattern = settings.config.get(key) or {}
+    return next((value for name, value in pattern.items() if f".{place}".endswith(f".{name}")), None)
+
+
+def _rank(settings: ConfigReader, place: str) -> int:
+    rank = _of_pattern(settings, "rank_pattern", place)
+    return ConfigReader({"r": settings.config.get("r") if rank is None else rank}, settings.where).integer(
+        "r", high=MOST
+    )
+
+
+def _scale(settings: ConfigReader, place: str, rank: int) -> float:
+    alpha = _of_pattern(settings, "alpha_pattern", place)
+    alpha = settings.number("lora_alpha", 8.0) if alpha is None else float(alpha)
+    return alpha / (rank**0.5 if settings.boolean("use_rslora", False) else rank)
+
+
+def _stacked(parts: list[tuple[int, Pair | None]]) -> tuple[Tensor, Tensor]:
+    """A [r, in] and s B [out, r] of a fused linear, in float64."""
+    pairs, row, at = [pair for _, pair in parts if pair], 0, 0
+    b = torch.zeros(sum(rows for rows, _ in parts), sum(pair.rank for pair in pairs), dtype=torch.float64)
+    for rows, pair in parts:
+        if pair:
+            b[row : row + rows, at : at + pair.rank] = pair.scale * pair.b.read().double()
+            at += pair.rank
+        row += rows
+    return torch.cat([pair.a.read().double() for pair in pairs]), b
+
+
+def add_(model: Transformer, adapter: Adapter, merge: bool) -> None:
+    """Add an adapter to a model that is not packed yet. merge: into its matrices, which then are floats.
+
+    Raises ValueError in one line for values that are not finite.
+    """
+    for name, parts in adapter.parts.items():
+        place = name.removesuffix(".weight")
+        base = model.get_submodule(place)
+        file = next(pair.a.file for _, pair in parts if pair)
+        a, b = _stacked(parts)
+        if merge:
+            base.weight.copy_(base.weight.double() + (b @ a).to(model.device))
+            check_finite(base.weight, place, file)
+            continue
+        a, b = (t.to(model.device, model.dtype) for t in (a, b))
+        for tensor in (a, b):
+            check_finite(tensor, place, file)
+        replace_module(model, place, LoraLinear(base, a, b))

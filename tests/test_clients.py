@@ -66,8 +66,8 @@ def test_litellm(engine, base):
     forced = litellm.completion(**asked | {"max_tokens": 60}, tools=[TOOL], tool_choice="required")
     (call,) = forced.choices[0].message.tool_calls
     assert call.function.name == "add" and set(json.loads(call.function.arguments)) == {"a", "b"}
-    with pytest.raises(litellm.BadRequestError, match="logit_bias is not supported"):
-        litellm.completion(**asked, logit_bias={"5": 1})
+    with pytest.raises(litellm.BadRequestError, match="logit_bias is"):
+        litellm.completion(**asked, logit_bias={"5": 101})
 
 
 def test_langchain(base):

@@ -139,6 +139,12 @@ class Fields:
         """The objects of an array; none if the field is left out."""
         return [Fields(value, f"{self.name(field)}[{i}].") for i, value in enumerate(self.get(field, list, []))]
 
+    def some(self, field: str) -> list[Fields]:
+        """The same where there must be at least one."""
+        if not self.required(field, list):
+            raise wrong(self.name(field), "is empty")
+        return self.items(field)
+
     def refuse(self, field: str, allowed: tuple, why: str) -> None:
         """Refuse a field that is known but not supported, unless its value asks for nothing."""
         value = self.values.get(field)

@@ -84,10 +84,7 @@ def chat_ask(body: dict[str, Any]) -> Ask:
     """Read a request to /v1/chat/completions."""
     fields = Fields(body)
     ask = common(fields, "max_completion_tokens", "max_tokens")
-    fields.required("messages", list)
-    ask.messages = [_message(message) for message in fields.items("messages")]
-    if not ask.messages:
-        raise wrong("messages", "is empty")
+    ask.messages = [_message(message) for message in fields.some("messages")]
     if fields.get("logprobs", bool, False):
         ask.logprobs = fields.integer("top_logprobs", 0, MAX_LOGPROBS, 0)
     elif fields.given("top_logprobs"):

@@ -86,7 +86,8 @@ def test_anthropic(engine, base):
         assert answer.content[0].text == text and answer.stop_reason == "max_tokens"
         with client.messages.stream(**asked, extra_body={"temperature": 0}) as stream:
             assert "".join(stream.text_stream) == text
-        assert client.messages.count_tokens(model="any", messages=ASK).input_tokens == answer.usage.input_tokens
+        counted, used = client.messages.count_tokens(model="any", messages=ASK).input_tokens, answer.usage
+        assert counted == used.input_tokens + used.cache_read_input_tokens
         function = TOOL["function"]
         tool = {"name": "add", "description": function["description"], "input_schema": function["parameters"]}
         called = client.messages.create(**asked | {"max_tokens": 60}, tools=[tool], tool_choice={"type": "any"})

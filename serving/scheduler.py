@@ -273,8 +273,9 @@ def prepare(loop: asyncio.AbstractEventLoop, engine: Engine, settings: ServeSett
 
 def _bad_setting(error: ValueError) -> ApiError:
     """The error for a setting that is not allowed."""
-    name = error.setting if isinstance(error, SettingError) else None
-    return ApiError(400, one_line(error, notes=False), RENAMED.get(name, name), "invalid_value")
+    name = error.setting if isinstance(error, SettingError) else ""
+    param = RENAMED.get(name, name)
+    return ApiError(400, one_line(error, notes=False).replace(name, param), param or None, "invalid_value")
 
 
 def _drop_oldest(engine: Engine, ask: Ask) -> None:

@@ -45,8 +45,10 @@ bench: $(VENV)/dev
 	$(if $(REAL_FILE),$(PYTHON) -m scripts.bench --checkpoint $(REAL_FILE) --device cpu $(PEERS) --only plain $(BENCH_ARGS))
 
 # Install nothing: for a machine with a GPU, torch and pytest. Without .venv it is the machine's own Python.
+gpu: python = $(if $(wildcard $(PYTHON)),$(PYTHON),$(BASE_PYTHON))
 gpu:
-	$(if $(wildcard $(PYTHON)),$(PYTHON),$(BASE_PYTHON)) -m scripts.gpu $(GPU_ARGS)
+	@$(python) -c 'import importlib.util as u, sys; sys.exit(None if u.find_spec("torch") else "$(python) has no torch: make gpu BASE_PYTHON=PYTHON")'
+	$(python) -m scripts.gpu $(GPU_ARGS)
 
 clean:
 	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis

@@ -26,8 +26,7 @@ from runtime.results import GenerationResult, SequenceOutput
 from runtime.stepping import EngineConfig, Stepper
 from runtime.streams import AsyncStream, Driver, Inbox, Stream
 from sampling import SamplingParams
-from sampling_params import per_row
-from step import MAX_STOP_IDS
+from sampling_params import MAX_STOP_IDS, SettingError, per_row
 from tokenizer import Tokenizer
 
 Result = TypeVar("Result")
@@ -161,6 +160,9 @@ class Engine(Stepper):
         for prompt, params in zip(prompts, rows, strict=True):
             if len(self.stop_ids(params)) > MAX_STOP_IDS:
                 raise ValueError(f"{len(self.stop_ids(params))} stop ids; allowed: at most {MAX_STOP_IDS}.")
+            for token in (token for token, _ in params.logit_bias if token >= V):
+                why = f"logit_bias has the id {token}; allowed: 0 to {V - 1}, the vocabulary. Remove it."
+                raise SettingError("logit_bias", why)
             if params.stop and self.tokenizer is None:
                 raise ValueError("stop strings need a tokenizer, and this checkpoint has none; use stop ids.")
             if not prompt:
@@ -178,17 +180,24 @@ class Engine(Stepper):
                 )
 
     @torch.inference_mode()
-    def write_settings(self, row: int, params: SamplingParams) -> None:
-        """Write a request's settings into a row of the static buffers. It counts as finished until its prompt is read."""
+    def write_settings(self, row: int, params: SamplingParams, start: int) -> None:
+        """Write a request's settings into a row of the static buffers. It counts as finished until its prompt is read.
+
+        start: the position of its first new token.
+        """
         state = self.state
         stop_ids = self.stop_ids(params)
         state.done[row] = True
-        state.sampling.set_row(row, params)
+        self._write_sampling(row, params, start)
         state.stop_ids[row] = -1
         state.stop_ids[row, : len(stop_ids)] = torch.tensor(stop_ids, dtype=torch.int64)
         state.limit[row] = params.max_new_tokens
         state.seen[row] = False
         state.counts[row] = 0
+
+    def _write_sampling(self, row: int, params: SamplingParams, start: int) -> None:
+        known = [token for token in self.stop_ids(params) if token < self.model.config.vocab_size]
+        self.state.sampling.set_row(row, params, known, start)
 
     @torch.inference_mode()
     def margin(self, text: Sequence[int], prompt: int, params: SamplingParams, a: int, b: int) -> tuple[float, float]:
@@ -199,7 +208,7 @@ class Engine(Stepper):
         """
         with self.driver.alone(), self.backend.active():
             row = self.batch.free_row()
-            self.state.sampling.set_row(row, params)
+            self._write_sampling(row, params, prompt)
             logits, noise = self.prefill.logits(row, list(text), params.mode)
             logits = self.prefill.penalised(row, logits, text, prompt, params.mode)
             temperature = self.state.sampling.row(row).temperature

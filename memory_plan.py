@@ -11,6 +11,7 @@ from drafting import DraftFiles, tree_shape
 from model import Transformer
 from model_config import DTYPES, ModelConfig
 from options import COMPILE_MODES, LoadOptions
+from sampling_params import MAX_BIAS, MAX_STOP_IDS
 from step import HISTORY, RING
 from support.errors import NotEnoughMemory
 from support.machine import size_text
@@ -22,6 +23,7 @@ from weights.quantized import held_bytes
 from weights.shards import Shard
 
 LIVE_ROWS = 6  # fp32 rows per node that are alive at once while a captured step runs
+BIAS_BYTES = 20 * (MAX_BIAS + MAX_STOP_IDS)  # of each sequence (`SamplingState`)
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,7 @@ def plan_memory(checkpoint: Checkpoint, files: DraftFiles, options: LoadOptions)
 
     kv = cache_bytes(config, config.num_hidden_layers, length, options.kv)
     rotary = 4 * ctx * config.head_dim
-    buffers = B * length * 8 + (B * 5 + 8) * config.vocab_size + rotary + RING * B * 2 * (D + 2) * 8
+    buffers = B * (length * 8 + BIAS_BYTES) + (B * 5 + 8) * config.vocab_size + rotary + RING * B * 2 * (D + 2) * 8
     drafter = 0
     if head is not None:
         kv += cache_bytes(head.config.layer, head.config.layer.num_hidden_layers, length + 128)

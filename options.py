@@ -429,6 +429,8 @@ SETTINGS = {  # field of SamplingParams -> what --help says
     "max_new_tokens": "the most tokens to generate",
     "stop_ids": "stop ids instead of the model's own",
     "stop": "stop string (repeatable)",
+    "logit_bias": "added to the logit of this token id, from -100 (never) to 100 (always) (repeatable)",
+    "min_new_tokens": "so many tokens come before a stop id ends the text",
     "grammar": "the text follows this grammar, in the Lark syntax of llguidance",
     "logprobs": "with --json: the log-probability of every token, and of the N likeliest ones",
 }
@@ -445,8 +447,9 @@ def add_sampling(parser: argparse.ArgumentParser, *names: str, of_model: bool = 
         text, words = SETTINGS[f.name], {"default": argparse.SUPPRESS} if of_model else {"default": default}
         if f.name == "grammar":
             words |= {"metavar": "TEXT"}
-        elif f.name == "stop":
-            words |= {"action": "append", "metavar": "TEXT"} | ({} if of_model else {"default": []})
+        elif f.name in ("stop", "logit_bias"):
+            metavar = "TEXT" if f.name == "stop" else "ID=X"
+            words |= {"action": "append", "metavar": metavar} | ({} if of_model else {"default": []})
         elif f.name == "stop_ids":
             words |= {"metavar": "2,13"} | ({} if of_model else {"default": ""})
         else:
@@ -462,7 +465,18 @@ def settings_given(args: argparse.Namespace) -> dict[str, Any]:
     given = {f.name: vars(args)[f.name] for f in fields(SamplingParams) if f.name in vars(args)}
     if isinstance(given.get("stop_ids"), str):
         given["stop_ids"] = parse_ids(given["stop_ids"], "--stop-ids")
+    if "logit_bias" in given:
+        given["logit_bias"] = [_bias(text) for text in given["logit_bias"]]
     return given
+
+
+def _bias(text: str) -> tuple[int, float]:
+    """A token and its bias. Raises UsageError for a text that is not ID=X."""
+    token, _, value = text.partition("=")
+    try:
+        return int(token), float(value)
+    except ValueError:
+        raise UsageError(f"--logit-bias {text!r:.60}: expected a token id and a number, like 13=-100.") from None
 
 
 def sampling_from(args: argparse.Namespace) -> SamplingParams:

@@ -17,7 +17,16 @@ import torch
 from torch import Tensor
 
 import kernels
-from sampling_params import FP32_MAX, FP32_TINY, MAX_LOGPROBS, SamplingMode, SamplingParams, per_row
+from sampling_params import (
+    FP32_MAX,
+    FP32_TINY,
+    MAX_BIAS,
+    MAX_LOGPROBS,
+    MAX_STOP_IDS,
+    SamplingMode,
+    SamplingParams,
+    per_row,
+)
 
 MASK = 0xFFFFFFFF
 # Multipliers of a 32-bit finalizer. MIX_B is written minus 2^32, which brings both below 2^31 in magnitude. Their factors
@@ -30,7 +39,8 @@ MIX_B = 0x846CA68B - 2**32
 class SamplingState:
     """The settings of every batch row as device buffers that all graphs share.
 
-    `seed` is int64 [B], `top_k` int64 [B,1,1], the others are fp32 [B,1,1], which broadcasts over nodes and vocabulary.
+    `seed` is int64 [B], `top_k` int64 [B,1,1], the other numbers are fp32 [B,1,1], which broadcasts over nodes and
+    vocabulary. `bias` fp32 [B,K] belongs to the tokens `bias_ids` and to positions before `bias_until`, both int64 [B,K].
     """
 
     def __init__(self, batch_size: int, device: torch.device | str = "cpu") -> None:
@@ -45,6 +55,9 @@ class SamplingState:
         self.frequency_penalty = number()
         self.top_k = torch.zeros(batch_size, 1, 1, dtype=torch.int64, device=device)
         self.seed = torch.zeros(batch_size, dtype=torch.int64, device=device)
+        self.bias_ids = torch.zeros(batch_size, MAX_BIAS + MAX_STOP_IDS, dtype=torch.int64, device=device)
+        self.bias_until = torch.zeros_like(self.bias_ids)
+        self.bias = torch.zeros_like(self.bias_ids, dtype=torch.float32)
         self.set(SamplingParams())
 
     def set(self, params: SamplingParams | Sequence[SamplingParams]) -> None:
@@ -66,10 +79,18 @@ class SamplingState:
         # overflow, and at 1e30 the choice is uniform already.
         return min(max(value, FP32_TINY), 1e30) if name == "temperature" else value
 
-    def set_row(self, b: int, params: SamplingParams) -> None:
-        """Copy the settings of row b into the buffers."""
+    def set_row(self, b: int, params: SamplingParams, stop_ids: Sequence[int] = (), start: int = 0) -> None:
+        """Copy the settings of row b into the buffers. stop_ids: those that params.min_new_tokens is about. start: the
+        position of the first new token."""
         for name, buffer in vars(self).items():
-            buffer.select(0, b).fill_(self._value(params, name))
+            if not name.startswith("bias"):
+                buffer.select(0, b).fill_(self._value(params, name))
+        bias = [(token, value, 2**62) for token, value in params.logit_bias]
+        if params.min_new_tokens:
+            bias += [(token, -math.inf, start + params.min_new_tokens) for token in stop_ids]
+        bias += [(0, 0.0, 0)] * (self.bias.shape[1] - len(bias))
+        for buffer, column in zip((self.bias_ids, self.bias, self.bias_until), zip(*bias, strict=True), strict=True):
+            buffer.select(0, b).copy_(torch.tensor(column, dtype=buffer.dtype))
 
     def row(self, b: int) -> "SamplingState":
         """The settings of row b alone, as views of these buffers."""
@@ -179,6 +200,17 @@ def stream(seed: Tensor, which: int) -> Tensor:
 
 
 # ---- processed logits --------------------------------------------------------------------------------------
+
+
+def add_bias(logits: Tensor, positions: Tensor, state: SamplingState) -> Tensor:
+    """Logits [B,N,V], in fp32 at least, with the biases that each row's request asks for.
+
+    positions int64 [B,N]: where the token that is chosen after each node will stand.
+    """
+    until, ids = state.bias_until.unsqueeze(1), state.bias_ids.unsqueeze(1)
+    bias = torch.where(positions.unsqueeze(-1) < until, state.bias.unsqueeze(1), 0.0)
+    z = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return z.scatter_add(-1, ids.expand_as(bias), bias.to(z.dtype))
 
 
 def apply_penalties(
@@ -492,7 +524,7 @@ def probabilities(logits: Tensor, state: SamplingState, mode: SamplingMode) -> T
 
 
 class Logprobs(NamedTuple):
-    """Log-probabilities in the model's own distribution, before temperature, filters and penalties."""
+    """Log-probabilities in the model's own distribution, before temperature, filters, penalties and biases."""
 
     chosen: Tensor  # [B,P] of the tokens that were emitted
     top: Tensor  # [B,P,K] of the K likeliest tokens, descending

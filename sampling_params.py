@@ -16,6 +16,8 @@ from support.errors import advised
 FP32_MAX = (2 - 2.0**-23) * 2.0**127
 FP32_TINY = 2.0**-126
 MAX_LOGPROBS = 20  # likeliest tokens that a request may ask for at each position
+MAX_STOP_IDS = 32
+MAX_BIAS = 1024  # tokens whose logits a request may change
 # Name, type, least and greatest value of each number in SamplingParams, and what to tell the user about them.
 BOUNDS = (
     ("temperature", Real, 0, FP32_MAX, "a finite number >= 0. Use 0 for greedy decoding."),
@@ -28,6 +30,7 @@ BOUNDS = (
     ("seed", int, -(2**63), 2**64 - 1, "a 64-bit integer. Choose a smaller seed."),
     ("max_new_tokens", int, 1, 2**63 - 1, "an integer >= 1. Ask for at least one token."),
     ("logprobs", int, 0, MAX_LOGPROBS, f"None, or an integer from 0 to {MAX_LOGPROBS}."),
+    ("min_new_tokens", int, 0, 2**31, "an integer >= 0. Use 0 to switch it off."),
 )
 
 
@@ -48,6 +51,7 @@ class SamplingMode:
     penalties: bool = False
     logprobs: bool = False
     grammar: bool = False
+    bias: bool = False
 
     @classmethod
     def covering(cls, modes: Iterable[SamplingMode]) -> SamplingMode:
@@ -65,6 +69,9 @@ class SamplingParams:
         Such a request waits for the host at every step.
     grammar: what the text must follow: a grammar in the Lark syntax of llguidance, or what `runtime.grammar.json_grammar`
         makes of a JSON schema. Such a request waits for the host at every step, too.
+    logit_bias: what is added to the logits of some tokens before anything else, from -100 (never) to 100 (always). Given
+        as {id: number}, kept as pairs.
+    min_new_tokens: before so many tokens, no stop id is chosen. A stop string still ends the text.
     """
 
     temperature: float = 0.0
@@ -80,6 +87,8 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     logprobs: int | None = None
     grammar: str = ""
+    logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = ()
+    min_new_tokens: int = 0
 
     def __post_init__(self) -> None:
         values = vars(self)
@@ -96,6 +105,10 @@ class SamplingParams:
         if not isinstance(self.grammar, str):
             why = f"grammar is {self.grammar!r:.80}; allowed: a text. Use json_grammar for a JSON schema."
             raise SettingError("grammar", why)
+        if self.grammar and self.min_new_tokens:
+            why = "min_new_tokens does not go with a grammar, whose text ends where it is complete. Leave one out."
+            raise SettingError("min_new_tokens", why)
+        object.__setattr__(self, "logit_bias", _bias_pairs(self.logit_bias))
         for token in self.stop_ids:
             if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < 2**31:
                 raise SettingError("stop_ids", f"stop_ids has {token!r:.80}; allowed: ids >= 0. Correct or remove it.")
@@ -110,7 +123,29 @@ class SamplingParams:
         """Which code this request needs. Greedy decoding needs no filters, as the greatest logit survives them all."""
         filters = self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
         penalties = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
-        return SamplingMode(self.temperature > 0, filters, penalties, self.logprobs is not None, bool(self.grammar))
+        bias = bool(self.logit_bias or self.min_new_tokens)
+        host = self.logprobs is not None, bool(self.grammar)
+        return SamplingMode(self.temperature > 0, filters, penalties, *host, bias)
+
+
+def _bias_pairs(bias: Mapping[int, float] | Sequence[tuple[int, float]]) -> tuple[tuple[int, float], ...]:
+    """The pairs of a `logit_bias`. Raises SettingError for anything that is not allowed."""
+    what = "logit_bias is {!r:.80}; allowed: {{id: a number from -100 to 100}}. Correct or remove it."
+    try:
+        pairs = [(token, value) for token, value in (bias.items() if isinstance(bias, Mapping) else bias)]
+    except (TypeError, ValueError):
+        raise SettingError("logit_bias", what.format(bias)) from None
+    if len(pairs) > MAX_BIAS:
+        why = f"logit_bias has {len(pairs)} tokens; allowed: at most {MAX_BIAS}. Remove some."
+        raise SettingError("logit_bias", why)
+    for pair in pairs:
+        token, value = pair
+        known = isinstance(token, int) and isinstance(value, Real) and not {bool} & {type(token), type(value)}
+        if not (known and 0 <= token < 2**31 and -100 <= value <= 100):
+            raise SettingError("logit_bias", what.format(pair))
+    if len(dict(pairs)) < len(pairs):
+        raise SettingError("logit_bias", "logit_bias names a token twice; allowed: once each. Remove one of them.")
+    return tuple((int(token), float(value)) for token, value in pairs)
 
 
 def per_row(params: SamplingParams | Sequence[SamplingParams], rows: int) -> list[SamplingParams]:

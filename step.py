@@ -22,10 +22,10 @@ from drafters.base import UNCOMPILED, Draft, Drafter, DraftInput, StepParts, swa
 from kernels.records import Accepted, StepBuffers
 from model import Transformer
 from sampling import Logprobs, SamplingMode, SamplingState
+from sampling_params import MAX_STOP_IDS
 from verify import accept, multi_round
 
 PHASES = ("draft", "verify", "accept")  # accept is choosing, walking and committing
-MAX_STOP_IDS = 32
 HISTORY = 128  # features kept for a drafter that catches up: more than Pacer.PLAIN and the longest run of a step
 # the buffers of a DecodeState whose first axis is the batch
 PER_ROW = """tokens n root count features history done produced limit stop_ids seen counts allowed""".split()
@@ -124,7 +124,11 @@ def draft_input(
 ) -> DraftInput:
     """What a drafter sees of the state. noise [B, D + 1, V] is the target's, None for greedy decoding."""
     buffers = (state.tokens, state.n, state.root, state.features, state.count, noise, state.hashes)
-    return DraftInput(*buffers, state.sampling, mode, state.seen, state.counts, parts)
+    bias = None
+    if mode.bias:  # of the tokens after the root
+        nothing = torch.zeros_like(state.seen, dtype=torch.float32).unsqueeze(1)
+        bias = sampling.add_bias(nothing, state.n.unsqueeze(1) + 1, state.sampling)
+    return DraftInput(*buffers, state.sampling, mode, state.seen, state.counts, parts, bias)
 
 
 class Observer:
@@ -217,6 +221,8 @@ def accept_and_commit(
     raw_logits = logits
     if mode.grammar:
         logits = sampling.restrict(logits, state.allowed.narrow(1, 0, logits.shape[1]))
+    if mode.bias:
+        logits = sampling.add_bias(logits, state.n.unsqueeze(1) + draft.depth + 1, state.sampling)
     if mode.penalties:
         below_root = draft.ancestors.clone()
         below_root[:, :, 0] = False
@@ -226,7 +232,7 @@ def accept_and_commit(
         accepted, usable = _accept_multi_round(drafter, draft, logits, state, mode), sampling.finite(raw_logits)
     else:
         choice, usable = sampling.choose_and_check(logits, noise, state.sampling, mode, draft.depth)
-        if mode.grammar or mode.penalties:  # they make -inf of logits that are usable
+        if mode.grammar or mode.penalties or mode.bias:  # they make -inf of logits that are usable
             usable = sampling.finite(raw_logits)
         drafter.observe(choice)
         accepted = accept(draft.tokens, draft.parent, draft.depth, draft.ancestors, draft.valid, choice, drafter.D)

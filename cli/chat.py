@@ -189,22 +189,26 @@ class Conversation:
     def answer(self, text: str) -> None:
         """Let the model answer a message, and keep both."""
         messages = [*self.messages, {"role": "user", "content": text}]
-        tokenizer = self.engine.tokenizer
+        tokenizer, dropped = self.engine.tokenizer, 0
         prompt = tokenizer.continue_chat(messages, self.ids) if self.ids else tokenizer.encode_chat(messages)
         if self.drop_oldest:
             needed = answer_room(self.engine.ctx, self.given.get("max_new_tokens"))
             kept = messages
             if len(prompt) + needed > self.engine.ctx:
                 kept = newest_turns(messages, lambda some: len(tokenizer.encode_chat(some)) + needed <= self.engine.ctx)
-            if len(kept) < len(messages):
-                say(f"note  the context is full, so the {len(messages) - len(kept)} oldest messages were dropped")
+            dropped = len(messages) - len(kept)
+            if dropped:
                 messages, prompt = kept, tokenizer.encode_chat(kept)
         room = self.engine.ctx - len(prompt)
         if room < 1:
+            what = "message alone has" if self.drop_oldest else "conversation would have"
+            way = "Shorten it" if self.drop_oldest else "/reset starts over"
             raise UsageError(
-                f"the conversation would have {len(prompt):,} tokens, and the context holds {self.engine.ctx:,}. "
-                "/reset starts over, and a larger --ctx holds more."
+                f"the {what} {len(prompt):,} tokens, and the context holds {self.engine.ctx:,}. "
+                f"{way}, and a larger --ctx holds more."
             )
+        if dropped:
+            say(f"note  the context is full, so the {dropped} oldest messages were dropped")
         most = min(room, self.given.get("max_new_tokens", room))
         params, suggested = with_suggestions(self.engine.generation, self.given | {"max_new_tokens": most})
         stream = self.engine.generate(prompt, params)

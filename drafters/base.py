@@ -58,6 +58,7 @@ class DraftInput(NamedTuple):
     seen: Tensor  # [B, V] bool, tokens of the prompt and the output
     counts: Tensor  # [B, V] how often each token was generated so far, the root included
     parts: StepParts = UNCOMPILED
+    bias: Tensor | None = None  # [B, 1, V] what the requests add to the logits, None if no row asks for it
 
 
 class Drafter:

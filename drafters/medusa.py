@@ -137,6 +137,8 @@ class MedusaDrafter(Drafter):
         t, K = self.tree, max(self.tree.max_children, 1)
         last = take_rows(inputs.features, (inputs.count - 1)[:, None])
         logits = self.heads(last[:, 0], t.D)  # [B, D, V]
+        if inputs.bias is not None:
+            logits = logits + inputs.bias
         if inputs.mode.penalties:  # of the text so far, because a node's parent is not known here
             none = torch.zeros_like(t.depth[:, :1, None]).expand(-1, t.D, -1)
             logits = sampling.apply_penalties(logits, inputs.seen, inputs.counts, none, none > 0, inputs.sampling)

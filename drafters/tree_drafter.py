@@ -212,11 +212,13 @@ class TreeDrafter(Drafter):
         return self._forward(tokens, above, nodes, self.cache, inputs.parts, source)
 
     def _logits(self, inputs: DraftInput, output: Tensor, paths: Tensor) -> Tensor:
-        """The penalised logits [B, W, Vd] of the children of rows [B, W].
+        """The logits [B, W, Vd] of the children of rows [B, W], with biases and penalties.
 
         paths [B, W, depth] are the draft-vocabulary ids from below the root to each row; only penalties read them.
         """
         logits = self.predict(output)
+        if inputs.bias is not None:
+            logits = logits + (inputs.bias if self.draft_ids is None else inputs.bias[..., self.draft_ids])
         if not inputs.mode.penalties:
             return logits
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -236,7 +238,7 @@ class TreeDrafter(Drafter):
         and are always the draft's own log-probabilities.
         """
         noise = inputs.noise if self.shared_noise and not self.multi_round else None
-        if noise is None and not (inputs.mode.penalties or self.multi_round):
+        if noise is None and not (inputs.mode.penalties or inputs.mode.bias or self.multi_round):
             best = self.top(output, width)
             if best is not None:
                 return best.ids, best.scores, None

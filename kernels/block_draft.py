@@ -203,6 +203,7 @@ def _follow_triton(
         scores.contiguous(), ids.contiguous(), *given, *out, W, D, depth, K, R, count, CP=triton.next_power_of_2(count),
         KP=triton.next_power_of_2(K), RP=triton.next_power_of_2(R), LOOKED_UP=parents.factor is None,
         MIXED=parents.mixed is not None, SOFT=softness is not None, num_warps=4,
+        maxnreg=128,  # without a number, ptxas would rather spill
     )  # fmt: skip
     return out
 

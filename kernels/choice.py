@@ -168,8 +168,9 @@ def kept_weight(image, above, top, temperature, WEIGHTED: tl.constexpr):
 @jit
 def kept_mass(kept, weights, t):
     """The sum of the weights of all kept images from t on, int64."""
-    mass = tl.where(kept[0] >= t, weights[0], 0).to(tl.int64) + tl.where(kept[1] >= t, weights[1], 0)
-    return tl.sum(mass + tl.where(kept[2] >= t, weights[2], 0), 0)
+    mass = tl.where(kept[0] >= t, weights[0], 0).to(tl.uint32) + tl.where(kept[1] >= t, weights[1], 0).to(tl.uint32)
+    mass += tl.where(kept[2] >= t, weights[2], 0).to(tl.uint32)  # each is at most 2^30
+    return tl.sum(mass.to(tl.int64), 0)
 
 
 @jit

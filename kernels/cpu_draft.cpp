@@ -116,9 +116,9 @@ struct Drafting {
   void finish(const Nodes& nodes, float* out) { d.layer.finish(nodes, residual.data(), d.scale, round, buffer, out); }
 
   // The best children of each row of output [B,width,H]: places and scores [B,width,children]. The children of row b stand at
-  // positions[b], and the target draws them with seed[b].
+  // positions[b], and the target draws them with seed[b]. bias [B,n], or null, is added to the logits.
   void propose(const float* output, int64_t width, const int64_t* seed, const int64_t* positions, const float* temperature,
-               int64_t* places, float* scores) {
+               const float* bias, int64_t* places, float* scores) {
     const int64_t M = B * width, size = d.lm_head.n;
     if (d.output_norm) norm_rows(output, d.output_norm, M, d.H, d.eps, normed.data());
     d.lm_head(d.output_norm ? normed.data() : output, M, nullptr, false, round, logits.get());
@@ -131,6 +131,7 @@ struct Drafting {
     });
     parallel_for(0, M, std::max<int64_t>(1, 16384 / size), [&](int64_t first, int64_t last) {
       for (int64_t row = first; row < last; ++row) {
+        for (int64_t i = 0; bias && i < size; ++i) logits[row * size + i] += bias[row / width * size + i];
         const float* g = shared_noise ? &noise[row / width * size] : nullptr;
         const DraftRow drafts{&logits[row * size], size, g, nullptr, temperature[row / width], d.noisy};
         best_drafts(drafts, d.children, places + row * d.children, scores + row * d.children);
@@ -279,7 +280,8 @@ Draft::Fields draft_tree(const Tensor& drafts, std::vector<Tensor> list, bool sh
   for (int64_t i = 0, begin = 0;; ++i) {  // begin: the first run row of the level above
     const int64_t width = live.size();
     for (int64_t b = 0; b < B; ++b) children[b] = integers(text.n)[b] + 1 + i;
-    drafting.propose(above.data(), width, integers(text.seed), children.data(), floats(text.temperature), places.data(), scores.data());
+    drafting.propose(above.data(), width, integers(text.seed), children.data(), floats(text.temperature),
+                     text.bias.size(1) ? floats(text.bias) : nullptr, places.data(), scores.data());
     for (int64_t row = 0; row < B * width; ++row)
       for (int64_t c = 0; c < K; ++c) {
         const int64_t from = row * K + c, to = (row / width * run_rows + begin + live[row % width]) * K + c;

@@ -128,6 +128,7 @@ class DraftText(NamedTuple):
     count: Tensor  # [B]
     seed: Tensor  # [B]
     temperature: Tensor  # [B] float32
+    bias: Tensor  # [B, K] float32, added to the logits of the K tokens that are drafted, or [B, 0]
 
 
 RECORDS = (

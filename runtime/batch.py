@@ -48,8 +48,8 @@ Reading = Generator[None, None, tuple[int, Logprobs | None]]
 class Batch:
     """The requests of an engine. All methods but `submit` come from the thread that has the engine at the moment."""
 
-    def __init__(self, engine: Stepper, write_settings: Callable[[int, SamplingParams], None]):
-        """write_settings: writes a request's settings into a row of the static buffers."""
+    def __init__(self, engine: Stepper, write_settings: Callable[[int, SamplingParams, int], None]):
+        """write_settings: writes a request's settings into a row of the static buffers (`Engine.write_settings`)."""
         self.engine = engine
         self.rows: list[Request | None] = [None] * engine.batch_size
         self.texts = [Text() for _ in self.rows]
@@ -226,7 +226,7 @@ class Batch:
         self.rows[row], request.row, request.began = request, row, time.perf_counter()
         self.waiting.popleft()
         request.result.cached_tokens = start
-        self._write_settings(row, request.params)
+        self._write_settings(row, request.params, len(request.prompt))
         # Until its prompt has been read, steps may run this row, too. What they write lies behind all prompts.
         state.n[row] = engine.ctx - 1
         state.count[row] = 1

@@ -105,7 +105,10 @@ def fused_parts() -> StepParts:
         if found is None or mode.penalties or mode.filters or not able:
             return None
         state = inputs.tokens, inputs.n, inputs.root, inputs.features.contiguous(), inputs.count
-        text = DraftText(*state, inputs.sampling.seed, inputs.sampling.temperature)
+        bias = inputs.features.new_empty(len(inputs.n), 0)
+        if inputs.bias is not None:
+            bias = inputs.bias[:, 0] if drafter.draft_ids is None else inputs.bias[:, 0, drafter.draft_ids]
+        text = DraftText(*state, inputs.sampling.seed, inputs.sampling.temperature, bias.contiguous())
         p_min = drafter.p_min if drafter.prunes(mode) else 0.0
         how = (
             drafter.shared_noise and mode.sample,

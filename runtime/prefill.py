@@ -143,13 +143,17 @@ class Prefill:
         return logits, sampling.noise_ahead(state.sampling.seed[row : row + 1], before, 1, state.hashes)
 
     def penalised(self, row: int, logits: Tensor, text: Sequence[int], prompt: int, mode: SamplingMode) -> Tensor:
-        """The logits [1, 1, V] with the penalties for `text`, of which the first `prompt` ids were not generated.
+        """The logits [1, 1, V] with biases and with the penalties for `text`, of which the first `prompt` ids were not
+        generated.
 
         The row's counters are set to what they are after that text.
         """
+        state, device = self.state, self.model.device
+        if mode.bias:
+            position = torch.full((1, 1), len(text), device=device)
+            logits = sampling.add_bias(logits, position, state.sampling.row(row))
         if not mode.penalties:
             return logits
-        state, device = self.state, self.model.device
         state.seen[row] = False
         state.counts[row] = 0
         state.seen[row, torch.tensor(text, device=device)] = True

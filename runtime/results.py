@@ -10,7 +10,7 @@ from sampling import Logprobs, SamplingParams
 
 
 class TokenLogprob(NamedTuple):
-    """How likely a token was for the model itself, before temperature, filters and penalties. Natural logarithms."""
+    """How likely a token was for the model itself, before all settings. Natural logarithms."""
 
     logprob: float
     top: list[tuple[int, float]]  # the likeliest tokens and their log-probabilities, as many as the request asked for

@@ -41,9 +41,26 @@ class Answer {
     action(this.places, "Regenerate", () => regenerate(turns.indexOf(this.block)));
   }
 
-  whole(text) {
-    this.content = text;
-    this.piece(text, -1, "");
+  // What the browser keeps of it: its text, and how many characters have which colour.
+  message() {
+    const tints = [];
+    for (const {text, kind} of this.pieces) {
+      const tint = kind.replace("token ", "");
+      if (tints.at(-1)?.[1] == tint) tints.at(-1)[0] += text.length;
+      else tints.push([text.length, tint]);
+    }
+    const coloured = this.source == this.content && tints.some(([, tint]) => tint);
+    return {role: "assistant", content: this.content, ...coloured && {tints}};
+  }
+
+  // Shows a message that was kept. Its trees are not there any more.
+  whole({content, tints = []}) {
+    this.content = content;
+    for (const [length, tint] of tints) {
+      this.piece(content.slice(this.source.length, this.source.length + length), -1, tint);
+      if (tint > "d0") part("legend").hidden = false;
+    }
+    this.piece(content.slice(this.source.length), -1, "");
     this.draw();
     this.figures.hidden = true;
     return this;

@@ -14,6 +14,7 @@ from runtime.grammar import GrammarError, checked_grammar, json_grammar
 from support.errors import UsageError, one_line
 from support.reader import parse_json
 
+NEVER = -100  # the least bias of a logit
 INVALID, FORBIDDEN, BUSY, SERVER = "invalid_request_error", "permission_error", "rate_limit_error", "server_error"
 
 
@@ -138,6 +139,12 @@ class Fields:
         """The objects of an array; none if the field is left out."""
         return [Fields(value, f"{self.name(field)}[{i}].") for i, value in enumerate(self.get(field, list, []))]
 
+    def some(self, field: str) -> list[Fields]:
+        """The same where there must be at least one."""
+        if not self.required(field, list):
+            raise wrong(self.name(field), "is empty")
+        return self.items(field)
+
     def refuse(self, field: str, allowed: tuple, why: str) -> None:
         """Refuse a field that is known but not supported, unless its value asks for nothing."""
         value = self.values.get(field)
@@ -158,7 +165,6 @@ def _finite(value: int | float) -> bool:
 # and what to do instead. docs/server.md lists the fields that are only hints, which are ignored.
 NOT_HERE: dict[str, tuple[tuple[Any, ...], str]] = {
     # OpenAI
-    "logit_bias": (({}, []), "use guided_choice, guided_regex or grammar."),
     "web_search_options": ((), "this server searches nothing."),
     # llama.cpp
     "dynatemp_range": ((0,), "use temperature."),
@@ -190,7 +196,6 @@ NOT_HERE: dict[str, tuple[tuple[Any, ...], str]] = {
     "use_beam_search": ((False,), "use n."),
     "length_penalty": ((1,), "it belongs to beam search."),
     "include_stop_str_in_output": ((False,), "a stop string is never part of the text."),
-    "min_tokens": ((0,), "use ignore_eos with max_tokens."),
     "skip_special_tokens": ((True,), "the text has no control tokens."),
     "truncate_prompt_tokens": ((), "shorten the prompt."),
     "prompt_logprobs": ((), "only new tokens have log-probabilities."),
@@ -203,6 +208,18 @@ NOT_HERE: dict[str, tuple[tuple[Any, ...], str]] = {
     "guided_whitespace_pattern": ((), "JSON has no white space between its parts."),
     "return_tokens_as_token_ids": ((False,), "leave it out."),
 }
+
+
+def read_bias(fields: Fields) -> tuple[tuple[int, float], ...]:
+    """The field logit_bias, as pairs of a token and what is added to its logit: an object, as in OpenAI's API, or a list
+    of pairs, as in llama.cpp's server, where false stands for never."""
+    value = fields.values["logit_bias"]
+    pairs = value.items() if isinstance(value, dict) else fields.get("logit_bias", list)
+    try:
+        named = [(int(token) if isinstance(token, str) else token, bias) for token, bias in pairs]
+    except (TypeError, ValueError):
+        raise wrong(fields.name("logit_bias"), 'must give token ids numbers, like {"50256": -100}') from None
+    return tuple((token, NEVER if bias is False else bias) for token, bias in named)
 
 
 def refuse_unknown(fields: Fields) -> None:

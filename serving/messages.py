@@ -35,11 +35,10 @@ def message_ask(body: dict[str, Any]) -> Ask:
     grammar = read_constraint(fields, fields.inner("output_config"), "format")
     if grammar is not None:
         ask.given["grammar"] = grammar
-    if not fields.required("messages", list):
-        raise wrong("messages", "is empty")
+    messages = fields.some("messages")
     if fields.given("system"):
         ask.messages.append({"role": "system", "content": _text(fields, "system")})
-    for message in fields.items("messages"):
+    for message in messages:
         ask.messages += _messages(message)
     _read_tools(ask, fields)
     return ask

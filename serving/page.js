@@ -50,7 +50,7 @@ function request(asked, again) {
   const given = {temperature: part("temperature").valueAsNumber, seed, max_tokens: most};
   for (const [name, value] of Object.entries(given)) if (!Number.isNaN(value)) body[name] = value;
   const system = part("system").value.trim() ? [{role: "system", content: part("system").value}] : [];
-  if (about.chat_template) return ["/v1/chat/completions", {...body, messages: [...system, ...asked]}];
+  if (about.chat_template) return ["/v1/chat/completions", {...body, messages: [...system, ...asked.map(({role, content}) => ({role, content}))]}];
   return ["/v1/completions", {...body, prompt: asked.map(message => message.content).join("")}];
 }
 
@@ -128,10 +128,8 @@ function openChat(other) {
   turns = [];
   log.replaceChildren(part("hello"));
   part("legend").hidden = true;
-  for (const {role, content} of chat.messages) {
-    if (role == "user") turns.push(userTurn(content));
-    else turns.push(new Answer().whole(content).block);
-  }
+  for (const message of chat.messages)
+    turns.push(message.role == "user" ? userTurn(message.content) : new Answer().whole(message).block);
   part("hello").hidden = turns.length > 0;
   sessionStorage.setItem(OPEN, chat.id);
   busy(false, turns.length ? "the chat is open" : "a new chat");
@@ -170,7 +168,7 @@ async function send(text, from, again = false) {
   }
   growing(() => made.draw());
   if (made.content) {
-    mine.messages = [...asked, {role: "assistant", content: made.content}];
+    mine.messages = [...asked, made.message()];
     keepChat(mine);
   }
   if (running != controller) return;  // another chat is shown

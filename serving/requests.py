@@ -15,6 +15,7 @@ from serving.fields import (
     allowed_tools,
     grammar_of,
     quoted,
+    read_bias,
     read_constraint,
     refuse_unknown,
     unsupported,
@@ -35,8 +36,9 @@ SETTINGS = {
     "frequency_penalty": float,
     "repetition_penalty": float,
     "seed": int,
+    "min_tokens": int,
 }
-SAME = {"repeat_penalty": "repetition_penalty"}  # llama.cpp's names for settings
+SAME = {"repeat_penalty": "repetition_penalty", "min_tokens": "min_new_tokens"}  # names of others for settings
 NO_LIMIT = ("n_predict", -1)  # how llama.cpp asks for an answer of any length
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 TOOL_NAME = 64  # characters
@@ -82,10 +84,7 @@ def chat_ask(body: dict[str, Any]) -> Ask:
     """Read a request to /v1/chat/completions."""
     fields = Fields(body)
     ask = common(fields, "max_completion_tokens", "max_tokens")
-    fields.required("messages", list)
-    ask.messages = [_message(message) for message in fields.items("messages")]
-    if not ask.messages:
-        raise wrong("messages", "is empty")
+    ask.messages = [_message(message) for message in fields.some("messages")]
     if fields.get("logprobs", bool, False):
         ask.logprobs = fields.integer("top_logprobs", 0, MAX_LOGPROBS, 0)
     elif fields.given("top_logprobs"):
@@ -165,6 +164,8 @@ def common(fields: Fields, *limits: str, flat: bool = False) -> Ask:
         stop = fields.values["stop"]
         stop = [stop] if isinstance(stop, str) else fields.get("stop", list)
         given["stop"] = tuple(text for text in stop if text != "")
+    if fields.given("logit_bias"):
+        given["logit_bias"] = read_bias(fields)
     if given.get("top_k") == -1:  # how vLLM switches it off
         given["top_k"] = 0
     grammar = read_constraint(fields, fields.inner("text") if flat else fields, "format" if flat else "response_format")

@@ -32,7 +32,7 @@ MB = 1 << 20
 CHARACTERS = 16  # for each token of the context; no tokenizer makes so few tokens of a longer text
 NO_TOKEN = 2**31 - 1  # an id that no model has
 # fields of SamplingParams -> their names in the API
-RENAMED = {"max_new_tokens": "max_tokens", "stop_ids": "stop_token_ids"}
+RENAMED = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "stop_ids": "stop_token_ids"}
 PING_SECONDS = 15  # a stream without news gets a comment after this time, so that no proxy ends it
 GATHER = 0.05  # seconds between two looks at what the engine has decoded
 
@@ -259,15 +259,23 @@ def prepare(loop: asyncio.AbstractEventLoop, engine: Engine, settings: ServeSett
         try:
             params, _ = with_suggestions(engine.generation, given | {"max_new_tokens": most})
         except ValueError as error:
-            name = error.setting if isinstance(error, SettingError) else None
-            raise ApiError(400, one_line(error, notes=False), RENAMED.get(name, name), "invalid_value") from None
+            raise _bad_setting(error) from None
         for i in range(ask.n):
             seed = (params.seed + i) % 2**63 if i else params.seed
             try:
                 streams.append(engine.generate(ids, replace(params, seed=seed)))
+            except SettingError as error:
+                raise _bad_setting(error) from None
             except ValueError as error:
                 raise wrong(ask.source, f"cannot be used: {one_line(error, notes=False)}") from None
     return Job(loop, engine, ask, params, streams, settings.max_seconds)
+
+
+def _bad_setting(error: ValueError) -> ApiError:
+    """The error for a setting that is not allowed."""
+    name = error.setting if isinstance(error, SettingError) else ""
+    param = RENAMED.get(name, name)
+    return ApiError(400, one_line(error, notes=False).replace(name, param), param or None, "invalid_value")
 
 
 def _drop_oldest(engine: Engine, ask: Ask) -> None:

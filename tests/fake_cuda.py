@@ -301,8 +301,8 @@ def fake_gpu(monkeypatch):
         self.cos, self.sin = (torch.empty(self.length, self.head_dim // 2, device=device) for _ in range(2))
 
     monkeypatch.setattr(model.RotaryTable, "build", build)
-    ready = tree.tree_tables([tree.PAPER25])
-    monkeypatch.setattr(drafting, "tree_tables", lambda which, device: on_fake_gpu(ready))
+    ready = {rows: tree.tree_tables([tree.PAPER25] * rows) for rows in (1, 4)}
+    monkeypatch.setattr(drafting, "tree_tables", lambda which, device: on_fake_gpu(ready[len(which)]))
     with torch._subclasses.fake_tensor.FakeTensorMode(), Indexing():
         yield
 

@@ -49,11 +49,11 @@ def until(condition, seconds: float = 20) -> None:
 class Running:
     """A server in a thread."""
 
-    def __init__(self, engine: Engine, **settings: Any):
+    def __init__(self, engine: Engine, port: int = 0, **settings: Any):
         self.settings = ServeSettings(**{"model": "demo", **settings})
         self.lines: list[str] = []
         self.api = Api(engine, self.settings, self.lines.append)
-        self.socket = bind("127.0.0.1", 0, self.settings)
+        self.socket = bind("127.0.0.1", port, self.settings)
         self.address = f"http://127.0.0.1:{self.socket.getsockname()[1]}"
         self.server = Server(self.api.app(), self.api.scheduler, self.settings, self.lines.append)
         self.code: int | None = None
@@ -73,6 +73,11 @@ class Running:
         connection = http.client.HTTPConnection(*self.socket.getsockname()[:2])
         connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
         return connection
+
+    def cut(self) -> None:
+        """Break off all connections, as a process that is killed does."""
+        for connection in list(self.server.server_state.connections):
+            connection.loop.call_soon_threadsafe(connection.transport.abort)
 
     def stop(self) -> None:
         self.server.should_exit = True

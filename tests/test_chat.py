@@ -180,7 +180,8 @@ def test_undo_and_regenerate(engine, capsys):
 
 
 def test_the_oldest_turns_are_dropped_where_the_user_wants_that(engine, capsys):
-    """A chat that can only be started over, and one that forgets its system message or says nothing."""
+    """A chat that can only be started over, and one that forgets its system message or says nothing, or
+    that says so of a message that is refused."""
     talk = conversation(engine, "Be brief.", max_new_tokens=8)
     talk.drop_oldest = True
     for _ in range(8):
@@ -189,8 +190,10 @@ def test_the_oldest_turns_are_dropped_where_the_user_wants_that(engine, capsys):
     assert "the 2 oldest messages were dropped" in said and talk.messages[0]["content"] == "Be brief."
     assert [m["role"] for m in talk.messages[1:]] == ["user", "assistant"] * (len(talk.messages) // 2)
     assert len(talk.messages) < 17
-    with pytest.raises(ValueError, match="/reset starts over"):
+    before = list(talk.messages)
+    with pytest.raises(ValueError, match="the message alone has .* Shorten it"):
         talk.take("word " * 600)
+    assert "dropped" not in capsys.readouterr().err and talk.messages == before
 
 
 def test_tree_shows_the_last_answer_in_colours(instruct, capsys, monkeypatch):

@@ -666,7 +666,11 @@ def test_a_draft_in_one_call_has_the_bits_of_its_parts(version, mode, tied):
         state.sampling.temperature.fill_(0.7)
         state.sampling.seed.copy_(torch.tensor([5, 6]))
         noise = sampling.noise_ahead(state.sampling.seed, state.n, drafter.D + 1, state.hashes)
-        for mode in (SamplingMode(), SamplingMode(sample=True)):
+        state.sampling.bias_ids[:, :4] = torch.tensor([[3, 40, 41, 90], [3, 4, 5, 6]])
+        state.sampling.bias[:, :4] = torch.tensor([[40.0, -100, 2, -math.inf], [-3, 6, 0, 50]])
+        state.sampling.bias_until[:, :4] = torch.tensor([[99, 99, 99, 11], [99, 31, 99, 99]])
+        whole: list[torch.Tensor] = []
+        for mode in (SamplingMode(), SamplingMode(sample=True), SamplingMode(sample=True, bias=True)):
             inputs = draft_input(state, mode, noise if mode.sample else None)
             caches = drafter.cache.clone(), drafter.cache.clone()
             drafts = []
@@ -674,9 +678,11 @@ def test_a_draft_in_one_call_has_the_bits_of_its_parts(version, mode, tied):
                 drafter.cache = cache
                 drafts.append(drafter.draft(inputs._replace(parts=used)))
             assert parts.draft_tree(drafter, inputs) is not None
+            whole.append(drafts[0].tokens)
             assert all(torch.equal(*pair) for pair in zip(*(d[:6] for d in drafts), strict=True))
             for b, known in enumerate((9, 30)):
                 assert torch.equal(caches[0][:, b, :, :known], caches[1][:, b, :, :known])
+        assert not torch.equal(*whole[1:])
         inputs = inputs._replace(mode=SamplingMode(sample=True, filters=True))
         assert parts.draft_tree(drafter, inputs) is None, "the C++ kernels have no filters"
 

@@ -62,6 +62,7 @@ SETTINGS = [
     dict(temperature=0.8, min_p=0.1),
     dict(repetition_penalty=1.3, frequency_penalty=0.4),
     dict(temperature=1.0, top_p=0.95, top_k=20, min_p=0.02, repetition_penalty=1.2, presence_penalty=0.5),
+    dict(temperature=0.9, repetition_penalty=1.1, logit_bias={5: 3.0, 9: -100, 22: 1.5}),
 ]
 
 
@@ -554,6 +555,50 @@ def test_penalties_count_every_generated_token():
                 z[token] -= 0.4 + 1.5 * wanted.count(token)
             wanted.append(int(z.argmax()))
         assert Engine(MODEL).generate(prompt, params).run()[0].token_ids == wanted
+
+
+def test_biases_and_a_least_length_are_followed():
+    """Greedy tokens are those of a loop that adds the biases itself and bans the stop ids at the beginning.
+
+    Catches: a bias of another row, after the penalties or missing at the first token, and a stop id that comes too soon
+    or too late. Plain and speculative decoding would agree on the wrong tokens.
+    """
+    rows = []
+    for bias, least in (({7: 2.5, 30: -100}, 0), ({}, 9), ({11: 100}, 5)):
+        params = SamplingParams(max_new_tokens=14, repetition_penalty=1.2, logit_bias=bias)
+        stop = tuple(Engine(MODEL).generate(PROMPT, params).run()[0].token_ids[k] for k in (1, 2))
+        params = replace(params, stop_ids=(*stop, 2**31 - 1), min_new_tokens=least)
+        wanted: list[int] = []
+        while len(wanted) < 14 and not {*wanted} & {*stop}:
+            ids = torch.tensor([PROMPT + wanted])
+            z = MODEL.logits(MODEL.forward_train(ids)[0][:, -1])[0]
+            for token, value in bias.items():
+                z[token] += value
+            for token in {*PROMPT, *wanted}:
+                z[token] = z[token] / 1.2 if z[token] > 0 else z[token] * 1.2
+            if len(wanted) < least:
+                z[list(stop)] = -math.inf
+            wanted.append(int(z.argmax()))
+        assert len(wanted) > least and Engine(MODEL).generate(PROMPT, params).run()[0].token_ids == wanted
+        rows.append((params, wanted))
+    for engine in (
+        Engine(MODEL, config=EngineConfig(batch_size=4, lag=2)),
+        eagle_engine(HEADS["eagle3"], TREES["dynamic"], 4),
+    ):
+        everything = [params for params, _ in rows] + [settings(1)]
+        results = engine.generate_batch([PROMPT] * 4, everything).run()
+        assert [r.token_ids for r in results] == [wanted for _, wanted in rows] + [list(plain(settings(1)))]
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_a_bias_reaches_the_drafts(kind):
+    """A drafter that knows nothing of a bias: the tokens would be right, and hardly any draft would be accepted."""
+    token = int(DRAFT_VOCAB[20])
+    for index, tree in ((0, "chain4"), (1, "dynamic"), (4, "paper25")):
+        engine = eagle_engine(HEADS[kind], TREES[tree])
+        params = settings(index, logit_bias={token: 100})
+        result = engine.generate(PROMPT, params).run()[0]
+        assert result.token_ids == [token] * 24 and result.tau > TREES[tree].D - 0.5
 
 
 def test_the_device_counts_the_token_that_prefill_gives():

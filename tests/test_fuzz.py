@@ -426,6 +426,7 @@ OTHERS = [  # fields of other servers
     {"grammar": 'root ::= "a" | "b"'}, {"json_schema": SCHEMA}, {"guided_regex": "[a-z]+"}, {"guided_choice": ["a", "b"]},
     {"structured_outputs": {"json": SCHEMA}}, {"stop_token_ids": [3], "ignore_eos": True}, {"n_predict": -1},
     {"echo": True, "logprobs": None},
+    {"logit_bias": {"5": 3.5, "300": -100}, "min_tokens": 2}, {"logit_bias": [[5, False]]},
     {"stream": True, "stream_options": {"include_usage": True}, "eaglet": {"steps": True}},
     {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "f"}}},
     {"tools": [TOOL], "tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [TOOL]}}},

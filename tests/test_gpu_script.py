@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -60,6 +61,14 @@ def test_a_tiny_run_writes_the_records_of_its_parts(tmp_path, monkeypatch):
     kernels = [line["microseconds"] for line in lines if line["type"] == "kernels"]
     assert len(kernels) == len(timed) and all(times and min(times.values()) > 0 for times in kernels)
     assert "test_kernels_gpu" in (tmp_path / "cpu-tiny.log").read_text()
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+def test_make_gpu_says_where_torch_is_missing():
+    """A traceback on a machine whose Python has no torch."""
+    command = ["make", "gpu", "PYTHON=none", f"BASE_PYTHON={sys.executable} -S"]
+    done = subprocess.run(command, cwd=gpu.ROOT, capture_output=True, text=True)
+    assert done.returncode and "has no torch" in done.stderr and "Traceback" not in done.stderr
 
 
 def test_parts_that_fail_or_hang_do_not_end_the_run(tmp_path, monkeypatch, capsys):

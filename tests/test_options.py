@@ -313,6 +313,8 @@ SETTINGS = {
     "stop": ("END", ("END",)),
     "logprobs": ("0", 0),
     "grammar": ("start: /a+/", "start: /a+/"),
+    "logit_bias": ("13=-2.5", ((13, -2.5),)),
+    "min_new_tokens": ("6", 6),
 }
 
 

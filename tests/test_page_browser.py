@@ -260,7 +260,7 @@ def test_a_growing_text_draws_its_last_block_only(browser):
         }
     """)
     assert browser.do("drawn.every((block, i) => made.text.children[i] === block)")
-    whole = "new Answer().whole(made.source).text.innerHTML"
+    whole = "new Answer().whole({content: made.source}).text.innerHTML"
     assert browser.do("made.text.innerHTML") == browser.do(whole)
     assert browser.do("made.text.querySelectorAll('li').length") == 2
 
@@ -288,6 +288,28 @@ def test_tokens_keep_their_colours_and_trees_in_markdown(engine, browser):
     """)
     spans = browser.do("[...made.text.querySelectorAll('.token')].map(s => s.dataset.step + s.textContent)")
     assert spans == ["0Some", "0 ", "0b", "1old", "1 wo", "2rds &", "2 1", "31 x"]
+
+
+def test_a_chat_that_is_loaded_again_has_its_colours(engine, browser, monkeypatch):
+    """A reload, or another chat in between, that makes everything grey, and colours that are sent to the model."""
+    coloured = """JSON.stringify([...log.querySelectorAll('.text span[class]')].map(span =>
+        [span.className.replace(/token |on/g, '').trim(), span.textContent]).reduce((all, [tint, text]) => {
+            if (all.at(-1)?.[0] == tint) all.at(-1)[1] += text; else all.push([tint, text]);
+            return all; }, []))"""
+    browser.put(seed="5", temperature="1", most="60")
+    browser.ask("def f(x):")
+    before = browser.do(coloured)
+    assert len({tint for tint, _ in json.loads(before)}) > 2
+    browser.go()
+    assert browser.do(coloured) == before and browser.do("!part('legend').hidden")
+    assert browser.do("document.querySelectorAll('.token').length") == 0
+    browser.click("#new")
+    assert browser.do("part('legend').hidden")
+    browser.click("#list")
+    browser.click("#chats .name")
+    assert browser.do(coloured) == before
+    browser.shot("reloaded")
+    assert browser.do("request(chat.messages)[1].messages.every(one => Object.keys(one).join() == 'role,content')")
 
 
 @pytest.mark.parametrize("dark", [False, True])
@@ -373,6 +395,50 @@ def test_a_server_that_is_gone_is_said_once(app, engine):
     browser.until("!running")
     assert browser.texts(".user, .text") == shown
     browser.page.problems = [text for text in browser.page.problems if "ERR_CONNECTION_REFUSED" not in text]
+    browser.close()
+
+
+def test_a_server_that_dies_in_the_middle_of_an_answer(app, engine, monkeypatch):
+    """An answer that waits for ever or is lost, an error in the words of the browser, and a page that has to be loaded
+    again before it goes on with the next server."""
+    held = threading.Event()
+    with monkeypatch.context() as patch, running(engine) as server:
+        browser = Browser(app, server.address, PHONE)
+        browser.put(watch=False, most="40")
+        made = script(
+            patch,
+            engine,
+            "The beginning of an answer.",
+            gate=lambda: len(made[0].result.token_ids) < 5 or held.wait(20),
+        )
+        browser.ask("Begin?", wait=False)
+        browser.until("log.querySelector('.text')?.textContent.length > 4")
+        server.cut()
+        browser.until("!running")
+        held.set()
+    said = "The server went away in the middle of the answer."
+    begun = browser.texts(".text")[0]
+    assert browser.texts("#notice") == [said] and "The beginning of an answer.".startswith(begun) and begun
+    assert (
+        browser.texts(".user") == ["Begin?"]
+        and browser.texts(".figures") == ["stopped"]
+        and not browser.do("box.value")
+    )
+    browser.shot("died")
+    sees(browser)
+    browser.ask("And now?")
+    assert (
+        browser.texts("#notice")[0].startswith("The server does not answer") and browser.do("box.value") == "And now?"
+    )
+    assert browser.texts(".user, .text") == ["Begin?", begun]
+    with running(engine, port=int(server.address.rpartition(":")[2])):
+        script(monkeypatch, engine, "The whole answer.")
+        browser.click(".regenerate")
+        browser.until("!running")
+        assert browser.texts(".user, .text") == ["Begin?", "The whole answer."] and browser.do("part('notice').hidden")
+        assert browser.do("kept()[0].messages.at(-1).content") == "The whole answer."
+    ends = ("ERR_CONNECTION_REFUSED", "ERR_INCOMPLETE_CHUNKED_ENCODING", "ERR_CONNECTION_RESET")
+    browser.page.problems = [text for text in browser.page.problems if not any(end in text for end in ends)]
     browser.close()
 
 

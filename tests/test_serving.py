@@ -398,7 +398,16 @@ def test_a_template_without_a_place_for_tools_gets_them_as_text(engine, client, 
         ),
         ({"messages": ASK, "tools": [{"type": "function", "function": {"name": "a</s>"}}]}, "tools", "control token"),
         ({"messages": ASK, "tools": [{"type": "web_search"}]}, "tools[0].type", "must be functions"),
-        ({"messages": ASK, "logit_bias": {"5": 1}}, "logit_bias", "not supported"),
+        ({"messages": ASK, "logit_bias": {"5": 101}}, "logit_bias", "(5, 101)"),
+        ({"messages": ASK, "logit_bias": {"5": True}}, "logit_bias", "(5, True)"),
+        ({"messages": ASK, "logit_bias": {"a": 1}}, "logit_bias", "token ids"),
+        ({"messages": ASK, "logit_bias": {"99999": 1}}, "logit_bias", "the vocabulary"),
+        ({"messages": ASK, "logit_bias": {str(i): 1 for i in range(1025)}}, "logit_bias", "at most 1024"),
+        ({"messages": ASK, "logit_bias": [[5, 1], [5, 2]]}, "logit_bias", "twice"),
+        ({"messages": ASK, "logit_bias": [5]}, "logit_bias", "token ids"),
+        ({"messages": ASK, "logit_bias": [[1.5, 1]]}, "logit_bias", "(1.5, 1)"),
+        ({"messages": ASK, "min_tokens": -1}, "min_tokens", "min_tokens is -1"),
+        ({"messages": ASK, "min_tokens": 5, "guided_choice": ["a"]}, "min_tokens", "a grammar"),
         ({"messages": ASK, "functions": [{"name": "f"}]}, "functions", "use tools"),
         ({"messages": [{"role": "user", "content": "x " * 3000}]}, "messages", "the context holds 2,048"),
         ({"messages": [{"role": "user", "content": "x" * 40000}]}, "messages", "40,000 characters"),
@@ -622,11 +631,32 @@ def test_fields_of_other_servers_that_are_honoured(client, engine):
         engine.tokenizer.eos_ids = [stop]
         assert ask()["choices"][0]["finish_reason"] == "stop"
         assert text(ignore_eos=True) == free.text
+        longer = ask(min_tokens=9)
+        assert longer["usage"]["completion_tokens"] >= 9 and longer["choices"][0]["text"] != ask()["choices"][0]["text"]
     finally:
         engine.tokenizer.eos_ids = before
     with pytest.raises(openai.BadRequestError) as caught:
         ask(ignore_eos=True, guided_choice=["a"])
     assert caught.value.body["param"] == "ignore_eos"
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "completions", "responses", "messages"])
+def test_a_bias_is_honoured_by_all_endpoints(client, engine, path):
+    """A bias that one endpoint or one of its two forms ignores, or that changes the log-probabilities, which are those of
+    the model."""
+    (token,) = engine.tokenizer.encode("x", continuation=True)
+    source = {"completions": {"prompt": "a ="}, "responses": {"input": "a ="}}.get(path, {"messages": ASK})
+    body = source | {"max_output_tokens" if path == "responses" else "max_tokens": 4}
+    for bias in ({str(token): 100}, [[token, 100], [token + 1, False]]):
+        answer = client.post(f"/{path}", body=body | {"logit_bias": bias}, cast_to=object)
+        assert "xxxx" in json.dumps(answer)
+    if path == "completions":
+        plain, biased = (
+            client.post(f"/{path}", body=body | {"logprobs": 2, **more}, cast_to=object)["choices"][0]["logprobs"]
+            for more in ({}, {"logit_bias": bias})
+        )
+        assert plain["top_logprobs"][0].items() <= biased["top_logprobs"][0].items()
+        assert biased["token_logprobs"][0] < plain["token_logprobs"][0]
 
 
 def test_variables_reach_the_chat_template(engine, client):

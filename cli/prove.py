@@ -46,7 +46,7 @@ def is_bitwise(engine: Engine) -> bool:
     if backend.declined:
         return False
     if backend.mode == "cpu":
-        return not model.config.num_local_experts
+        return True
     if model.device.type != "cuda" or any(kind != "triton" for kind, _ in backend.table.values()):
         return False
     linears = [m for m in model.modules() if isinstance(m, QuantLinear | nn.Linear | Experts)]

@@ -23,6 +23,7 @@ from tiny import CTX, eagle_drafter, random_blocks, randomise, tiny_head
 import kernels
 import sampling
 import tree as trees
+from cli.prove import is_bitwise
 from cli.report import in_parts
 from drafters.base import Draft, PlainDrafter
 from eagle_draft import EagleHead
@@ -600,6 +601,7 @@ def test_speculative_tokens_equal_plain_ones_without_any_tie(mode, tree, p_min, 
             params = SamplingParams(temperature=temperature, seed=seed, max_new_tokens=40 if shape else 100)
             plain, drafted = (engine.generate([1, 5, 9 + seed], params).run()[0] for engine in engines)
             assert drafted.token_ids == plain.token_ids and len(plain.token_ids) == params.max_new_tokens
+    assert is_bitwise(engines[1])
 
 
 @needs_kernels

@@ -36,9 +36,9 @@ ROW = """text token_ids prompt_tokens cached_tokens new_tokens stop_reason prefi
 tokens_per_second steps tokens_per_step plain_steps plain_tokens tau accepted_by_depth chain n_alpha temperature
 seed logprobs""".split()
 RUN = """template settings settings_of_model
-checkpoint quant dtype device drafter tree eagle draft_checkpoint medusa ngram_nodes verify kernels compile
+checkpoint quant lora dtype device drafter tree eagle draft_checkpoint medusa ngram_nodes verify kernels compile
 compile_mode break_even_tau compile_seconds graphs_reused graphs_compiled peak_memory_bytes versions
-ranks plan_bytes_per_rank exchanges""".split()
+ranks plan_bytes_per_rank exchanges layers_in_parts""".split()
 
 
 def run(capsys, *flags: str) -> tuple[int, str, str]:

@@ -262,10 +262,13 @@ class BlockDrafter(TreeDrafter):
     """
 
     def __init__(
-        self, head: BlockHead, tree: DynamicTree | TreeTables, batch_size: int, slots: int,
+        self, head: nn.Module, tree: DynamicTree | TreeTables, batch_size: int, slots: int,
         rule: DraftRule = DEFAULT_RULE,
     ):  # fmt: skip
-        """The arguments are those of TreeDrafter. ValueError if the tree is deeper than a block, or too wide."""
+        """head: a BlockHead, or another module with its methods. The other arguments are those of TreeDrafter.
+
+        ValueError if the tree is deeper than a block, or too wide.
+        """
         config = head.config
         if tree.D > config.depth:
             hint = f"use --tree chain:{config.depth}, or another tree of that depth"
@@ -279,8 +282,12 @@ class BlockDrafter(TreeDrafter):
         self.p_min, self.unpriced, self.measured_price = rule.p_min, rule.unpriced, rule.unpriced
         if rule.shared_noise and (rule.p_min or config.markov):
             self.scoring = "noisy"
-        device = self.cache.device
         self.used = max(self.D, 1)  # slots that are
+        self._prepare()
+
+    def _prepare(self) -> None:
+        """Make what the rows of every block have in common."""
+        config, device = self.head.config, self.cache.device
         self.masks = torch.full((1, config.slots - 1), config.mask_id, device=device)
         self.block_depth = torch.arange(config.slots, device=device)[None]
         self.visible, self.visible_window = slot_masks(config, device)
@@ -321,8 +328,8 @@ class BlockDrafter(TreeDrafter):
         """Whether the children of a row are drawn from all of its logits, which then depend on more than the slot."""
         return bool(inputs.mode.penalties or self.multi_round)
 
-    def _slots(self, inputs: DraftInput) -> Slots:
-        """Absorb what was committed, run a block, and make the shortlists."""
+    def _hidden(self, inputs: DraftInput) -> Tensor:
+        """Absorb what was committed, and run a block: what the LM head reads of its slots [B, slots, H]."""
         features = inputs.features
         if kernels.use_cpu(
             "draft_tree", features
@@ -336,7 +343,11 @@ class BlockDrafter(TreeDrafter):
         seen = (mask.expand(B, -1, -1) for mask in (self.visible, self.visible_window))
         nodes = Nodes(cos, sin, positions, slots, inputs.n, *seen)
         tokens = torch.cat((inputs.root[:, None], self.masks.expand(B, -1)), 1)
-        hidden = self.head(tokens, nodes, self.cache, inputs.parts.layers).narrow(1, 0, self.used)
+        return self.head(tokens, nodes, self.cache, inputs.parts.layers)
+
+    def _slots(self, inputs: DraftInput) -> Slots:
+        """Run a block, and make the shortlists."""
+        hidden = self._hidden(inputs).narrow(1, 0, self.used)
         config, whole = self.head.config, self._whole_logits(inputs)
         if whole and not config.markov:
             return Slots(hidden, hidden, self.head.narrow_logits(hidden), None, None)

@@ -253,7 +253,7 @@ def train_step(
         loss.backward()
         value = value + loss.detach().float()
         hits = hits + accuracy.detach().float()
-    parameters = list(module.parameters())
+    parameters = [p for p in module.parameters() if p.requires_grad]
     world.sum_([*(p.grad for p in parameters), value, hits])
     clip = nn.utils.clip_grad_value_ if training.clip_by_value else nn.utils.clip_grad_norm_
     clip(parameters, recipe.clip, foreach=False)

@@ -287,14 +287,14 @@ def orthogonalise(matrix: Tensor, steps: int = 5) -> Tensor:
 
 
 def optimizers(module: nn.Module, recipe: Recipe, half: bool = False) -> list[torch.optim.Optimizer]:
-    """The optimizers of all parameters of `module`, at their peak rates. `half` is Muon's."""
+    """The optimizers of all parameters of `module` that are not frozen, at their peak rates. `half` is Muon's."""
 
     def adamw(parameters: list[nn.Parameter], lr: float, decay: float) -> torch.optim.Optimizer:
         return torch.optim.AdamW(parameters, lr, (0.9, 0.95), weight_decay=decay, foreach=False)
 
+    named = {name: p for name, p in module.named_parameters() if p.requires_grad}
     if recipe.optimizer == "adamw":
-        return [adamw(list(module.parameters()), recipe.lr, recipe.weight_decay)]
-    named = dict(module.named_parameters())
+        return [adamw(list(named.values()), recipe.lr, recipe.weight_decay)]
     hidden = [name for name, p in named.items() if p.dim() == 2 and not any(part in name for part in VOCABULARY)]
     rest = [p for name, p in named.items() if name not in hidden]
     muon = Muon([named[name] for name in hidden], recipe.lr, recipe.weight_decay, half)

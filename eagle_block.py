@@ -64,7 +64,8 @@ class EagleBlockHead(EagleHead):
         super().finish()
         ids = torch.arange(self.target.config.vocab_size, device=self.target.device)
         before = torch.cat([self.factor_rows(part) for part in ids.split(4096)])
-        after = lm_head_rows(self) @ self.markov_out.float()
+        rows = lm_head_rows(self)
+        after = rows @ self.markov_out.to(rows.dtype)
         self.predecessor, self.successor = (
             nn.Embedding.from_pretrained(t.to(self.mask_embed)) for t in (before, after)
         )

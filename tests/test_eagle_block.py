@@ -113,7 +113,7 @@ def test_corrections_of_training_and_of_drafting_are_the_same():
 
 @pytest.mark.parametrize("form", FORMS)
 def test_files_say_what_a_head_is(tmp_path, form):
-    """A tensor or setting that is lost on the way, in float and in int4, or a plain EAGLE-3 head with settings of masks."""
+    """A tensor or setting that is lost on the way, in float and in int8, or settings that no head has."""
     head = e_block(form=form)
     tensors = {k: t for k, t in head.state_dict().items() if not k.startswith(("predecessor", "successor"))}
     save_eagle(head.config, tensors, tmp_path / "float")

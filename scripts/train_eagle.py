@@ -21,9 +21,9 @@ import sys
 from functools import partial
 
 from support.errors import at_least
-from training.drafters import drafter_parser, parsed, train
+from training.drafters import drafter_parser, parsed, tap_list, train
 from training.eagle import INPUTS, EagleTraining
-from training.loop import run
+from training.loop import recipe_options, run
 from training.losses import FEATURE_NOISE
 from weights.heads import FORMS
 
@@ -52,14 +52,10 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--keep-features", action="store_true", help="keep the target's features: only the first epoch runs it")
     add("--autocast", default="auto", choices=("auto", "on", "off"), help="bf16 autocast (auto: on CUDA)")
 
-    add = p.add_argument_group("optimizer").add_argument
+    group = p.add_argument_group("optimizer")
+    add = group.add_argument
     add("--recipe", choices=("small", "paper"), default="small", help="defaults of the options below")
-    add("--optimizer", choices=("muon", "adamw"))
-    add("--lr", type=float, help="of the matrices of the layer, and of all with adamw")
-    add("--side-lr", type=float, help="muon: of the LM head and the norms, which AdamW trains")
-    add("--warmup", type=at_least(0), help="steps")
-    add("--cooldown", type=float, help="share of the steps over which the rate falls to zero")
-    add("--weight-decay", type=float)
+    recipe_options(group)
     add("--clip", type=float, help="gradients: by value (version 1) or norm (version 3)")
 
     add = p.add_argument_group("loss").add_argument
@@ -79,7 +75,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--rank", type=at_least(1), default=64, help="--block: of what corrects a slot by the token before it")
     add("--intermediate-size", type=at_least(1), help="of the head's MLP (default: the target's)")
     add("--heads", type=at_least(1), help="attention heads of the head (default: the target's)")
-    add("--taps", type=_taps, help="version 3: layers whose input is read (default: 2, L/2, L-3)")
+    add("--taps", type=tap_list, help="version 3: layers whose input is read (default: 2, L/2, L-3)")
     normed = "version 3: the residual is the normalised feature (default: on; off in --recipe paper, as SafeAILab's)"
     add("--norm-before-residual", choices=("on", "off"), help=normed)
     add("--rope-theta", type=float, help="RoPE base of the head (default: 10000)")
@@ -99,10 +95,6 @@ def _settle_version(parser: argparse.ArgumentParser, args: argparse.Namespace) -
             vars(args)[name] = default
         elif version != args.version:
             parser.error(f"--{name.replace('_', '-')} is for --version {version}; leave it out.")
-
-
-def _taps(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split(","))
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -356,6 +356,11 @@ def drafter_parser(doc: str, steps: int, length: int, eval_every: int) -> argpar
     return p
 
 
+def tap_list(text: str) -> tuple[int, ...]:
+    """The layers of --taps."""
+    return tuple(int(part) for part in text.split(","))
+
+
 def parsed(p: argparse.ArgumentParser, argv: list[str] | None, runs: str = "runs") -> argparse.Namespace:
     """The options of a command that trains a drafter; --work is by default a folder in `runs`."""
     args = p.parse_args(argv)

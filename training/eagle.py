@@ -20,10 +20,18 @@ from eagle_draft import EagleHead
 from model import Transformer
 from model_config import ModelConfig, RopeConfig
 from support.errors import UsageError, bad_files
-from training.data import Batch, TokenData, fingerprint
+from training.data import Batch, TokenData
 from training.drafters import DrafterTraining, Evaluation
-from training.loop import Recipe
-from training.losses import FEATURE_NOISE, KeptFeatures, TargetRows, loss_block, loss_eagle1, loss_eagle3
+from training.loop import Recipe, recipe_with
+from training.losses import (
+    FEATURE_NOISE,
+    KeptFeatures,
+    TargetRows,
+    keep_features,
+    loss_block,
+    loss_eagle1,
+    loss_eagle3,
+)  # fmt: skip
 from weights.heads import EagleConfig, EagleFile, default_taps, read_card, read_eagle, save_eagle
 from weights.quantized import QuantLinear, lm_head_rows
 from weights.quantizer import digest
@@ -281,13 +289,7 @@ def recipe_for(args: argparse.Namespace) -> Recipe:
         base = Recipe("adamw", lr=3e-5, side_lr=0.0, warmup=2000, cooldown=1.0, weight_decay=0.01)
     else:
         base = Recipe("adamw", lr=5e-5, side_lr=0.0, warmup=12000, cooldown=1.0, weight_decay=0.0)
-    given = {name: vars(args)[name] for name in asdict(base) if vars(args).get(name) is not None}
-    if given.get("optimizer") == "adamw" and "lr" not in given and base.optimizer == "muon":
-        given["lr"] = 1e-3
-    recipe = replace(base, **given)
-    if recipe.optimizer == "adamw" and args.side_lr is not None:
-        raise UsageError("--side-lr is for --optimizer muon; adamw trains everything at --lr.")
-    return recipe
+    return recipe_with(args, base)
 
 
 class EagleTraining(DrafterTraining):
@@ -324,10 +326,7 @@ class EagleTraining(DrafterTraining):
 
     def build(self, data: TokenData) -> TrainHead:
         if self.args.keep_features:
-            taps = self.config.taps
-            name = "-".join(map(str, ("features", fingerprint(self.args), *taps)))
-            H = self.target.config.hidden_size
-            self.kept = KeptFeatures(Path(self.args.work) / f"{name}.bin", data, H, H * len(taps))
+            self.kept = keep_features(self.args, data, self.target.config.hidden_size, self.config.taps)
         ids = frequent_tokens(data, self.draft_vocab, self.target.config.vocab_size, self.known_ids)
         kind = TrainBlock if self.config.slots else TrainHead
         head = kind(self.config, self.target, ids, self.args.inputs, self.args.compile)

@@ -7,6 +7,7 @@ and its gradients are computed together, and the logits of one chunk exist at a 
 
 from __future__ import annotations
 
+import argparse
 import math
 import shutil
 import zlib
@@ -19,11 +20,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from block_draft import BlockHead
 from drafters.base import take_rows
 from eagle_block import EagleBlockHead
 from eagle_draft import EagleHead
 from support.machine import size_text
-from training.data import Batch, TokenData
+from training.data import Batch, TokenData, fingerprint
 
 FEATURE_NOISE = 0.2  # width of the uniform noise on training features at 512 tokens (EAGLE paper)
 DECAY = 0.8  # of the weight of a loss, from one step on the head's own outputs to the next
@@ -106,6 +108,12 @@ class KeptFeatures:
         return TargetRows(hidden_states, taps if taps.shape[-1] else hidden_states, best.to(batch.tokens.device))
 
 
+def keep_features(args: argparse.Namespace, data: TokenData, hidden_size: int, taps: tuple[int, ...]) -> KeptFeatures:
+    """The features that --keep-features stores in --work."""
+    name = "-".join(map(str, ("features", fingerprint(args), *taps)))
+    return KeptFeatures(Path(args.work) / f"{name}.bin", data, hidden_size, hidden_size * len(taps))
+
+
 # ---- losses -----------------------------------------------------------------------------------------------
 
 
@@ -116,6 +124,7 @@ class Rows(NamedTuple):
     logits: Tensor  # [M, Vd] of the head
     truth: Tensor  # [M, H], the target's hidden states
     distribution: Tensor  # [M, Vd], the target's p over the draft vocabulary
+    which: Tensor  # int64 [M], their numbers among the rows of the target
 
 
 def loss_eagle1(
@@ -157,7 +166,7 @@ def loss_eagle1(
         return weights[0] * regression + weights[1] * F.cross_entropy(rows.logits, rows.distribution, reduction="sum")
 
     known = None if target.best is None else target.best[:, 1:][keep]
-    total, hits = _in_chunks(head, outputs, target.features[:, 1:][keep], known, loss, outside=True)
+    total, hits = in_chunks(head, outputs, target.features[:, 1:][keep], known, loss, outside=True)
     return total / count, hits / count
 
 
@@ -198,7 +207,7 @@ def loss_eagle3(
         truth, known = truth[drawn], None if known is None else known[drawn]
         count = count * row_share
 
-    total, hits = _in_chunks(head, outputs, truth, known, soft_loss(noise_share, generator), outside=False)
+    total, hits = in_chunks(head, outputs, truth, known, soft_loss(noise_share, generator), outside=False)
     return total / count, hits / count
 
 
@@ -271,7 +280,7 @@ def loss_block(
         outputs.append((hidden[counted], where.gather(1, place)[counted]))
     truth, known = target.hidden_states[:, 1:][keep], None if target.best is None else target.best[:, 1:][keep]
     loss = soft_loss(noise_share, generator)
-    total, hits = _in_chunks(head, outputs, truth, known, loss, outside=False, decay=BLOCK_DECAY)
+    total, hits = in_chunks(head, outputs, truth, known, loss, outside=False, decay=BLOCK_DECAY)
     count = count * (anchor_share or 0.25)
     return total / count, hits / count
 
@@ -308,8 +317,8 @@ def _on_own_outputs(
         yield feature[:, : feature.shape[1] - s][counted], where[:, s:][counted]
 
 
-def _in_chunks(
-    head: EagleHead,
+def in_chunks(
+    head: EagleHead | BlockHead,
     outputs: list[tuple[Tensor, Tensor]],
     truth: Tensor,
     best: Tensor | None,
@@ -340,7 +349,9 @@ def _in_chunks(
                 counted = wanted[which] >= 0
                 part, which = part[counted], which[counted]
             logits = head.predict(part)
-            total = total + decay**s * loss(Rows(part, logits, truth[rows][which], distribution[which]))
+            total = total + decay**s * loss(
+                Rows(part, logits, truth[rows][which], distribution[which], which + rows.start)
+            )
             hits[s] += (logits.argmax(-1) == wanted[which]).sum()
         return total
 

@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 import torch
 from test_block_draft import paths_of, same_tree
-from tiny import CTX, DRAFT_VOCAB, PROMPT, V, eagle_drafter, tables, tiny_head, tiny_model
+from tiny import CTX, DRAFT_VOCAB, PROMPT, V, eagle_drafter, held, tables, tiny_head, tiny_model
 
+import generate
 import tree as trees
 from drafting import build_head
 from eagle_block import EagleBlockDrafter, EagleBlockHead
 from engine import Engine, EngineConfig
 from kernels import KernelBackend, cpu_problem
+from load import _load, load
+from options import DEMO, LoadOptions
 from quantize import quantize_head
+from ranks import Ranks
 from sampling import SamplingMode, SamplingParams
 from step import DecodeState, draft_input
+from support.errors import UsageError
+from weights.checkpoint import Checkpoint
 from weights.heads import FORMS, read_eagle, save_eagle, save_quantized_eagle
 from weights.quantized import QuantSpec
 
@@ -178,3 +184,53 @@ def test_the_search_in_cpp_finds_the_same_tree():
         got = drafter._searched(inputs, slots)
     plain = drafter._dynamic(inputs, drafter._rows(inputs, slots, 0, inputs.root[:, None], None), ())
     same_tree(paths_of(got), paths_of(plain), 1e-4)
+
+
+# ---- in the commands ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def demo_head(tmp_path_factory):
+    """The demo's EAGLE-3 head with masks that have learned nothing, whose first slot drafts well."""
+    folder = tmp_path_factory.mktemp("demo") / "e-block"
+    file = read_eagle(DEMO / "eagle3", Checkpoint.open(DEMO).config)
+    config = replace(file.config, slots=5, form="twice", rank=16)
+    model = load(DEMO, kernels="reference", dtype="float32").model
+    head = EagleBlockHead(config, model, file.tensors["draft_ids"])
+    head.load_state_dict(file.floats(), strict=False)
+    with torch.no_grad():
+        head.init_masks(torch.Generator().manual_seed(0))
+    tensors = {name: t.bfloat16() if t.is_floating_point() else t for name, t in head.state_dict().items()}
+    save_eagle(config, tensors, folder)
+    return folder
+
+
+@pytest.mark.parametrize("settings", ({}, {"temperature": 1.0, "seed": 4}))
+def test_a_head_loads_by_the_flag_of_all_heads(demo_head, settings):
+    """--eagle HEAD that drafts level by level, other tokens than without a head, drafts that are as good as none, and a
+    memory plan without the tables."""
+    params = SamplingParams(max_new_tokens=60, **settings)
+    prompt = load(DEMO).tokenizer.encode("def main(argv):\n    parser = ")
+    engine = load(DEMO, eagle=demo_head, eagle_always=True)
+    assert isinstance(engine.drafter, EagleBlockDrafter) and engine.drafter.tree == trees.DynamicTree(26, 4, 8)
+    result = engine.generate(prompt, params).run()[0]
+    assert result.token_ids == load(DEMO).generate(prompt, params).run()[0].token_ids
+    assert result.tau > (1.2 if settings else 1.4)  # masks that have learned nothing
+    size = held(engine.head) - held(engine.head.rotary)
+    assert engine.plan.head == pytest.approx(size, rel=0.01)
+
+
+def test_several_processes_refuse_it_by_its_name(demo_head):
+    """--tp that drafts with half of a head."""
+    ranks = Ranks.__new__(Ranks)
+    ranks.rank, ranks.size = 0, 2
+    with pytest.raises(UsageError, match="--tp splits no E-block head yet"):
+        _load(LoadOptions(str(DEMO), eagle=str(demo_head), tp=2), None, lambda line: None, ranks)
+
+
+def test_the_report_names_it(demo_head, capsys):
+    """A report that calls it EAGLE-3, and --prove or --show-tree that fail with it."""
+    argv = ["--eagle", str(demo_head), "-p", "def f(", "--max-new-tokens", "12", "--prove", "--show-tree"]
+    assert generate.main(argv) == 0
+    said = capsys.readouterr()
+    assert "E-block" in said.out + said.err and "identical" in said.out + said.err

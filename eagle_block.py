@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import kernels
-from block_draft import BlockDrafter
+from block_draft import BlockDrafter, attend_blocks
 from drafters.base import DraftInput, StepParts, take_rows
 from drafters.tree_drafter import TreeDrafter
 from eagle_draft import EagleHead, EagleLayer
@@ -114,19 +114,11 @@ class EagleBlockHead(EagleHead):
         memory: list[tuple[Tensor, Tensor]] = []
         output = self.forward_train(tokens, feature, 0, memory)
         layer, rows, joined = self.mask_inputs(take_rows(feature if self.config.form == "once" else output, anchors))
-        B, A, M, H = rows.shape
-        attention, T = layer.attention, tokens.shape[1]
+        M, place = rows.shape[2], torch.arange(tokens.shape[1], device=tokens.device)
         positions = anchors[..., None] + 1 + torch.arange(M, device=tokens.device)
-        q, k, v = attention.project(joined.flatten(1, 2), *self.rotary(positions.flatten(1)))
-        group = attention.heads // attention.kv_heads
-        q, k, v = (t.unflatten(2, (A, M)) for t in (q, k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)))
-        keys, values = memory[0]
-        unseen = torch.arange(T, device=tokens.device) > anchors[..., None]  # [B, A, T]
-        text = (q.flatten(2, 3) @ keys.mT).unflatten(2, (A, M)).masked_fill(unseen[:, None, :, None], -torch.inf)
-        own = (q @ k.mT).masked_fill(~chain_ancestors(1, M, tokens.device)[0], -torch.inf)
-        weights = (torch.cat((text, own), -1) * attention.scale).softmax(-1)
-        out = (weights[..., :T].flatten(2, 3) @ values).unflatten(2, (A, M)) + weights[..., T:] @ v
-        x = rows + attention.o(out.permute(0, 2, 3, 1, 4).flatten(3))
+        seen = (place <= anchors[..., None])[:, :, None]
+        own = chain_ancestors(1, M, tokens.device)[0]
+        x = rows + attend_blocks(layer.attention, joined, self.rotary(positions.flatten(1)), memory[0], seen, own)
         return self.norm(output), self.norm(layer.mlp(layer.post_norm(x), x))
 
     @torch.no_grad()

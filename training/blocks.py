@@ -17,10 +17,10 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from block_draft import BlockHead, slot_masks
+from block_draft import BlockHead, attend_blocks, slot_masks
 from drafters.base import Drafter
 from drafting import block_tree, build_head, head_drafter
-from model import Transformer
+from model import Attention, Transformer
 from model_config import ModelConfig, RopeConfig
 from support.errors import UsageError
 from training.data import Batch, TokenData
@@ -110,29 +110,14 @@ class TrainBlockHead(BlockHead):
         for layer in self.layers:
             attention, window = layer.attention, layer.attention.window
             group = attention.heads // attention.kv_heads
-            keys, values = (t.repeat_interleave(group, 1) for t in attention.project(context, *turn)[1:])
-            seen = place < anchors[..., None]  # [B, A, T]
-            seen = seen[:, None, :, None].expand(-1, -1, -1, S, -1)
+            text = tuple(t.repeat_interleave(group, 1) for t in attention.project(context, *turn)[1:])
+            seen = (place < anchors[..., None])[:, :, None].expand(-1, -1, S, -1)
             if window:
-                seen = seen & (positions[:, None, ..., None] - place < window)
+                seen = seen & (positions[..., None] - place < window)
+            what = turn_block, text, seen, (near if window else full)[0]
 
-            def attend(
-                z: Tensor,
-                attention=attention,
-                group=group,
-                keys=keys,
-                values=values,
-                seen=seen,
-                own=near if window else full,
-            ) -> Tensor:
-                rows = z.unflatten(0, (B, A)).flatten(1, 2)
-                q, k, v = attention.project(rows, *turn_block)
-                q, k, v = (t.unflatten(2, (A, S)) for t in (q, *(t.repeat_interleave(group, 1) for t in (k, v))))
-                text = (q.flatten(2, 3) @ keys.mT).unflatten(2, (A, S)).masked_fill(~seen, -torch.inf)
-                block = (q @ k.mT).masked_fill(~own[0], -torch.inf)
-                weights = (torch.cat((text, block), -1) * attention.scale).softmax(-1)
-                out = (weights[..., :T].flatten(2, 3) @ values).unflatten(2, (A, S)) + weights[..., T:] @ v
-                return attention.o(out.permute(0, 2, 3, 1, 4).flatten(3)).flatten(0, 1)
+            def attend(z: Tensor, attention: Attention = attention, what: tuple = what) -> Tensor:
+                return attend_blocks(attention, z.unflatten(0, (B, A)), *what).flatten(0, 1)
 
             if config.conv_taps:
                 x = layer.attention_conv.around(attend, layer.input_norm(x), x)

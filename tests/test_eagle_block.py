@@ -144,6 +144,21 @@ def test_files_say_what_a_head_is(tmp_path, form):
         read_eagle(tmp_path / "float", MODEL.config)
 
 
+def test_every_matrix_sees_what_it_sees_in_decoding():
+    """GPTQ that rounds a matrix for no input, or for the inputs of other positions."""
+    head, text = e_block(), torch.tensor([(PROMPT * 3)[:40], (PROMPT * 3)[1:41]])
+    seen = {}
+    for name, module in head.named_modules():
+        if isinstance(module, torch.nn.Linear):
+            module.register_forward_hook(lambda _, given, out, name=name: seen.setdefault(name, []).append(given[0]))
+    _, features = MODEL.forward_train(text, head.config.taps)
+    head.draft_along(text, features, 8)
+    assert seen.keys() == {name for name, module in head.named_modules() if isinstance(module, torch.nn.Linear)}
+    drafter = e_drafter(head)
+    hidden = drafter._hidden(draft_input(after(drafter, text[0, :18].tolist()), SamplingMode()))
+    torch.testing.assert_close(seen["mix"][0][0, 1], hidden[0, 1:], rtol=0, atol=1e-12)  # behind row 16
+
+
 class Oracle(EagleBlockDrafter):
     """Slot j gives the hidden state that the target itself will have at position n + j: `truth` [1, S, H]."""
 

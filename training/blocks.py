@@ -7,6 +7,7 @@ and itself. Its slots count while the tokens that they predict, and all before t
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -194,7 +195,7 @@ def loss_blocks(
     labels = tokens.roll(-1, 1).flatten()
     loss = slot_loss(args.kind, head, labels, args.noise_share, generator)
     best = None if target.best is None else target.best.flatten()
-    decay = float(torch.tensor(-1 / args.gamma).exp())
+    decay = math.exp(-1 / args.gamma)
     total, hits = in_chunks(head, outputs, target.hidden_states.flatten(0, 1), best, loss, True, decay)
     weights = sum(decay**d for d in range(depth))
     return total / (count * share * weights), hits / (count * share)
@@ -278,5 +279,5 @@ class BlockTraining(DrafterTraining):
 
     def card(self) -> dict[str, Any]:
         names = "kind gamma noise_share anchor_share".split()
-        shape = {name: getattr(self.config, name) for name in ("slots", "taps", "markov", "rank", "mask_id")}
+        shape = {name: vars(self.config)[name] for name in ("slots", "taps", "markov", "rank", "mask_id")}
         return {**{name: vars(self.args)[name] for name in names}, **shape, "recipe": asdict(self.recipe)}

@@ -24,7 +24,7 @@ import sampling
 from drafters.base import Draft, DraftInput, take_rows
 from drafters.tree_drafter import DEFAULT_RULE, DraftRule, TreeDrafter
 from kernels.records import Rotary
-from model import Block, Nodes, RMSNorm, RotaryTable, Transformer, linear, weight_bytes
+from model import Attention, Block, Nodes, RMSNorm, RotaryTable, Transformer, linear, weight_bytes
 from model_config import ModelConfig
 from support.machine import zeros
 from tree import DynamicTree, TreeTables, check_width
@@ -234,6 +234,25 @@ def slot_masks(config: BlockConfig, device: torch.device) -> tuple[Tensor, Tenso
     return masks[0][None], masks[1][None]
 
 
+def attend_blocks(
+    attention: Attention, x: Tensor, turn: tuple[Tensor, Tensor], text: tuple[Tensor, Tensor], seen: Tensor, own: Tensor
+) -> Tensor:
+    """The attention of A blocks of S rows x [B, A, S, in] over a text and over themselves, with gradients: [B, A, S, H].
+
+    turn: cos and sin [B, A S, hd / 2] of the rows. text: keys and values [B, Hq, T, hd], a head of them for each query.
+    seen: bool [B, A, 1 or S, T], which of these a row sees; own: bool [S, S], and which rows of its block.
+    """
+    (A, S), T = x.shape[1:3], seen.shape[-1]
+    group = attention.heads // attention.kv_heads
+    q, k, v = attention.project(x.flatten(1, 2), *turn)
+    q, k, v = (t.unflatten(2, (A, S)) for t in (q, k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)))
+    before = (q.flatten(2, 3) @ text[0].mT).unflatten(2, (A, S)).masked_fill(~seen[:, None], -math.inf)
+    block = (q @ k.mT).masked_fill(~own, -math.inf)
+    weights = (torch.cat((before, block), -1) * attention.scale).softmax(-1)
+    out = (weights[..., :T].flatten(2, 3) @ text[1]).unflatten(2, (A, S)) + weights[..., T:] @ v
+    return attention.o(out.permute(0, 2, 3, 1, 4).flatten(3))
+
+
 class Slots(NamedTuple):
     """What the forward of a block gives."""
 
@@ -262,10 +281,13 @@ class BlockDrafter(TreeDrafter):
     """
 
     def __init__(
-        self, head: BlockHead, tree: DynamicTree | TreeTables, batch_size: int, slots: int,
+        self, head: nn.Module, tree: DynamicTree | TreeTables, batch_size: int, slots: int,
         rule: DraftRule = DEFAULT_RULE,
     ):  # fmt: skip
-        """The arguments are those of TreeDrafter. ValueError if the tree is deeper than a block, or too wide."""
+        """head: a BlockHead, or another module with its methods. The other arguments are those of TreeDrafter.
+
+        ValueError if the tree is deeper than a block, or too wide.
+        """
         config = head.config
         if tree.D > config.depth:
             hint = f"use --tree chain:{config.depth}, or another tree of that depth"
@@ -279,8 +301,12 @@ class BlockDrafter(TreeDrafter):
         self.p_min, self.unpriced, self.measured_price = rule.p_min, rule.unpriced, rule.unpriced
         if rule.shared_noise and (rule.p_min or config.markov):
             self.scoring = "noisy"
-        device = self.cache.device
         self.used = max(self.D, 1)  # slots that are
+        self._prepare()
+
+    def _prepare(self) -> None:
+        """Make what the rows of every block have in common."""
+        config, device = self.head.config, self.cache.device
         self.masks = torch.full((1, config.slots - 1), config.mask_id, device=device)
         self.block_depth = torch.arange(config.slots, device=device)[None]
         self.visible, self.visible_window = slot_masks(config, device)
@@ -321,8 +347,8 @@ class BlockDrafter(TreeDrafter):
         """Whether the children of a row are drawn from all of its logits, which then depend on more than the slot."""
         return bool(inputs.mode.penalties or self.multi_round)
 
-    def _slots(self, inputs: DraftInput) -> Slots:
-        """Absorb what was committed, run a block, and make the shortlists."""
+    def _hidden(self, inputs: DraftInput) -> Tensor:
+        """Absorb what was committed, and run a block: what the LM head reads of its slots [B, slots, H]."""
         features = inputs.features
         if kernels.use_cpu(
             "draft_tree", features
@@ -336,7 +362,11 @@ class BlockDrafter(TreeDrafter):
         seen = (mask.expand(B, -1, -1) for mask in (self.visible, self.visible_window))
         nodes = Nodes(cos, sin, positions, slots, inputs.n, *seen)
         tokens = torch.cat((inputs.root[:, None], self.masks.expand(B, -1)), 1)
-        hidden = self.head(tokens, nodes, self.cache, inputs.parts.layers).narrow(1, 0, self.used)
+        return self.head(tokens, nodes, self.cache, inputs.parts.layers)
+
+    def _slots(self, inputs: DraftInput) -> Slots:
+        """Run a block, and make the shortlists."""
+        hidden = self._hidden(inputs).narrow(1, 0, self.used)
         config, whole = self.head.config, self._whole_logits(inputs)
         if whole and not config.markov:
             return Slots(hidden, hidden, self.head.narrow_logits(hidden), None, None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
@@ -20,6 +21,7 @@ from drafters.lookahead import LookaheadDrafter
 from drafters.medusa import MedusaDrafter, load_medusa
 from drafters.ngram import NGramDrafter, WithNGrams
 from drafters.tree_drafter import DraftRule
+from eagle_block import EagleBlockDrafter, EagleBlockHead
 from eagle_draft import EagleHead, eagle_drafter
 from model import Transformer
 from model_config import ModelConfig
@@ -106,7 +108,7 @@ def default_tree(options: LoadOptions, quantization: str | None, head: EagleConf
     Reading a weight takes the time of PRODUCTS[GPU] products per byte. Rows that need more of them are not free.
     quantization: of the target, as `Checkpoint.quantization` names it.
     """
-    block = head if isinstance(head, BlockConfig) else None
+    block = head if drafts_blocks(head) else None
     if block and options.verify != "match":
         return f"chain:{block.depth}"
     if block and options.device != "cuda":
@@ -125,7 +127,12 @@ def default_tree(options: LoadOptions, quantization: str | None, head: EagleConf
     return f"dynamic:{nodes},{7 if head.version == 3 else 5},{topk}"
 
 
-def block_tree(config: BlockConfig, nodes: int = 26, topk: int = 8) -> str:
+def drafts_blocks(config: EagleConfig | BlockConfig | None) -> bool:
+    """Whether a head of this config drafts all levels of a tree at once."""
+    return isinstance(config, BlockConfig) or config is not None and config.slots > 0
+
+
+def block_tree(config: EagleConfig | BlockConfig, nodes: int = 26, topk: int = 8) -> str:
     """The dynamic tree that a block head drafts by default."""
     return f"dynamic:{nodes},{min(config.depth, 8) - 1},{topk}"
 
@@ -137,7 +144,7 @@ def with_tree(options: LoadOptions, quantization: str | None, head: EagleConfig 
     """
     tree, prune, ngram_nodes = options.tree, options.prune, options.ngram_nodes
     by_default = prune is None and tree is None and options.can_prune
-    block = isinstance(head, BlockConfig)
+    block = drafts_blocks(head)
     if block and prune and ngram_nodes:
         raise UsageError("--prune and --ngram-nodes do not go together for a head that drafts blocks; leave one out.")
     by_default = by_default and not (block and ngram_nodes)
@@ -230,6 +237,20 @@ def _vocabulary_order(tokenizer: Tokenizer, K: int, V: int) -> Tensor:
     return torch.tensor(list(dict.fromkeys(order)))
 
 
+def head_class(config: EagleConfig | BlockConfig) -> type[DraftHead]:
+    """The module of a head."""
+    if isinstance(config, BlockConfig):
+        return BlockHead
+    return EagleBlockHead if config.slots else EagleHead
+
+
+def head_drafter(head: DraftHead) -> Callable[..., Drafter]:
+    """What makes a drafter of this head; its arguments are those of BlockDrafter."""
+    if isinstance(head, EagleBlockHead):
+        return EagleBlockDrafter
+    return eagle_drafter if isinstance(head, EagleHead) else BlockDrafter
+
+
 def build_head(
     file: EagleFile | BlockFile, model: Transformer, options: LoadOptions | None = None,
     tokenizer: Tokenizer | None = None,
@@ -246,9 +267,8 @@ def build_head(
             "vocabulary. Leave it out."
         )
     ids = file.tensors.get("draft_ids") if ids is None else ids
-    kind = EagleHead if isinstance(file.config, EagleConfig) else BlockHead
     with shapes_only():
-        head = kind(file.config, model, ids).eval().requires_grad_(False)
+        head = head_class(file.config)(file.config, model, ids).eval().requires_grad_(False)
     head.to(dtype=model.dtype).to_empty(device=model.device)
     tensors = {name: t.to(model.device) for name, t in file.tensors.items()}
     if ids is not None:
@@ -330,6 +350,5 @@ def _new_drafter(model: Transformer, options: LoadOptions, head: DraftHead | Non
         p_min = (PRUNE if unpriced else options.prune or 0) / 100
         ngram_nodes = options.ngram_nodes if p_min else 0
         rule = rule._replace(p_min=p_min, unpriced=unpriced, ngram_nodes=ngram_nodes)
-        make = eagle_drafter if isinstance(head, EagleHead) else BlockDrafter
-        drafter = make(head, tree, B, length, rule)
+        drafter = head_drafter(head)(head, tree, B, length, rule)
     return WithNGrams(drafter, options.ngram_nodes) if options.ngram_nodes and not options.prune else drafter

@@ -20,7 +20,7 @@ from typing import Unpack
 import torch
 
 import kernels
-from drafting import DraftFiles, build_drafter, build_head, read_drafter, resolve
+from drafting import DraftFiles, build_drafter, build_head, drafts_blocks, read_drafter, resolve
 from engine import Engine, EngineConfig
 from kernels import tuned
 from memory_plan import MemoryPlan, check_memory, plan_memory
@@ -49,7 +49,6 @@ from support.machine import (
     release_threads,
 )
 from tokenizer import load_tokenizer
-from weights.block_heads import BlockConfig
 from weights.checkpoint import Checkpoint
 from weights.files import Progress, check_sha256, local_path
 from weights.quantized import pack_
@@ -136,7 +135,7 @@ def _load(
             checkpoint = checkpoint.sharded(Shard(ranks.rank, ranks.size))
         tokenizer = load_tokenizer(checkpoint.tokenizer_source, checkpoint.config.vocab_size)
         files = read_drafter(asked, checkpoint.config, tokenizer)
-    if ranks and files.head and isinstance(files.head.config, BlockConfig):
+    if ranks and files.head and drafts_blocks(files.head.config):
         raise UsageError(f"--tp splits no {files.head.config.kind} head yet; leave out --tp, or take an EAGLE head.")
     options = resolve(asked, checkpoint, files.head)
     if asked.compile and not options.compile:

@@ -27,9 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from block_draft import BlockHead
-from drafting import DraftHead, block_tree
-from eagle_draft import EagleHead
+from drafting import DraftHead, block_tree, drafts_blocks, head_class
 from load import load
 from model import Transformer
 from model_config import ModelConfig
@@ -91,8 +89,7 @@ def quantize_head(
         raise UsageError(f"{path} is quantized already. Give the head from which it was made.")
     with shapes_only():
         model = build_model(target) if calibration is None else calibration.model
-        kind = EagleHead if isinstance(file.config, EagleConfig) else BlockHead
-        head = kind(file.config, model, file.tensors.get("draft_ids")).requires_grad_(False)
+        head = head_class(file.config)(file.config, model, file.tensors.get("draft_ids")).requires_grad_(False)
     for name, tensor in (file.tensors if calibration is None else file.floats()).items():
         set_tensor(head, name, tensor.to(model.device) if calibration else tensor)
     errors = quantize_(head, spec) if calibration is None else _gptq_head(head, spec, calibration)
@@ -131,13 +128,13 @@ def _gptq_head(head: DraftHead, spec: QuantSpec, calibration: Calibration) -> di
                     if head.lm_head is not None:  # the largest matrix, with few inputs: some of the rows are enough
                         head.predict(feature[:, ::LM_HEAD_STRIDE])
 
-    return quantize_(head, spec, draft if isinstance(head, EagleHead) else draft_blocks)
+    return quantize_(head, spec, draft_blocks if drafts_blocks(head.config) else draft)
 
 
 def measure_tau(directory: Path, head: str | Path, prompts: list[list[int]], device: str) -> float:
     """Mean number of tokens per greedy step of a model directory with an EAGLE head and the same tree everywhere."""
     config = read_head(head, Checkpoint.open(directory).config).config
-    tree = block_tree(config) if isinstance(config, BlockConfig) else "paper25"
+    tree = block_tree(config) if drafts_blocks(config) else "paper25"
     engine = load(directory, eagle=str(head), tree=tree, eagle_always=True, device=device)
     steps: list[int] = []
     for ids in prompts:

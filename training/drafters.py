@@ -253,7 +253,7 @@ def train_step(
         loss.backward()
         value = value + loss.detach().float()
         hits = hits + accuracy.detach().float()
-    parameters = list(module.parameters())
+    parameters = [p for p in module.parameters() if p.requires_grad]
     world.sum_([*(p.grad for p in parameters), value, hits])
     clip = nn.utils.clip_grad_value_ if training.clip_by_value else nn.utils.clip_grad_norm_
     clip(parameters, recipe.clip, foreach=False)
@@ -354,6 +354,11 @@ def drafter_parser(doc: str, steps: int, length: int, eval_every: int) -> argpar
     add("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"), help="of the target")
     add("--force", action="store_true", help="replace what is at --out, better or not")
     return p
+
+
+def tap_list(text: str) -> tuple[int, ...]:
+    """The layers of --taps."""
+    return tuple(int(part) for part in text.split(","))
 
 
 def parsed(p: argparse.ArgumentParser, argv: list[str] | None, runs: str = "runs") -> argparse.Namespace:

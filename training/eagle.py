@@ -13,16 +13,25 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from drafters.base import take_rows
-from drafting import build_head
-from eagle_draft import EagleDrafter, EagleHead, eagle_drafter
+from drafters.base import Drafter, take_rows
+from drafting import build_head, head_drafter
+from eagle_block import EagleBlockHead
+from eagle_draft import EagleHead
 from model import Transformer
 from model_config import ModelConfig, RopeConfig
 from support.errors import UsageError, bad_files
-from training.data import Batch, TokenData, fingerprint
+from training.data import Batch, TokenData
 from training.drafters import DrafterTraining, Evaluation
-from training.loop import Recipe
-from training.losses import FEATURE_NOISE, KeptFeatures, TargetRows, loss_eagle1, loss_eagle3
+from training.loop import Recipe, recipe_with
+from training.losses import (
+    FEATURE_NOISE,
+    KeptFeatures,
+    TargetRows,
+    keep_features,
+    loss_block,
+    loss_eagle1,
+    loss_eagle3,
+)  # fmt: skip
 from weights.heads import EagleConfig, EagleFile, default_taps, read_card, read_eagle, save_eagle
 from weights.quantized import QuantLinear, lm_head_rows
 from weights.quantizer import digest
@@ -81,6 +90,16 @@ class TrainHead(EagleHead):
         return TargetRows(hidden_states, (hidden_states if taps is None else taps).to(self.fc.weight.dtype))
 
 
+class TrainBlock(TrainHead, EagleBlockHead):
+    """An E-block in training. Its LM head stays as it is, and with masks that have a layer of their own EAGLE-3 does."""
+
+    def freeze(self) -> None:
+        """Choose what is trained."""
+        masks = ("mask_", "markov_", "mix.")
+        for name, p in self.named_parameters():
+            p.requires_grad_(name.startswith(masks) if self.config.form == "own" else name != "lm_head.weight")
+
+
 def head_config(target: ModelConfig, args: argparse.Namespace) -> EagleConfig:
     """One decoder layer of the target's geometry, with the options' overrides.
 
@@ -116,8 +135,13 @@ def head_config(target: ModelConfig, args: argparse.Namespace) -> EagleConfig:
     common = {"layer": layer, "target_hidden_size": target.hidden_size, "target_vocab_size": target.vocab_size}
     if args.version == 1:
         return EagleConfig(1, **common, fc_bias=True, unshifted=args.inputs == "feature+unshifted-token")
-    normed = args.norm_before_residual == "on"
-    return EagleConfig(3, **common, taps=taps, has_lm_head=True, norm_before_residual=normed)
+    common |= {"norm_before_residual": args.norm_before_residual == "on", **block_fields(args)}
+    return EagleConfig(3, **common, taps=taps, has_lm_head=True)
+
+
+def block_fields(args: argparse.Namespace) -> dict[str, Any]:
+    """The fields of an EagleConfig that --block makes another kind of head."""
+    return {"slots": args.block, "form": args.form, "rank": args.rank} if args.block else {}
 
 
 def start_config(file: EagleFile, args: argparse.Namespace) -> EagleConfig:
@@ -138,6 +162,11 @@ def start_config(file: EagleFile, args: argparse.Namespace) -> EagleConfig:
     wanted = args.draft_vocab or held
     if not held <= wanted <= config.target_vocab_size:
         raise UsageError(f"--draft-vocab {wanted}: --start {args.start} has {held} tokens and can only get more.")
+    if args.block and config.slots:
+        raise UsageError(
+            f"--block does not go with --start {args.start}, which drafts blocks already and keeps its shape."
+        )
+    config = replace(config, **block_fields(args))
     if config.version == 3:
         layer = replace(layer, vocab_size=wanted)
     longest = args.max_positions or layer.max_position_embeddings
@@ -227,8 +256,12 @@ def head_loss(
     if head.config.version == 1:
         return loss_eagle1(head, batch, rows, args.ttt_steps, count, noise, (args.feature_weight, args.token_weight))
     if not batch.numbers:  # of held-out text: all rows are judged, and only their accuracy is read
+        if head.config.slots:
+            return loss_block(head, batch, rows, count, anchor_share=0)
         return loss_eagle3(head, batch, rows, args.ttt_steps, count)
     generator = torch.Generator(batch.tokens.device).manual_seed(args.seed + batch.numbers[0])
+    if head.config.slots:
+        return loss_block(head, batch, rows, count, args.noise_share, args.anchor_share, generator)
     return loss_eagle3(head, batch, rows, args.ttt_steps, count, args.noise_share, args.row_share, generator)
 
 
@@ -256,13 +289,7 @@ def recipe_for(args: argparse.Namespace) -> Recipe:
         base = Recipe("adamw", lr=3e-5, side_lr=0.0, warmup=2000, cooldown=1.0, weight_decay=0.01)
     else:
         base = Recipe("adamw", lr=5e-5, side_lr=0.0, warmup=12000, cooldown=1.0, weight_decay=0.0)
-    given = {name: vars(args)[name] for name in asdict(base) if vars(args).get(name) is not None}
-    if given.get("optimizer") == "adamw" and "lr" not in given and base.optimizer == "muon":
-        given["lr"] = 1e-3
-    recipe = replace(base, **given)
-    if recipe.optimizer == "adamw" and args.side_lr is not None:
-        raise UsageError("--side-lr is for --optimizer muon; adamw trains everything at --lr.")
-    return recipe
+    return recipe_with(args, base)
 
 
 class EagleTraining(DrafterTraining):
@@ -270,11 +297,11 @@ class EagleTraining(DrafterTraining):
 
     def __init__(self, args: argparse.Namespace, target: Transformer):
         super().__init__(args, target)
-        self.title = f"EAGLE-{args.version} head ({args.inputs})"
-        shares = {"noise-share": args.noise_share, "row-share": args.row_share, "average": args.average}
+        shares = {name: vars(args)[name] for name in ("noise_share", "row_share", "anchor_share", "average")}
         for name, share in shares.items():
-            if not 0 <= share <= 1 or (name == "row-share" and share == 0):
-                raise UsageError(f"--{name} is {share}; allowed: 0 to 1, and --row-share above 0.")
+            if not 0 <= share <= 1 or (name in ("row_share", "anchor_share") and share == 0):
+                rule = "allowed: 0 to 1, and --row-share and --anchor-share above 0"
+                raise UsageError(f"--{name.replace('_', '-')} is {share}; {rule}.")
         if args.average and not args.start:
             raise UsageError("--average is the share of --start in the head that is written; add --start HEAD.")
         with bad_files():
@@ -285,6 +312,7 @@ class EagleTraining(DrafterTraining):
         held = target.config.vocab_size if self.known_ids is None else len(self.known_ids)
         self.draft_vocab = args.draft_vocab or held  # how many tokens the head can draft
         self.config = head_config(target.config, args) if self.start is None else start_config(self.start, args)
+        self.title = f"{self.config.kind} head ({args.inputs})"
         self.recipe = recipe_for(args)
         # As the authors of the two generations do it.
         self.clip_by_value = args.version == 1
@@ -298,16 +326,18 @@ class EagleTraining(DrafterTraining):
 
     def build(self, data: TokenData) -> TrainHead:
         if self.args.keep_features:
-            taps = self.config.taps
-            name = "-".join(map(str, ("features", fingerprint(self.args), *taps)))
-            H = self.target.config.hidden_size
-            self.kept = KeptFeatures(Path(self.args.work) / f"{name}.bin", data, H, H * len(taps))
+            self.kept = keep_features(self.args, data, self.target.config.hidden_size, self.config.taps)
         ids = frequent_tokens(data, self.draft_vocab, self.target.config.vocab_size, self.known_ids)
-        head = TrainHead(self.config, self.target, ids, self.args.inputs, self.args.compile)
+        kind = TrainBlock if self.config.slots else TrainHead
+        head = kind(self.config, self.target, ids, self.args.inputs, self.args.compile)
         init_head(head, self.args.seed)
         if self.start:
             self.first = widened(self.start.floats(), head)
-            head.load_state_dict(self.first)
+            head.load_state_dict(self.first, strict=not self.args.block)
+        if isinstance(head, TrainBlock):
+            if self.args.block:
+                head.init_masks(torch.Generator().manual_seed(self.args.seed))
+            head.freeze()
         head.to(self.target.device)
         head.rotary.build(self.target.device, self.target.rotary.length)
         return head
@@ -332,7 +362,8 @@ class EagleTraining(DrafterTraining):
             if name == "draft_ids":
                 tensors[name] = tensor.cpu()
             else:
-                averaged = tensor.lerp(self.first[name].to(tensor), self.args.average) if self.first else tensor
+                first = self.first.get(name) if self.first else None  # masks may be new
+                averaged = tensor if first is None else tensor.lerp(first.to(tensor), self.args.average)
                 tensors[name] = averaged.to("cpu", torch.bfloat16)
         if module.config.version == 1 and module.inputs in ("feature", "token"):
             embedding, feature = tensors["fc.weight"].chunk(2, 1)
@@ -345,12 +376,12 @@ class EagleTraining(DrafterTraining):
     def read(self, directory: Path) -> EagleHead:
         return build_head(read_eagle(directory, self.target.config), self.target)
 
-    def drafter(self, module: EagleHead, evaluation: Evaluation) -> EagleDrafter:
-        return eagle_drafter(module, evaluation.tree, len(evaluation.prompts), evaluation.slots)
+    def drafter(self, module: EagleHead, evaluation: Evaluation) -> Drafter:
+        return head_drafter(module)(module, evaluation.tree, len(evaluation.prompts), evaluation.slots)
 
     def numbers(self, module: TrainHead, evaluation: Evaluation) -> dict[str, Any]:
         """The accuracy of the head as it is written, also of heads that no engine drafts with."""
-        rounded = TrainHead(self.config, self.target, module.draft_ids, module.inputs)
+        rounded = type(module)(self.config, self.target, module.draft_ids, module.inputs)
         rounded.load_state_dict(self.exported(module))
         rounded.to(self.target.device, self.target.dtype).requires_grad_(False)
         rounded.rotary.build(self.target.device, self.target.rotary.length)
@@ -365,7 +396,10 @@ class EagleTraining(DrafterTraining):
         return {
             "norm_before_residual": None if first else self.config.norm_before_residual,
             "inputs": args.inputs,
-            "ttt_steps": args.ttt_steps,
+            "ttt_steps": None if self.config.slots else args.ttt_steps,
+            "block": {name: vars(self.config)[name] for name in ("slots", "form", "rank")}
+            if self.config.slots
+            else None,
             "draft_vocab": self.draft_vocab,
             "started_from": earlier_card(Path(args.start)) if args.start else None,
             "recipe": asdict(self.recipe),

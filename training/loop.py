@@ -16,7 +16,7 @@ import time
 import zipfile
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from statistics import fmean
@@ -222,7 +222,7 @@ def deferred_interrupt() -> Iterator[Callable[[], bool]]:
 
 # Parts of the names of matrices that map from or to the vocabulary. AdamW trains these. `.1.weight` is the LM head of
 # one of Medusa's heads.
-VOCABULARY = ("embed", "lm_head", ".1.weight")
+VOCABULARY = ("embed", "lm_head", ".1.weight", "predecessor", "successor")
 
 
 @dataclass(frozen=True)
@@ -245,6 +245,28 @@ class Recipe:
         """The factor on the peak rates: linear warm-up, flat, then linear to zero."""
         cool = (steps - step) / (self.cooldown * steps) if self.cooldown > 0 else 1.0
         return min(1.0, (step + 1) / max(1, self.warmup)) * min(1.0, cool)
+
+
+def recipe_options(p: argparse.ArgumentParser) -> None:
+    """The options that override a recipe (`recipe_with`)."""
+    add = p.add_argument
+    add("--optimizer", choices=("muon", "adamw"))
+    add("--lr", type=float, help="of the matrices of the layer, and of all with adamw")
+    add("--side-lr", type=float, help="muon: of the LM head and the norms, which AdamW trains")
+    add("--warmup", type=at_least(0), help="steps")
+    add("--cooldown", type=float, help="share of the steps over which the rate falls to zero")
+    add("--weight-decay", type=float)
+
+
+def recipe_with(args: argparse.Namespace, base: Recipe) -> Recipe:
+    """A recipe with the options' overrides. Raises UsageError for options that do not go together."""
+    given = {name: vars(args)[name] for name in asdict(base) if vars(args).get(name) is not None}
+    if given.get("optimizer") == "adamw" and "lr" not in given and base.optimizer == "muon":
+        given["lr"] = 1e-3
+    recipe = replace(base, **given)
+    if recipe.optimizer == "adamw" and args.side_lr is not None:
+        raise UsageError("--side-lr is for --optimizer muon; adamw trains everything at --lr.")
+    return recipe
 
 
 def init_weights(model: nn.Module, generator: torch.Generator) -> None:
@@ -287,14 +309,14 @@ def orthogonalise(matrix: Tensor, steps: int = 5) -> Tensor:
 
 
 def optimizers(module: nn.Module, recipe: Recipe, half: bool = False) -> list[torch.optim.Optimizer]:
-    """The optimizers of all parameters of `module`, at their peak rates. `half` is Muon's."""
+    """The optimizers of all parameters of `module` that are not frozen, at their peak rates. `half` is Muon's."""
 
     def adamw(parameters: list[nn.Parameter], lr: float, decay: float) -> torch.optim.Optimizer:
         return torch.optim.AdamW(parameters, lr, (0.9, 0.95), weight_decay=decay, foreach=False)
 
+    named = {name: p for name, p in module.named_parameters() if p.requires_grad}
     if recipe.optimizer == "adamw":
-        return [adamw(list(module.parameters()), recipe.lr, recipe.weight_decay)]
-    named = dict(module.named_parameters())
+        return [adamw(list(named.values()), recipe.lr, recipe.weight_decay)]
     hidden = [name for name, p in named.items() if p.dim() == 2 and not any(part in name for part in VOCABULARY)]
     rest = [p for name, p in named.items() if name not in hidden]
     muon = Muon([named[name] for name in hidden], recipe.lr, recipe.weight_decay, half)

@@ -7,6 +7,8 @@ and its gradients are computed together, and the logits of one chunk exist at a 
 
 from __future__ import annotations
 
+import argparse
+import math
 import shutil
 import zlib
 from collections.abc import Callable, Iterator
@@ -18,12 +20,16 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from block_draft import BlockHead
+from drafters.base import take_rows
+from eagle_block import EagleBlockHead
 from eagle_draft import EagleHead
 from support.machine import size_text
-from training.data import Batch, TokenData
+from training.data import Batch, TokenData, fingerprint
 
 FEATURE_NOISE = 0.2  # width of the uniform noise on training features at 512 tokens (EAGLE paper)
 DECAY = 0.8  # of the weight of a loss, from one step on the head's own outputs to the next
+BLOCK_DECAY = math.exp(-1 / 4)  # from one slot of a block to the next (DFlash, DSpark)
 CHUNK = 1 << 22  # logits of a chunk at most; so many stay in the caches of a CPU
 
 
@@ -102,6 +108,12 @@ class KeptFeatures:
         return TargetRows(hidden_states, taps if taps.shape[-1] else hidden_states, best.to(batch.tokens.device))
 
 
+def keep_features(args: argparse.Namespace, data: TokenData, hidden_size: int, taps: tuple[int, ...]) -> KeptFeatures:
+    """The features that --keep-features stores in --work."""
+    name = "-".join(map(str, ("features", fingerprint(args), *taps)))
+    return KeptFeatures(Path(args.work) / f"{name}.bin", data, hidden_size, hidden_size * len(taps))
+
+
 # ---- losses -----------------------------------------------------------------------------------------------
 
 
@@ -112,6 +124,7 @@ class Rows(NamedTuple):
     logits: Tensor  # [M, Vd] of the head
     truth: Tensor  # [M, H], the target's hidden states
     distribution: Tensor  # [M, Vd], the target's p over the draft vocabulary
+    which: Tensor  # int64 [M], their numbers among the rows of the target
 
 
 def loss_eagle1(
@@ -153,7 +166,7 @@ def loss_eagle1(
         return weights[0] * regression + weights[1] * F.cross_entropy(rows.logits, rows.distribution, reduction="sum")
 
     known = None if target.best is None else target.best[:, 1:][keep]
-    total, hits = _in_chunks(head, outputs, target.features[:, 1:][keep], known, loss, outside=True)
+    total, hits = in_chunks(head, outputs, target.features[:, 1:][keep], known, loss, outside=True)
     return total / count, hits / count
 
 
@@ -194,11 +207,81 @@ def loss_eagle3(
         truth, known = truth[drawn], None if known is None else known[drawn]
         count = count * row_share
 
+    total, hits = in_chunks(head, outputs, truth, known, soft_loss(noise_share, generator), outside=False)
+    return total / count, hits / count
+
+
+def soft_loss(noise_share: float, generator: torch.Generator | None) -> Callable[[Rows], Tensor]:
+    """The cross-entropy with the target's distribution, and `noise_loss` with the weight noise_share, summed."""
+
     def loss(rows: Rows) -> Tensor:
         soft = F.cross_entropy(rows.logits, rows.distribution, reduction="sum") * (1 - noise_share)
         return soft + noise_loss(rows.logits, rows.distribution, generator) * noise_share if noise_share else soft
 
-    total, hits = _in_chunks(head, outputs, truth, known, loss, outside=False)
+    return loss
+
+
+def draw_anchors(
+    keep: Tensor, share: float, generator: torch.Generator | None = None, every: int = 0
+) -> tuple[Tensor, Tensor]:
+    """Rows behind which blocks are drafted, int64 [B, A] ascending, and which of these numbers count, bool [B, A].
+
+    keep [B, T]: the rows that may be drawn. share: of them that are drawn at random. every: all whose number it divides
+    instead, whatever the share is.
+    """
+    order = torch.rand(keep.shape, generator=generator, device=keep.device).masked_fill(~keep, 2.0)
+    if every:
+        there = keep & (torch.arange(keep.shape[1], device=keep.device) % every == 0)
+        order, wanted = (~there).to(order.dtype), there.sum(1)
+    else:
+        wanted = (keep.sum(1) * share).ceil().long()
+    most = max(1, int(wanted.max()))
+    drawn = order.argsort(dim=1, stable=True)[:, :most]
+    drawn = drawn.where(torch.arange(most, device=keep.device) < wanted[:, None], keep.shape[1])
+    anchors = drawn.sort(1).values
+    return anchors.clamp(max=keep.shape[1] - 1), anchors < keep.shape[1]
+
+
+def loss_block(
+    head: EagleBlockHead,
+    batch: Batch,
+    target: TargetRows,
+    count: float | None = None,
+    noise_share: float = 0.0,
+    anchor_share: float = 0.25,
+    generator: torch.Generator | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The loss of an E-block: that of `loss_eagle3` for all slots of blocks behind random rows, with BLOCK_DECAY.
+
+    A slot is corrected by the true token before it, and counts while the mask holds for all tokens up to that one. A
+    first slot whose weights are frozen is only looked at without gradients.
+
+    Args:
+        anchor_share: of the rows that blocks are drafted behind. 0: every fourth row, for comparisons.
+        The others are those of `loss_eagle3`.
+
+    Returns:
+        The loss, and by slot, without a first slot that is frozen, the share of blocks that agree with the target's most
+        likely token.
+    """
+    keep = batch.mask[:, 1:].bool()
+    count = max(1.0, float(keep.sum()) if count is None else count)
+    tokens = batch.tokens[:, 1:]
+    anchors, counted = draw_anchors(keep, anchor_share, generator, 0 if anchor_share else 4)
+    rows, masks = head.forward_block(tokens, head.fuse(target.features[:, :-1]), anchors)
+    where = (keep.flatten().cumsum(0) - 1).view_as(keep)
+    outputs = []
+    for j in range(head.config.slots):
+        place = (anchors + j).clamp(max=keep.shape[1] - 1)
+        counted = counted & (anchors + j < keep.shape[1]) & keep.gather(1, place)
+        if j == 0 and torch.is_grad_enabled() and not rows.requires_grad:
+            continue
+        hidden = take_rows(rows, anchors) if j == 0 else head.corrected(masks[:, :, j - 1], tokens.gather(1, place))
+        outputs.append((hidden[counted], where.gather(1, place)[counted]))
+    truth, known = target.hidden_states[:, 1:][keep], None if target.best is None else target.best[:, 1:][keep]
+    loss = soft_loss(noise_share, generator)
+    total, hits = in_chunks(head, outputs, truth, known, loss, outside=False, decay=BLOCK_DECAY)
+    count = count * (anchor_share or 0.25)
     return total / count, hits / count
 
 
@@ -234,15 +317,16 @@ def _on_own_outputs(
         yield feature[:, : feature.shape[1] - s][counted], where[:, s:][counted]
 
 
-def _in_chunks(
-    head: EagleHead,
+def in_chunks(
+    head: EagleHead | BlockHead,
     outputs: list[tuple[Tensor, Tensor]],
     truth: Tensor,
     best: Tensor | None,
     loss: Callable[[Rows], Tensor],
     outside: bool,
+    decay: float = DECAY,
 ) -> tuple[Tensor, Tensor]:
-    """The sum of DECAY^s * loss(rows of step s), and by step the number of rows that agree with the target.
+    """The sum of decay^s * loss(rows of step s), and by step the number of rows that agree with the target.
 
     Args:
         outputs: of every step the head's outputs [M_s, H], and the numbers [M_s] of their rows in `truth`, ascending.
@@ -265,7 +349,9 @@ def _in_chunks(
                 counted = wanted[which] >= 0
                 part, which = part[counted], which[counted]
             logits = head.predict(part)
-            total = total + DECAY**s * loss(Rows(part, logits, truth[rows][which], distribution[which]))
+            total = total + decay**s * loss(
+                Rows(part, logits, truth[rows][which], distribution[which], which + rows.start)
+            )
             hits[s] += (logits.argmax(-1) == wanted[which]).sum()
         return total
 

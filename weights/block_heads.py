@@ -188,10 +188,14 @@ def save_quantized_block(
     save_quantized(asdict(config), "eaglet_block", tensors, spec, directory)
 
 
-def save_block(config: BlockConfig, tensors: Mapping[str, Tensor], directory: str | Path) -> None:
+def save_block(
+    config: BlockConfig, tensors: Mapping[str, Tensor], directory: str | Path,
+    confidence: Mapping[str, Tensor] | None = None,
+) -> None:  # fmt: skip
     """Write a float head as z-lab (DFlash, DFlash2, JetSpec) or DeepSpec (all that draft in slot 0) publish theirs.
 
-    `tensors` are those of a BlockFile. Raises ValueError for a head with a vocabulary of its own, which neither has.
+    `tensors` are those of a BlockFile. confidence: weight and bias of what estimates DSpark's acceptance, which other
+    engines read. Raises ValueError for a head with a vocabulary of its own, which neither has.
     """
     if config.has_lm_head or "draft_ids" in tensors:
         raise ValueError("save_block: z-lab and DeepSpec have no heads with a vocabulary of their own.")
@@ -208,7 +212,9 @@ def save_block(config: BlockConfig, tensors: Mapping[str, Tensor], directory: st
     keys |= {"sliding_window": windows[0] if windows else None, "use_sliding_window": bool(windows)}
     drafted = {"mask_token_id": config.mask_id, "target_layer_ids": [tap - 1 for tap in config.taps]}
     if config.slot0:
-        keys |= {"architectures": [SLOT0[0]], "block_size": config.slots, **drafted, "enable_confidence_head": False}
+        keys |= {"architectures": [SLOT0[0]], "block_size": config.slots, **drafted}
+        keys |= {"enable_confidence_head": bool(confidence), "confidence_head_with_markov": bool(config.rank)}
+        out |= {f"confidence_head.proj.{name}": tensor for name, tensor in (confidence or {}).items()}
         keys |= {"markov_rank": config.rank, "markov_head_type": config.markov or "vanilla"}
     elif config.conv_taps or config.markov:
         selector = {"selector_rank": config.rank, "selector_top_k": config.shortlist}

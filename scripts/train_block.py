@@ -1,0 +1,51 @@
+"""Train a head that drafts a block of tokens at once, in a published layout: DFlash, JetSpec, DSpark or DFlash2.
+
+    python -m scripts.train_block --checkpoint MODEL --data chats.jsonl --kind dspark --slots 7 --out HEAD
+
+The options for data, resuming and --force are those of scripts.train_eagle, which trains the E-block. Losses, their
+weights and masks are those of the papers, as far as they are published; the optimizer is Muon for short runs. The layout
+of --kind dflash, jetspec and dflash2 is z-lab's, and that of dspark is DeepSpec's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from functools import partial
+
+from support.errors import at_least
+from training.blocks import KINDS, BlockTraining
+from training.drafters import drafter_parser, parsed, tap_list, train
+from training.loop import recipe_options, run
+from weights.block_heads import MARKOV
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    """The options of the command line."""
+    p = drafter_parser(__doc__, steps=1500, length=512, eval_every=250)
+    add = p.add_argument
+    add("--kind", choices=KINDS, required=True)
+    add("--keep-features", action="store_true", help="keep the target's features: only the first epoch runs it")
+    recipe_options(p.add_argument_group("optimizer"))
+    add = p.add_argument_group("loss").add_argument
+    add("--anchor-share", type=float, default=0.25, help="share of the tokens that blocks stand behind")
+    add("--gamma", type=float, help="slots over which the weight of a slot falls to 1 / e (default: as published)")
+    add("--noise-share", type=float, default=0.0, help="weight of the loss with shared noise")
+    add = p.add_argument_group("head").add_argument
+    add("--slots", type=at_least(2), default=8, help="rows of a block")
+    add("--layers", type=at_least(1), default=3)
+    add("--taps", type=tap_list, help="layers whose input is read (default: spread over the target)")
+    add("--markov", choices=MARKOV, default=MARKOV[0], help="dspark: how the token before corrects a slot")
+    add("--rank", type=at_least(1), default=64, help="dspark, dflash2: of these corrections")
+    add("--mask-id", type=at_least(0), help="the token that stands for a mask (default: the last one)")
+    add("--rope-theta", type=float, default=10000.0)
+    p.set_defaults(tree=None)
+    return parsed(p, argv, runs="runs/train_block")
+
+
+def main(argv: list[str] | None = None) -> int:
+    return run(parse(argv), partial(train, BlockTraining))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

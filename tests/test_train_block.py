@@ -1,0 +1,155 @@
+"""Training of published block heads: blocks and losses against plain formulas, and whole runs on a tiny target."""
+
+import json
+import math
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from block_kit import block_outputs, corrected, layouts, random_tensors, tap_ids, write_layout
+from test_block_heads import MODEL, features_of
+from test_train_drafters import files  # noqa: F401
+from tiny import V
+from torch.nn.functional import cross_entropy
+
+from scripts import train_block
+from support.errors import UsageError
+from training.blocks import KINDS, BlockTraining, TrainBlockHead, loss_blocks
+from training.data import Batch
+from training.drafters import train
+from training.losses import TargetRows, draw_anchors
+from weights.block_heads import read_block
+
+LAYOUTS = layouts()
+NAMES = [name for name in LAYOUTS if "speculators" not in name]  # the trainer shares the target's LM head
+TEXT = 12
+
+
+def read_into_training(tmp_path, name):
+    """(config, published tensors, head in training) of a layout."""
+    config = LAYOUTS[name]
+    tensors = random_tensors(config)
+    file = read_block(write_layout(tmp_path / "head", config, tensors), MODEL.config)
+    head = TrainBlockHead(file.config, MODEL, False).double()
+    head.load_state_dict(file.tensors)
+    head.rotary.build("cpu", 200)
+    return config, tensors, head
+
+
+def inputs_of(config: dict):
+    """Tokens [1, T], features of them in the file's order, and in the order of the target's layers [1, T, F]."""
+    tokens = torch.from_numpy(np.random.default_rng(5).integers(0, V, (1, TEXT)))
+    features, taps = features_of(config, TEXT), tap_ids(config)
+    return tokens, features, features[:, sorted(range(len(taps)), key=lambda i: taps[i])].flatten(1)[None]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_blocks_of_training_are_those_of_the_formulas(tmp_path, name):
+    """A block that sees its anchor's feature, or text behind it, another block, or slots through the wrong mask."""
+    config, tensors, head = read_into_training(tmp_path, name)
+    tokens, features, ordered = inputs_of(config)
+    anchors = [1, 5, 9]
+    got = head.forward_blocks(tokens, ordered, torch.tensor([anchors]))
+    for i, anchor in enumerate(anchors):
+        want, _ = block_outputs(config, tensors, features[:anchor], int(tokens[0, anchor]), MODEL)
+        torch.testing.assert_close(got[0, i], want, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", ("dflash", "jetspec", "dspark, vanilla", "dspark, gated", "dspark, rnn", "dflash2"))
+def test_losses_are_those_of_the_papers(tmp_path, name):
+    """A label, a distribution or a predecessor one place off; half of a distance; slots behind the end of an answer;
+    a confidence that is taught to the draft, or a shortlist without the right token."""
+    config, tensors, head = read_into_training(tmp_path, name)
+    kind = name.partition(",")[0]
+    if kind == "dspark":
+        head.confidence = torch.nn.Linear(32 + 6, 1).double()
+    tokens, features, ordered = inputs_of(config)
+    mask = torch.ones_like(tokens, dtype=torch.bool)
+    mask[0, :3] = mask[0, 10:] = False
+    states = torch.randn(1, TEXT, 32, generator=torch.Generator().manual_seed(1)).double()
+    args = SimpleNamespace(kind=kind, anchor_share=1.0, gamma=4.0, noise_share=0.0)
+    generator = torch.Generator().manual_seed(2)
+    loss, _ = loss_blocks(head, Batch(tokens, mask), TargetRows(states, ordered), args, 6.0, generator)
+    p, total = MODEL.logits(states[0]).softmax(-1).double(), 0.0
+    depth, ids = head.config.depth, tokens[0].tolist()
+    for a in range(3, 9):  # the token behind the anchor counts, too
+        out, z = block_outputs(config, tensors, features[:a], ids[a], MODEL)
+        for d in range(1, min(depth, 9 - a) + 1):
+            label = torch.tensor(ids[a + d])
+            full = corrected(config, tensors, out, z, ids[a : a + d])
+            logits, q = (z[d - 1] if kind == "dflash2" else full), p[a + d - 1]
+            part = cross_entropy(logits, q if kind == "jetspec" else label)
+            if kind in ("dspark", "dflash2"):
+                distance = (logits.softmax(-1) - q).abs().sum()
+                part = 0.1 * part + 0.9 * distance
+            if kind == "dspark":
+                e = tensors["markov_head.markov_w1.weight"][ids[a + d - 1]]
+                chance = torch.sigmoid(head.confidence(torch.cat((out[d - 1], e))))[0]
+                accepted = 1 - distance / 2
+                part = part - accepted * chance.log() - (1 - accepted) * (1 - chance).log()
+            if kind == "dflash2":
+                best = logits.topk(9).indices.tolist()
+                best[-1] = best[-1] if ids[a + d] in best else ids[a + d]
+                part = part + cross_entropy(full[best], torch.tensor(best.index(ids[a + d])))
+            total = total + math.exp(-(d - 1) / 4) * part
+    weights = sum(math.exp(-d / 4) for d in range(depth))
+    torch.testing.assert_close(loss.double(), (total / (6.0 * weights)).detach(), rtol=1e-5, atol=0, check_dtype=False)
+
+
+def test_anchors_are_drawn_anew_and_only_where_they_count():
+    """A row that is drawn although it does not count, twice, or by the row beside it; always the same ones."""
+    keep = torch.rand(3, 40, generator=torch.Generator().manual_seed(0)) < 0.5
+    keep[2] = False
+    drawn = []
+    for seed in (1, 1, 2):
+        anchors, counted = draw_anchors(keep, 0.25, torch.Generator().manual_seed(seed))
+        for row, chosen, which in zip(keep, anchors, counted, strict=True):
+            ids = chosen[which].tolist()
+            assert row[ids].all() and ids == sorted(set(ids)) and len(ids) == math.ceil(int(row.sum()) / 4)
+        drawn.append(anchors.tolist())
+    assert drawn[0] == drawn[1] != drawn[2]
+    every, counted = draw_anchors(keep, 0.0, every=4)
+    assert set(every[0][counted[0]].tolist()) == {i for i in range(0, 40, 4) if keep[0, i]}
+
+
+def options(files, out, kind, *more, steps=100):  # noqa: F811
+    argv = ["--checkpoint", files / "target", "--data", files / "data.npz", "--out", out, "--kind", kind]
+    argv += ["--work", f"{out}-work", "--length", 64, "--steps", steps, "--layers", 1, "--slots", 5, "--rank", 32]
+    argv += ["--eval-prompts", 2, "--eval-tokens", 32, "--prompt-length", 16, "--anchor-share", 0.25, "--taps", "0"]
+    return [str(word) for word in (*argv, *more)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_training_from_scratch_drafts_well(files, tmp_path, kind):  # noqa: F811
+    """After some steps tau is well above 1, and what was written is read again as the kind that it is."""
+    out = tmp_path / "head"
+    card = train(BlockTraining, train_block.parse(options(files, out, kind)))
+    assert card["tau_greedy"] > 2.5 and card["tau_t1"] > 2.5
+    assert np.mean(card["loss_curve"][-5:]) < 0.6 * card["loss_curve"][0]
+    names = {"dflash": "DFlash", "jetspec": "JetSpec", "dspark": "DSpark", "dflash2": "DFlash2"}
+    assert card["format"] == f"{names[kind]} head"
+    written = json.loads((out / "config.json").read_text())
+    assert written["architectures"] == [
+        f"{'Qwen3DSparkModel' if kind == 'dspark' else names[kind] + 'DraftModel'}".replace("JetSpec", "DFlash")
+    ]
+    assert written.get("enable_confidence_head", False) == (kind == "dspark")
+
+
+@pytest.mark.parametrize("kind", ("dspark", "dflash2"))
+def test_resume_is_exact(files, tmp_path, kind):  # noqa: F811
+    """Anchors or noise that depend on more than the step, or a state that misses a part of the head."""
+    more = ["--noise-share", 0.5]
+    whole = train(BlockTraining, train_block.parse(options(files, tmp_path / "a", kind, *more, steps=6)))
+    train(BlockTraining, train_block.parse(options(files, tmp_path / "b", kind, *more, "--pause-at", 3, steps=6)))
+    rest = train(BlockTraining, train_block.parse(options(files, tmp_path / "b", kind, *more, steps=6)))
+    assert rest["loss_curve"] == whole["loss_curve"]
+    a, b = ((tmp_path / name / "model.safetensors").read_bytes() for name in "ab")
+    assert a == b
+
+
+def test_options_that_do_not_fit_are_one_line(files, tmp_path):  # noqa: F811
+    """Training that starts with a loss of nothing, or reads layers that are not there."""
+    for more, words in ((("--anchor-share", 0), "above 0"), (("--taps", "0,9"), "ascending")):
+        with pytest.raises((UsageError, ValueError), match=words):
+            train(BlockTraining, train_block.parse(options(files, tmp_path / "c", "dflash", *more)))

@@ -1,0 +1,283 @@
+"""Training the published heads that draft a block at once: DFlash, DSpark, DFlash2 and JetSpec.
+
+A sequence is run once, and blocks stand behind random tokens of it, the anchors. A block sees the text before its anchor
+and itself. Its slots count while the tokens that they predict, and all before them, are the model's answer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+
+from block_draft import BlockHead, attend_blocks, slot_masks
+from drafters.base import Drafter
+from drafting import block_tree, build_head, head_drafter
+from model import Attention, Transformer
+from model_config import ModelConfig, RopeConfig
+from support.errors import UsageError
+from training.data import Batch, TokenData
+from training.drafters import DrafterTraining, Evaluation
+from training.loop import Recipe, init_weights, recipe_with
+from training.losses import Rows, TargetRows, draw_anchors, in_chunks, keep_features, noise_loss
+from weights.block_heads import MARKOV, BlockConfig, read_block, save_block
+from weights.quantized import lm_head_rows
+
+KINDS = ("dflash", "jetspec", "dspark", "dflash2")
+GAMMA = {
+    16: 7.0,
+    10: 5.0,
+    2: 4.0,
+}  # slots of a block at least -> over how many slots the weight falls to 1 / e (DFlash)
+
+
+class TrainBlockHead(BlockHead):
+    """A block head in training, with an estimate of its acceptance if the kind has one."""
+
+    def __init__(self, config: BlockConfig, target: Transformer, confidence: bool):
+        super().__init__(config, target)
+        r = config.rank if config.markov else 0
+        self.confidence = nn.Linear(config.layer.hidden_size + r, 1) if confidence else None
+        self.register_buffer("target_head", lm_head_rows(target).to(target.dtype), persistent=False)
+
+    @torch.no_grad()
+    def init(self, seed: int) -> None:
+        """Random matrices; layers, convolutions and corrections begin as if they were not there."""
+        init_weights(self, torch.Generator().manual_seed(seed))
+        for name, p in self.named_parameters():
+            if name.endswith(("successor.weight", "projection.weight", "bias")):
+                p.zero_()
+            elif name.endswith(".base"):
+                p.zero_()[:, 0] = 1
+
+    @torch.no_grad()
+    def run_on(self, tokens: Tensor) -> TargetRows:
+        """What the target computes for tokens [B, T]."""
+        return TargetRows(*self.target.forward_train(tokens, self.config.taps))
+
+    @torch.no_grad()
+    def draft_targets(self, hidden_states: Tensor, best: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """The target's distribution [M, V] after hidden_states [M, H], and its most likely tokens [M]."""
+        logits = self.target.logits(hidden_states)
+        return logits.softmax(-1), logits.argmax(-1) if best is None else best
+
+    def predict(self, rows: Tensor) -> Tensor:
+        """The logits [M, V] of rows of `judged`: those that are corrected, unless only a shortlist shall be."""
+        hidden, factor, _ = self.parts(rows)
+        z = F.linear(hidden.to(self.target_head.dtype), self.target_head).float() * self.config.logits_scale
+        z = torch.tanh(z / cap) * cap if (cap := self.config.logits_cap) else z
+        return z + factor @ self.successor.weight.T if self.config.markov in MARKOV else z
+
+    def parts(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Rows of `judged` as what the LM head reads, the factors, and the logits of the confidence."""
+        return rows.split((self.config.layer.hidden_size, self.config.rank, int(self.confidence is not None)), -1)
+
+    def judged(self, hidden: Tensor, before: Tensor) -> Tensor:
+        """All that the loss reads of slots [B, A, D, H] behind these tokens [B, A, D]: rows [B, A, D, H + r + 1]."""
+        out, state = [hidden], None
+        if self.config.markov:
+            mixed, factors = self.mixed(hidden), []
+            for d in range(hidden.shape[2]):
+                given = before[:, :, d].flatten()[:, None], mixed[:, :, d].flatten(0, 1), state
+                factor, state = self.factors(*given)
+                factors.append(factor.view(*hidden.shape[:2], -1))
+            out.append(torch.stack(factors, 2))
+        if self.confidence is not None:
+            known = (hidden, self.predecessor(before)) if self.config.markov else (hidden,)
+            out.append(self.confidence(torch.cat(known, -1)))
+        return torch.cat(out, -1)
+
+    def forward_blocks(self, tokens: Tensor, features: Tensor, anchors: Tensor) -> Tensor:
+        """What the LM head reads of the slots that draft [B, A, depth, H], for anchors [B, A] of tokens [B, T] with these
+        features [B, T, F]."""
+        config, (B, A), T = self.config, anchors.shape, tokens.shape[1]
+        S, place = config.slots, torch.arange(T, device=tokens.device)
+        context = self.hidden_norm(self.fc(features))
+        turn = self.rotary(place[None].expand(B, -1))
+        positions = anchors[..., None] + torch.arange(S, device=tokens.device)
+        turn_block = self.rotary(positions.flatten(1))
+        blocks = torch.full((B, A, S), config.mask_id, device=tokens.device)
+        blocks[..., 0] = tokens.gather(1, anchors)
+        x = self.target.embed_tokens(blocks.flatten(0, 1)).to(context.dtype) * config.embedding_scale  # [B A, S, H]
+        full, near = slot_masks(config, tokens.device)
+        for layer in self.layers:
+            attention, window = layer.attention, layer.attention.window
+            group = attention.heads // attention.kv_heads
+            text = tuple(t.repeat_interleave(group, 1) for t in attention.project(context, *turn)[1:])
+            seen = (place < anchors[..., None])[:, :, None].expand(-1, -1, S, -1)
+            if window:
+                seen = seen & (positions[..., None] - place < window)
+            what = turn_block, text, seen, (near if window else full)[0]
+
+            def attend(z: Tensor, attention: Attention = attention, what: tuple = what) -> Tensor:
+                return attend_blocks(attention, z.unflatten(0, (B, A)), *what).flatten(0, 1)
+
+            if config.conv_taps:
+                x = layer.attention_conv.around(attend, layer.input_norm(x), x)
+                x = layer.mlp_conv.around(layer.mlp, layer.post_norm(x), x)
+            else:
+                x = x + attend(layer.input_norm(x))
+                x = layer.mlp(layer.post_norm(x), x)
+        x = self.norm(x).unflatten(0, (B, A))
+        return x if config.slot0 else x[:, :, 1:]
+
+
+def slot_loss(kind: str, head: TrainBlockHead, labels: Tensor, noise_share: float,
+              generator: torch.Generator | None = None) -> Callable[[Rows], Tensor]:  # fmt: skip
+    """The loss of a kind, summed over rows. labels [M]: the token of the text that is to be predicted, of every row.
+
+    DFlash: the cross-entropy with the text. JetSpec: with the target's distribution. DSpark: 0.1 of the first, 0.9 of the
+    distance sum |q - p| of the two distributions, and the cross-entropy of the confidence with what is accepted. DFlash2:
+    these without the confidence, and the cross-entropy of the selector over its shortlist.
+    """
+
+    def loss(rows: Rows) -> Tensor:
+        label, (_, factor, confidence) = labels[rows.which], head.parts(rows.output)
+        if kind == "jetspec":
+            total = F.cross_entropy(rows.logits, rows.distribution, reduction="sum")
+        else:
+            total = F.cross_entropy(rows.logits, label, reduction="sum")
+        if kind in ("dspark", "dflash2"):
+            distance = (rows.logits.softmax(-1) - rows.distribution).abs().sum(-1)
+            total = 0.1 * total + 0.9 * distance.sum()
+            if kind == "dflash2":
+                total = total + selector_loss(rows.logits, factor, head, label)
+            elif head.confidence is not None:
+                accepted = 1 - distance.detach() / 2
+                total = total + F.binary_cross_entropy_with_logits(confidence[:, 0], accepted, reduction="sum")
+        if noise_share:
+            return total * (1 - noise_share) + noise_loss(rows.logits, rows.distribution, generator) * noise_share
+        return total
+
+    return loss
+
+
+def selector_loss(logits: Tensor, factor: Tensor, head: TrainBlockHead, label: Tensor) -> Tensor:
+    """The cross-entropy of corrected shortlists for the label, which replaces the worst candidate where it is missing."""
+    best = logits.detach().topk(head.config.shortlist, -1).indices
+    missing = (best != label[:, None]).all(-1)
+    best[:, -1] = label.where(missing, best[:, -1])
+    scores = logits.gather(1, best) + (factor[:, None] * head.successor(best)).sum(-1)
+    return F.cross_entropy(scores, (best == label[:, None]).int().argmax(-1), reduction="sum")
+
+
+def loss_blocks(
+    head: TrainBlockHead, batch: Batch, target: TargetRows, args: argparse.Namespace, count: float,
+    generator: torch.Generator | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The loss of blocks behind random anchors (every fourth one without a generator), divided by the weights that count
+    anchors would have, and by slot the share that agrees with the target's most likely token.
+
+    A slot is corrected by the true token before it. An anchor and the token after it count.
+    """
+    tokens, mask, T = batch.tokens, batch.mask.bool(), batch.tokens.shape[1]
+    keep = F.pad(mask[:, :-1] & mask[:, 1:], (0, 1))
+    share = args.anchor_share if generator else 0.25
+    anchors, counted = draw_anchors(keep, share, generator, 0 if generator else 4)
+    hidden = head.forward_blocks(tokens, target.features, anchors)
+    depth = head.config.depth
+    places = (anchors[..., None] + torch.arange(depth + 1, device=tokens.device)).clamp(max=T - 1)
+    known = tokens[:, None].expand(-1, anchors.shape[1], -1).gather(2, places)
+    rows = head.judged(hidden, known[..., :depth])
+    outputs = []
+    for d in range(1, depth + 1):  # the token at anchor + d
+        counted = counted & (anchors + d < T) & mask.gather(1, places[..., d])
+        row = torch.arange(len(tokens), device=tokens.device)[:, None] * T + places[..., d - 1]
+        outputs.append((rows[:, :, d - 1][counted], row[counted]))
+    labels = tokens.roll(-1, 1).flatten()
+    loss = slot_loss(args.kind, head, labels, args.noise_share, generator)
+    best = None if target.best is None else target.best.flatten()
+    decay = math.exp(-1 / args.gamma)
+    total, hits = in_chunks(head, outputs, target.hidden_states.flatten(0, 1), best, loss, True, decay)
+    weights = sum(decay**d for d in range(depth))
+    return total / (count * share * weights), hits / (count * share)
+
+
+def block_config(target: ModelConfig, args: argparse.Namespace) -> BlockConfig:
+    """A head of the target's geometry, with the options' overrides. ValueError for options that do not fit the target."""
+    L, V, n = target.num_hidden_layers, target.vocab_size, args.layers
+    default = sorted({round(2 + i * (L - 4) / max(1, n - 1)) for i in range(n)})
+    taps = args.taps or tuple(min(max(tap, 0), L - 1) for tap in default)
+    if list(taps) != sorted(set(taps)) or not set(taps) <= set(range(L)):
+        raise ValueError(f"--taps {taps}: must be distinct, ascending, 0 to {L - 1}.")
+    if not 0 <= args.mask_id < V:
+        raise ValueError(f"--mask-id {args.mask_id}: allowed are 0 to {V - 1}.")
+    sizes = "hidden_size intermediate_size num_attention_heads num_key_value_heads head_dim rms_norm_eps".split()
+    layer = ModelConfig(
+        "qwen3", num_hidden_layers=n, vocab_size=V, max_position_embeddings=target.max_position_embeddings, qk_norm=True,
+        rope=RopeConfig(theta=args.rope_theta), dtype="bfloat16", **{name: vars(target)[name] for name in sizes},
+    )  # fmt: skip
+    how = {
+        "dflash": {},
+        "jetspec": {"causal": True, "causal_window": True},
+        "dspark": {"slot0": True, "markov": args.markov, "rank": args.rank},
+        "dflash2": {"markov": "selector", "rank": args.rank, "conv_taps": 2, "conv_group": 16},
+    }[args.kind]
+    if how.get("conv_group") and target.hidden_size % 16:
+        raise ValueError(
+            f"--kind dflash2 shares kernels in groups of 16 channels, and this model has {target.hidden_size}."
+        )
+    return BlockConfig(
+        layer, target.hidden_size, taps, args.slots, args.mask_id, shortlist=min(16, V), target_vocab_size=V, **how
+    )
+
+
+class BlockTraining(DrafterTraining):
+    """A published block head in training."""
+
+    def __init__(self, args: argparse.Namespace, target: Transformer):
+        super().__init__(args, target)
+        for name in ("noise_share", "anchor_share"):
+            if not 0 <= vars(args)[name] <= 1 or not args.anchor_share:
+                rule = "allowed: 0 to 1, and --anchor-share above 0"
+                raise UsageError(f"--{name.replace('_', '-')} is {vars(args)[name]}; {rule}.")
+        args.mask_id = target.config.vocab_size - 1 if args.mask_id is None else args.mask_id
+        self.config = block_config(target.config, args)
+        args.gamma = args.gamma or (
+            4.0 if args.kind == "dspark" else next(g for s, g in GAMMA.items() if args.slots >= s)
+        )
+        args.tree = args.tree or block_tree(self.config)
+        self.title = self.format = f"{self.config.kind} head"
+        self.recipe = recipe_with(args, Recipe("muon", lr=0.02, side_lr=1e-3, warmup=20, cooldown=0.6))
+        self.kept = None
+
+    def build(self, data: TokenData) -> TrainBlockHead:
+        if self.args.keep_features:
+            self.kept = keep_features(self.args, data, self.target.config.hidden_size, self.config.taps)
+        head = TrainBlockHead(self.config, self.target, self.args.kind == "dspark")
+        head.init(self.args.seed)
+        head.to(self.target.device)
+        head.rotary.build(self.target.device, self.target.rotary.length)
+        return head
+
+    def loss(self, module: TrainBlockHead, batch: Batch, count: float) -> tuple[Tensor, Tensor]:
+        generator = torch.Generator(batch.tokens.device).manual_seed(self.args.seed + batch.numbers[0])
+        rows = self.kept.of(batch, module.run_on, self.target.logits) if self.kept else module.run_on(batch.tokens)
+        rows = rows._replace(features=rows.features.to(module.fc.weight.dtype))
+        return loss_blocks(module, batch, rows, self.args, count, generator)
+
+    def write(self, module: TrainBlockHead, directory: Path) -> None:
+        tensors = {name: t.to("cpu", torch.bfloat16) for name, t in module.state_dict().items()}
+        confidence = (
+            {name: tensors.pop(f"confidence.{name}") for name in ("weight", "bias")} if module.confidence else {}
+        )
+        save_block(self.config, tensors, directory, confidence)
+
+    def read(self, directory: Path) -> BlockHead:
+        return build_head(read_block(directory, self.target.config), self.target)
+
+    def drafter(self, module: BlockHead, evaluation: Evaluation) -> Drafter:
+        return head_drafter(module)(module, evaluation.tree, len(evaluation.prompts), evaluation.slots)
+
+    def card(self) -> dict[str, Any]:
+        names = "kind gamma noise_share anchor_share".split()
+        shape = {name: vars(self.config)[name] for name in ("slots", "taps", "markov", "rank", "mask_id")}
+        return {**{name: vars(self.args)[name] for name in names}, **shape, "recipe": asdict(self.recipe)}

@@ -118,7 +118,7 @@ class LoadOptions:
         "Hopper and later GPUs: start each kernel before the previous one has ended (not measured yet)", False
     )
     kv: str = option(
-        "dtype of the KV cache. model: that of the activations, float32 on a CPU; float16 (CPU kernels only) and int8: "
+        "dtype of the KV cache. model is that of the activations, float32 on a CPU; float16 (CPU kernels only) and int8: "
         "smaller; auto: float16 with the CPU kernels if the checkpoint has 16 bits or fewer, else model",
         "auto", KV_CACHES,
     )  # fmt: skip

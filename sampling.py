@@ -88,9 +88,11 @@ class SamplingState:
         bias = [(token, value, 2**62) for token, value in params.logit_bias]
         if params.min_new_tokens:
             bias += [(token, -math.inf, start + params.min_new_tokens) for token in stop_ids]
-        bias += [(0, 0.0, 0)] * (self.bias.shape[1] - len(bias))
-        for buffer, column in zip((self.bias_ids, self.bias, self.bias_until), zip(*bias, strict=True), strict=True):
-            buffer.select(0, b).copy_(torch.tensor(column, dtype=buffer.dtype))
+        buffers = self.bias_ids, self.bias, self.bias_until
+        for buffer in buffers:
+            buffer.select(0, b).fill_(0)
+        for buffer, column in zip(buffers, zip(*bias, strict=True), strict=False):  # no columns without biases
+            buffer[b, : len(bias)] = torch.tensor(column, dtype=buffer.dtype)
 
     def row(self, b: int) -> "SamplingState":
         """The settings of row b alone, as views of these buffers."""

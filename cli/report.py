@@ -271,7 +271,7 @@ def _settings(engine: Engine, params: SamplingParams, suggested: Sequence[str]) 
     settings += [f"stop {text!r}" for text in params.stop]
     if params.stop_ids:
         settings.append(f"stop-ids {','.join(map(str, params.stop_ids))}")
-    if engine.options.kv != "model":
+    if engine.options.kv == "int8":
         settings.append(f"kv {engine.options.kv}")
     if engine.drafter.D > 0:
         noise = "" if engine.options.draft_noise else "  draft-noise off"

@@ -115,7 +115,8 @@ def test_slots_are_as_many_as_memory_holds(monkeypatch):
     checkpoint = Checkpoint.open(DEMO)
     options = LoadOptions(ctx=512, device="cpu", dtype="float32", slots=0)
     room = {
-        n: plan_memory(checkpoint, DraftFiles(), LoadOptions(ctx=512, device="cpu", slots=n)).total for n in (1, 4, 8)
+        n: plan_memory(checkpoint, DraftFiles(), LoadOptions(ctx=512, device="cpu", dtype="float32", slots=n)).total
+        for n in (1, 4, 8)
     }
     for free, slots in ((room[8], 8), (room[8] - 1, 4), (room[4] - 1, 2), (room[1] - 1, 1)):
         monkeypatch.setattr(loading, "free_memory", lambda device, free=free: free)

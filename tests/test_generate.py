@@ -275,7 +275,7 @@ def test_weights_rounded_at_load_are_named(flags, capsys):
 
 def test_a_plan_that_does_not_fit_names_the_change_that_does(capsys, monkeypatch):
     """A plan that does not fit is exit code 4 and names a --ctx that would."""
-    monkeypatch.setattr("load.free_memory", lambda device: 40_000_000)
+    monkeypatch.setattr("load.free_memory", lambda device: 30_000_000)
     code = main(["--ctx", "2048", "--slots", "4"])
     err = capsys.readouterr().err
     assert code == 4 and re.search(r"Try --ctx \d+", err), err

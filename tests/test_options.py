@@ -260,7 +260,7 @@ def test_defaults_depend_on_the_model_and_the_machine(monkeypatch):
         found = LoadOptions().with_defaults(config)
         assert (found.device, found.dtype, found.ctx) == (device, dtype, 2048)
     assert LoadOptions().with_defaults(replace(config, max_position_embeddings=100_000)).ctx == 8192
-    given = LoadOptions(device="cpu", dtype="float16", ctx=77, slots=2)
+    given = LoadOptions(device="cpu", dtype="float16", ctx=77, slots=2, kv="model")
     assert given.with_defaults(config) == given
 
 

@@ -1231,13 +1231,13 @@ def test_gptq_pairs_features_with_the_tokens_of_an_unshifted_head(tmp_path, monk
     file = read_eagle(head, UNTIED)
     model = checkpoint.load_model(saved(tmp_path / "m", UNTIED))
     seen = []
-    forward = quantize.EagleHead.forward_train
+    forward = EagleHead.forward_train
 
     def spy(self, tokens, feature, step, memory):
         seen.append(tokens)
         return forward(self, tokens, feature, step, memory)
 
-    monkeypatch.setattr(quantize.EagleHead, "forward_train", spy)
+    monkeypatch.setattr(EagleHead, "forward_train", spy)
     for unshifted in (False, True):
         save_eagle(replace(file.config, unshifted=unshifted), file.tensors, tmp_path / str(unshifted))
         spec = QuantSpec("int8", algorithm="gptq")

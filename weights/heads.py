@@ -407,7 +407,7 @@ def _json_shape(kind: type) -> dict[str, Any]:
             return _json_shape(hint)
         if get_origin(hint) is tuple:
             return [get_args(hint)[0]]
-        return tuple(get_args(hint)) or hint  # a union such as int | None, or a plain type
+        return tuple(shape(one) for one in get_args(hint)) or hint  # a union such as int | None, or a plain type
 
     hints = get_type_hints(kind).items()
     return {name + "?" * (name not in required): shape(hint) for name, hint in hints} | {"*": ()}

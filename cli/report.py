@@ -179,12 +179,9 @@ class Report:
 
 def in_parts(engine: Engine) -> dict[str, list[int]]:
     """The layers that the C++ kernels do not run in one call, by the reason. Empty where other kernels run."""
-    layers = engine.model.layers
     if engine.backend.mode != "cpu" or engine.config.compile:
         return {}
-    if engine.state.kv.dtype == torch.int8:
-        return {"an int8 cache": list(range(len(layers)))}
-    return layers_in_parts(layers)
+    return layers_in_parts(engine.model.layers)
 
 
 def _ranges(numbers: Sequence[int]) -> str:

@@ -877,8 +877,9 @@ def test_a_tied_embedding_reads_its_rows_off_the_lm_head():
 def test_layers_that_run_in_parts_are_named_with_their_reason(shape, what, capsys):
     """Catches a model that decodes more slowly than others of its size, without a word in the report."""
     model = quantized_model("float32", **shape)
-    engine = Engine(model, config=EngineConfig(backend=backend()))
-    assert in_parts(engine) == layers_in_parts(model.layers) == what
+    for kv_dtype in (None, torch.int8):
+        engine = Engine(model, config=EngineConfig(backend=backend(), kv_dtype=kv_dtype))
+        assert in_parts(engine) == layers_in_parts(model.layers) == what
     assert (stack(model.layers) is None) == bool(what)
 
 

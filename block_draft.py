@@ -347,13 +347,16 @@ class BlockDrafter(TreeDrafter):
         """Whether the children of a row are drawn from all of its logits, which then depend on more than the slot."""
         return bool(inputs.mode.penalties or self.multi_round)
 
+    def _committed(self, inputs: DraftInput) -> Tensor:
+        """The features of what was committed [B, D + 1, F], or only of rows that count, where reading values is free."""
+        features = inputs.features
+        if kernels.use_cpu("draft_tree", features):
+            features = features.narrow(1, 0, min(int(inputs.count.max()), features.shape[1]))
+        return features
+
     def _hidden(self, inputs: DraftInput) -> Tensor:
         """Absorb what was committed, and run a block: what the LM head reads of its slots [B, slots, H]."""
-        features = inputs.features
-        if kernels.use_cpu(
-            "draft_tree", features
-        ):  # reading values is free there, so only rows that count are absorbed
-            features = features.narrow(1, 0, min(int(inputs.count.max()), features.shape[1]))
+        features = self._committed(inputs)
         fed = features.shape[1]
         where = self._place(inputs, self.block_depth, fed)
         self._absorb(features, where, self.cache)

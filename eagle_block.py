@@ -17,11 +17,10 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-import kernels
 from block_draft import BlockDrafter, attend_blocks
-from drafters.base import DraftInput, StepParts, take_rows
+from drafters.base import DraftInput, take_rows
 from drafters.tree_drafter import TreeDrafter
-from eagle_draft import EagleHead, EagleLayer
+from eagle_draft import EagleDrafter, EagleHead, EagleLayer
 from model import Nodes, Transformer, chain_ancestors, linear
 from weights.heads import EagleConfig
 from weights.quantized import lm_head_rows
@@ -135,31 +134,15 @@ class EagleBlockHead(EagleHead):
 class EagleBlockDrafter(BlockDrafter):
     """Drafts with an E-block. Its cache is that of EAGLE, and the masks stand where EAGLE's tree would."""
 
-    prefill = TreeDrafter.prefill
+    prefill, fuse, _forward = TreeDrafter.prefill, EagleDrafter.fuse, EagleDrafter._forward  # its rows are EAGLE's
 
     def _prepare(self) -> None:
         masks = self.head.config.slots - 1
         self.block_depth = torch.arange(masks, device=self.cache.device)[None]
         self.visible = chain_ancestors(1, masks, self.cache.device)
 
-    def fuse(self, features: Tensor) -> Tensor:
-        return self.head.fuse(features)
-
-    def _forward(
-        self,
-        tokens: Tensor,
-        feature: Tensor,
-        nodes: Nodes,
-        cache: Tensor,
-        parts: StepParts,
-        source: Tensor | None = None,
-    ) -> Tensor:
-        return self.head(tokens, feature, nodes, cache, parts.draft_layer, source)
-
     def _hidden(self, inputs: DraftInput) -> Tensor:
-        features, head = inputs.features, self.head
-        if kernels.use_cpu("draft_tree", features):  # as in BlockDrafter
-            features = features.narrow(1, 0, min(int(inputs.count.max()), features.shape[1]))
+        features, head = self._committed(inputs), self.head
         output = self._extend(inputs._replace(features=features))
         source = output
         if head.config.form == "once":

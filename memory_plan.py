@@ -18,7 +18,6 @@ from support.machine import size_text
 from weights.block_heads import BlockConfig, context_rows
 from weights.checkpoint import Checkpoint
 from weights.files import local_path
-from weights.heads import EagleConfig
 from weights.hf import build_model
 from weights.quantized import held_bytes
 from weights.shards import Shard
@@ -95,10 +94,10 @@ def plan_memory(checkpoint: Checkpoint, files: DraftFiles, options: LoadOptions)
         own = 0 if head.config.has_lm_head else len(head.tensors.get("draft_ids", ()))
         row = config.hidden_size + 4 if rounded else config.hidden_size * element
         drafter += options.draft_vocab * (row + 8) or own * row
-        if isinstance(head.config, EagleConfig) and head.config.slots:  # the tables of what corrects the logits
-            drafter += head.config.rank * (config.vocab_size + head.config.layer.vocab_size) * element
         if isinstance(head.config, BlockConfig):  # the product that makes the keys and values of all layers
             drafter += held_bytes(context_rows(head), dtype, options.device, options.kernels, rounded=rounded)
+        elif head.config.slots:  # the tables of what corrects the logits
+            drafter += head.config.rank * (config.vocab_size + head.config.layer.vocab_size) * element
         kept = D + 1 + (0 if options.eagle_always else HISTORY + 1)
         buffers += B * kept * max(1, len(head.config.taps)) * config.hidden_size * element
         buffers += 4 * ctx * head.config.layer.head_dim

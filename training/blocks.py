@@ -23,20 +23,16 @@ from drafters.base import Drafter
 from drafting import block_tree, build_head, head_drafter
 from model import Attention, Transformer
 from model_config import ModelConfig, RopeConfig
-from support.errors import UsageError
 from training.data import Batch, TokenData
-from training.drafters import DrafterTraining, Evaluation
+from training.drafters import DrafterTraining, Evaluation, check_shares
 from training.loop import Recipe, init_weights, recipe_with
 from training.losses import Rows, TargetRows, draw_anchors, in_chunks, keep_features, noise_loss
 from weights.block_heads import MARKOV, BlockConfig, read_block, save_block
 from weights.quantized import lm_head_rows
 
 KINDS = ("dflash", "jetspec", "dspark", "dflash2")
-GAMMA = {
-    16: 7.0,
-    10: 5.0,
-    2: 4.0,
-}  # slots of a block at least -> over how many slots the weight falls to 1 / e (DFlash)
+# Slots of a block at least -> over how many slots the weight falls to 1 / e (DFlash).
+GAMMA = {16: 7.0, 10: 5.0, 2: 4.0}
 
 
 class TrainBlockHead(BlockHead):
@@ -235,10 +231,7 @@ class BlockTraining(DrafterTraining):
 
     def __init__(self, args: argparse.Namespace, target: Transformer):
         super().__init__(args, target)
-        for name in ("noise_share", "anchor_share"):
-            if not 0 <= vars(args)[name] <= 1 or not args.anchor_share:
-                rule = "allowed: 0 to 1, and --anchor-share above 0"
-                raise UsageError(f"--{name.replace('_', '-')} is {vars(args)[name]}; {rule}.")
+        check_shares(args, "noise_share", "anchor_share", positive=("anchor_share",))
         args.mask_id = target.config.vocab_size - 1 if args.mask_id is None else args.mask_id
         self.config = block_config(target.config, args)
         args.gamma = args.gamma or (

@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import functools
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from model import Transformer
 from model_config import DTYPES
 from options import LoadOptions
 from sampling import SamplingParams
-from support.errors import UserError, at_least, bad_files
+from support.errors import UsageError, UserError, at_least, bad_files
 from support.files import clean_up, directory_written_whole, write_json
 from support.machine import describe_device
 from tokenizer import Tokenizer, load_tokenizer
@@ -359,6 +360,15 @@ def drafter_parser(doc: str, steps: int, length: int, eval_every: int) -> argpar
 def tap_list(text: str) -> tuple[int, ...]:
     """The layers of --taps."""
     return tuple(int(part) for part in text.split(","))
+
+
+def check_shares(args: argparse.Namespace, *names: str, positive: Sequence[str]) -> None:
+    """Raise UsageError for a share that is not from 0 to 1. positive: those that may not be 0."""
+    for name in names:
+        share = vars(args)[name]
+        if not 0 <= share <= 1 or (name in positive and share == 0):
+            rule = "allowed: 0 to 1, and " + " and ".join(f"--{x.replace('_', '-')}" for x in positive) + " above 0"
+            raise UsageError(f"--{name.replace('_', '-')} is {share}; {rule}.")
 
 
 def parsed(p: argparse.ArgumentParser, argv: list[str] | None, runs: str = "runs") -> argparse.Namespace:

@@ -21,7 +21,7 @@ from model import Transformer
 from model_config import ModelConfig, RopeConfig
 from support.errors import UsageError, bad_files
 from training.data import Batch, TokenData
-from training.drafters import DrafterTraining, Evaluation
+from training.drafters import DrafterTraining, Evaluation, check_shares
 from training.loop import Recipe, recipe_with
 from training.losses import (
     FEATURE_NOISE,
@@ -297,11 +297,8 @@ class EagleTraining(DrafterTraining):
 
     def __init__(self, args: argparse.Namespace, target: Transformer):
         super().__init__(args, target)
-        shares = {name: vars(args)[name] for name in ("noise_share", "row_share", "anchor_share", "average")}
-        for name, share in shares.items():
-            if not 0 <= share <= 1 or (name in ("row_share", "anchor_share") and share == 0):
-                rule = "allowed: 0 to 1, and --row-share and --anchor-share above 0"
-                raise UsageError(f"--{name.replace('_', '-')} is {share}; {rule}.")
+        shares = "noise_share", "row_share", "anchor_share", "average"
+        check_shares(args, *shares, positive=("row_share", "anchor_share"))
         if args.average and not args.start:
             raise UsageError("--average is the share of --start in the head that is written; add --start HEAD.")
         with bad_files():

@@ -216,10 +216,10 @@ class Checkpoint:
         return replace(self, adapter=read_adapter(folder, self.config))
 
     def merges(self, dtype: torch.dtype) -> bool:
-        """Whether the adapter becomes part of the matrices: where those are floats of the dtype that they are stored in,
-        and not of 16 bits, or float64."""
-        floats = (torch.float64, torch.float32 if self.config.dtype == "float32" else torch.float64)
-        return self.quantization is None and dtype in floats
+        """Whether the adapter becomes part of the matrices: where they are computed with in float64, or stored and
+        computed with in float32."""
+        wide = dtype == torch.float64 or (dtype == torch.float32 and self.config.dtype == "float32")
+        return self.quantization is None and wide
 
     def sharded(self, shard: Shard) -> Checkpoint:
         """The part of the same checkpoint that one of several processes holds. Raises UsageError if there is none."""

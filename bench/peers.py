@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import argparse
 import copy
+import ctypes
 import importlib.metadata
 import importlib.util
 import itertools
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -28,12 +30,14 @@ from sampling import SamplingParams
 from support.errors import NotEnoughMemory, UsageError
 from support.machine import default_device, free_memory, shapes_only, size_text, synchronize
 from weights.checkpoint import Checkpoint
+from weights.gguf import GGUFFile
 from weights.hf import config_to_hf, hf_views, unpacked
 from weights.quantized import QuantLinear
 
 # What --baseline takes, and what each is imported and installed as.
 LIBRARIES = {"hf": ("transformers", "transformers"), "llama.cpp": ("llama_cpp", "llama-cpp-python")}
 LIBRARIES |= {name: (name, name) for name in ("torch", "torchao", "gemlite")}
+Q4_0, Q4_1 = 2, 3  # llama.cpp's numbers of files that are mostly of these types
 ON_TORCH = ("torch", "torchao", "gemlite")  # whose int4 kernels a `TorchArm` runs on
 
 
@@ -78,6 +82,8 @@ def peers_of(args: argparse.Namespace, base: Engine, ctx: int) -> list[Arm]:
         arms += [HFArm(kind, twin, base.tokenizer, copied) for kind in ("hf", "hf-static")]
     if "llama.cpp" in args.baseline:
         arms.append(LlamaCppArm(args.checkpoint, ctx))
+        if GGUFFile.open(Path(args.checkpoint)).metadata.get("general.file_type") == Q4_1:
+            arms.append(repacked_llama_cpp(args.checkpoint, ctx))
     for library in (name for name in ON_TORCH if name in args.baseline):
         if any(args.temperature):
             raise UsageError(f"--baseline {library} decodes greedily; add --temperature 0.")
@@ -194,10 +200,12 @@ def hf_model(model: Transformer):
 class LlamaCppArm:
     """llama.cpp on a GGUF file, through llama-cpp-python, with as many threads as torch. It does not draft."""
 
-    name, label = "llama.cpp", OTHER_ENGINE
+    label = OTHER_ENGINE
 
-    def __init__(self, file: str, ctx: int):
+    def __init__(self, file: str, ctx: int, name: str = "llama.cpp"):
         import llama_cpp
+
+        self.name = name
 
         threads = torch.get_num_threads()
         options = {"n_threads": threads, "n_threads_batch": threads, "n_gpu_layers": 0}
@@ -232,7 +240,7 @@ class LlamaCppArm:
 
         options = lib.llama_context_default_params()
         options.n_ctx, options.n_seq_max, options.kv_unified = tokens * clients, clients, True
-        options.n_batch = options.n_ubatch = max(512, tokens)
+        options.n_batch = max(512, tokens)
         options.n_threads = options.n_threads_batch = torch.get_num_threads()
         context = lib.llama_init_from_model(self.llama.model, options)
         vocabulary = self.llama.n_vocab()
@@ -263,6 +271,22 @@ class LlamaCppArm:
             return Timing(len(prompts) + late, seconds, firsts, late / (seconds - firsts[-1]))
 
         return run
+
+
+def repacked_llama_cpp(file: str, ctx: int) -> LlamaCppArm:
+    """llama.cpp on a Q4_1 file that its own library has rounded to Q4_0.
+
+    llama.cpp rearranges Q4_0 for the processor, and not Q4_1, so this is its fastest form of such weights.
+    """
+    import llama_cpp as lib
+
+    options = lib.llama_model_quantize_default_params()
+    options.ftype, options.allow_requantize, options.nthread = Q4_0, True, torch.get_num_threads()
+    with tempfile.TemporaryDirectory() as folder:  # the mapped file stays readable after its name is gone
+        rounded = str(Path(folder, "q4_0.gguf"))
+        if lib.llama_model_quantize(file.encode(), rounded.encode(), ctypes.byref(options)):
+            raise UsageError(f"--baseline llama.cpp cannot round {file} to Q4_0; leave it out.")
+        return LlamaCppArm(rounded, ctx, "llama.cpp Q4_0")
 
 
 # ---- torch by itself --------------------------------------------------------------------------------------

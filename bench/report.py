@@ -111,11 +111,12 @@ def client_table(lines: Sequence[Line]) -> str:
     """The table of --clients: what requests that run together get."""
     body = []
     for line in lines:
-        cells = [line["arm"], str(line["clients"]), number(line["tokens_per_second"], 1)]
+        cells = [line["arm"], *(str(line[name]) for name in ("clients", "prompt_tokens"))]
+        cells.append(number(line["tokens_per_second"], 1))
         cells += [f"{line['low']:.1f} to {line['high']:.1f}", f"{line['of_one']:.2f}x"]
         waits = (number(line[name], 0) for name in ("first_token_ms", "last_first_token_ms"))
         body.append([*cells, number(line["with_prompts"], 1), *waits])
-    head = "arm|clients|tok/s together|lowest to highest|of one, plain|with prompts|first token ms|of the last client"
+    head = "arm|clients|prompt|tok/s together|lowest to highest|of one, plain|with prompts|first token ms|of the last one"
     return table(head.split("|"), body)
 
 

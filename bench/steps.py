@@ -27,7 +27,6 @@ from support.errors import UsageError
 from support.machine import synchronize
 
 CLIENT_ROUNDS = 5
-PROMPT = 200  # tokens of a client's prompt
 SLACK = 8  # free tokens behind the context
 ROUNDS = 15
 PROFILED = 5  # steps under the profiler
@@ -171,39 +170,38 @@ def step_lines(
 
 
 def client_lines(
-    arms: Sequence[Arm], clients: Sequence[int], prompt: list[int], params: SamplingParams
+    arms: Sequence[Arm], clients: Sequence[int], lengths: Sequence[int], text: list[int], params: SamplingParams
 ) -> Iterator[Line]:
-    """A line per arm and number of clients: their tokens per second, all together, and the time to their first tokens.
+    """A line per arm, number of clients and length of their prompts: their tokens per second, and when their text begins.
 
-    All begin at once. The pairs of arm and number are timed in turn, CLIENT_ROUNDS times, and medians count. The ratio is
-    to the first arm with one client. Arms that cannot decode together are left out.
+    All begin at once. The cases are timed in turn, CLIENT_ROUNDS times, and medians count. The ratio is to the first arm
+    with the first number of clients, behind prompts of the same length. Arms that cannot decode together are left out.
 
-    prompt: ids of which every client gets a part of its own, PROMPT tokens.
+    lengths: tokens of each client's prompt. text: ids of which every client gets a part of its own.
     """
-    tokens = PROMPT + params.max_new_tokens
     together = [arm for arm in arms if isinstance(arm, EngineArm | LlamaCppArm)]
-    runs = {(arm.name, count): arm.together(count, tokens) for arm in together for count in clients}
-    parts = [
-        (prompt * (1 + PROMPT * (i + 1) // len(prompt)))[PROMPT * i : PROMPT * (i + 1)] for i in range(max(clients))
-    ]
-    timings: dict[tuple[str, int], list[Timing]] = {pair: [] for pair in runs}
+    longest = max(lengths) + params.max_new_tokens
+    runs = {(arm.name, count): arm.together(count, longest) for arm in together for count in clients}
+    cases = [(*pair, length) for length in lengths for pair in runs]
+    timings: dict[tuple[str, int, int], list[Timing]] = {case: [] for case in cases}
     for number in range(CLIENT_ROUNDS + 1):
-        for pair, run in runs.items():
-            timing = run(parts[: pair[1]], params)
+        for name, count, length in cases:
+            whole = text * (1 + length * count // len(text))
+            timing = runs[name, count]([whole[length * i : length * (i + 1)] for i in range(count)], params)
             if number:  # the first one warms up
-                timings[pair].append(timing)
-    base = 0.0
-    for (name, count), taken in timings.items():
+                timings[name, count, length].append(timing)
+    bases: dict[int, float] = {}
+    for (name, count, length), taken in timings.items():
         rates = sorted(timing.decoding for timing in taken)
         rate = statistics.median(rates)
-        base = base or rate
         firsts = [[statistics.median(t.first_seconds) for t in taken], [max(t.first_seconds) for t in taken]]
         middle, last = (round(1e3 * statistics.median(seconds), 1) for seconds in firsts)
         whole = statistics.median(timing.tokens / timing.seconds for timing in taken)
-        yield {"type": "clients", "arm": name, "clients": count, "prompt_tokens": PROMPT} | {
+        yield {"type": "clients", "arm": name, "clients": count, "prompt_tokens": length} | {
             "new_tokens": params.max_new_tokens, "rounds": len(rates), "first_token_ms": middle,
             "last_first_token_ms": last, "tokens_per_second": round(rate, 1), "low": round(rates[0], 1),
-            "high": round(rates[-1], 1), "of_one": round(rate / base, 3), "with_prompts": round(whole, 1),
+            "high": round(rates[-1], 1), "of_one": round(rate / bases.setdefault(length, rate), 3),
+            "with_prompts": round(whole, 1),
         }  # fmt: skip
 
 

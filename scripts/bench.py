@@ -7,6 +7,7 @@
     python -m scripts.bench --suite paper --checkpoint DIR --head HEAD --questions mt_bench/question.jsonl
     python -m scripts.bench --checkpoint FILE.gguf --kernels cpu --only plain --baseline hf --baseline llama.cpp
     python -m scripts.bench --checkpoint FILE.gguf --clients 1,2,4,8,16 --baseline llama.cpp
+    python -m scripts.bench --checkpoint FILE.gguf --clients 1 --prompt-tokens 64,2000 --baseline llama.cpp
     python -m scripts.bench --shape llama-3-8b --quant int4 --steps 128,2048 --widths 16,60 --arm "e3=eagle=random:3"
 
 An arm is NAME=OPTIONS: `key=value` pairs of `load.LoadOptions` separated by `;`. The first arm is plain decoding, and
@@ -79,6 +80,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--widths", default="", metavar="8,60", help="with --steps: also plain steps of so many nodes")
     add("--batches", default="1", metavar="1,4", help="with --steps: with so many sequences")
     add("--clients", default="", metavar="1,8", help="decode for so many clients together, llama.cpp too; greedily")
+    add("--prompt-tokens", default="200", metavar="64,2000", help="with --clients: tokens of every client's prompt")
     add = parser.add_argument_group("output").add_argument
     add("--json", metavar="FILE", help="JSON lines: every run, then the summary; -: the summary on stdout")
     add("--plot", metavar="PNG", help="speed and acceptance by depth (needs matplotlib)")
@@ -142,6 +144,7 @@ def run(args: argparse.Namespace) -> int:
     widths = numbers("--widths", args.widths) if args.widths else []
     batches = numbers("--batches", args.batches)
     clients = numbers("--clients", args.clients) if args.clients else []
+    lengths = numbers("--prompt-tokens", args.prompt_tokens)
     lines, progress = Lines(args.json), Progress(args.quiet)
     bench, model = prepare(args, contexts, progress)
     bandwidth = copy_bandwidth(bench.arms[0].engine.model.device)
@@ -151,7 +154,7 @@ def run(args: argparse.Namespace) -> int:
     if clients:
         text = [token for question in bench.questions for token in bench.prompts.first(question)]
         params = SamplingParams(max_new_tokens=args.max_new_tokens, stop_ids=NO_STOP)
-        alone.append(client_lines(bench.arms, clients, text, params))
+        alone.append(client_lines(bench.arms, clients, lengths, text, params))
     compared = bool(args.questions or not alone) and not clients
     summary = run_session(bench, itertools.chain(*alone), compared, model, bandwidth, lines.write)
     progress.close()

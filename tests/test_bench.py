@@ -931,7 +931,7 @@ def test_command_with_baselines_on_a_gguf_file(real_file, capsys):
     assert bench.main([*flags, "--baseline", "hf", "--baseline", "llama.cpp"]) == 0
     page = capsys.readouterr().out
     summary = json.loads(page.splitlines()[-1])
-    arms = ["plain", "hf bf16", "hf-static bf16", "llama.cpp"]
+    arms = ["plain", "hf bf16", "hf-static bf16", "llama.cpp", "llama.cpp Q4_0"]
     assert [r["arm"] for r in summary["rows"]] == arms
     assert all(r["label"] == bench_arms.OTHER_ENGINE and r["speedup"] and r["tau"] is None for r in summary["rows"][1:])
     assert "llama-cpp-python " in page and "hf bf16: its weights are a copy" in page

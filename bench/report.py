@@ -116,7 +116,9 @@ def client_table(lines: Sequence[Line]) -> str:
         cells += [f"{line['low']:.1f} to {line['high']:.1f}", f"{line['of_one']:.2f}x"]
         waits = (number(line[name], 0) for name in ("first_token_ms", "last_first_token_ms"))
         body.append([*cells, number(line["with_prompts"], 1), *waits])
-    head = "arm|clients|prompt|tok/s together|lowest to highest|of one, plain|with prompts|first token ms|of the last one"
+    head = (
+        "arm|clients|prompt|tok/s together|lowest to highest|of one, plain|with prompts|first token ms|of the last one"
+    )
     return table(head.split("|"), body)
 
 

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 from runtime.results import Chunk, GenerationResult, mark_interrupted
 from support.machine import release_threads
 
+NAME = "eaglet"  # of the threads that decode
 YIELD = 1e-3  # seconds that the engine's thread leaves to a caller that wants the engine for itself
 
 
@@ -133,12 +134,13 @@ class Driver:
         with self._guard:
             if not self._pumping:
                 self._pumping = True
-                threading.Thread(target=self._pump, name="eaglet", daemon=True).start()
+                # Python ends a daemon thread wherever it is, and a C++ function that is ended so aborts the process.
+                threading.Thread(target=self._pump, name=NAME, daemon=False).start()
 
     def _pump(self) -> None:
         while True:
             with self._guard:
-                if not self._work.busy:
+                if not self._work.busy or not _program_runs():
                     self._pumping = False
                     break
             with self.alone():
@@ -146,6 +148,11 @@ class Driver:
             if self._guests:
                 time.sleep(YIELD)
         release_threads()
+
+
+def _program_runs() -> bool:
+    """Whether a thread is left that Python waits for at its end, besides those that decode. Otherwise nobody can read."""
+    return any(t.name != NAME and not t.daemon and t.is_alive() for t in threading.enumerate())
 
 
 class Stoppable(Protocol):

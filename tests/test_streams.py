@@ -6,9 +6,11 @@ import asyncio
 import gc
 import os
 import re
+import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -384,3 +386,25 @@ def test_a_request_leaves_no_threads_of_openmp_behind():
     finally:
         torch.set_num_threads(before)
     assert max(counts) == idle + 2  # otherwise the test shows nothing
+
+
+# Two streams, so that the engine's own thread decodes. The program ends while it does, and nobody reads the second one.
+ENDING = """
+import threading, time
+from test_streams import PROMPTS, SamplingParams, engine
+made = engine(2)
+streams = [made.generate(p, SamplingParams(max_new_tokens=n)) for p, n in zip(PROMPTS, (60, 140))]
+readers = [threading.Thread(target=lambda s=s: next(s)) for s in streams]
+for reader in readers: reader.start()
+late = threading.Thread(target=lambda: print(len(streams[0].run()[0].token_ids)))
+late.start()
+"""
+
+
+def test_a_program_may_end_while_the_engine_decodes():
+    """Python ended the engine's thread within a C++ function: the process was aborted after its last line. A thread that
+    still reads gets its whole text."""
+    where = Path(__file__).parent
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (where, where.parent)))}
+    ended = subprocess.run([sys.executable, "-c", ENDING], env=environment, capture_output=True, text=True, timeout=100)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "60\n", "")

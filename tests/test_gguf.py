@@ -50,12 +50,12 @@ NAMES = {
     "block_sparse_moe.gate": "ffn_gate_inp", "pre_feedforward_layernorm": "ffn_norm",
     "post_feedforward_layernorm": "post_ffw_norm", "mlp.gate": "ffn_gate_inp", "self_attn.qkv_proj": "attn_qkv",
     "mlp.gate_up_proj": "ffn_up", "mlp.shared_expert_gate": "ffn_gate_inp_shexp", "post_mlp_layernorm": "post_ffw_norm",
-    "post_self_attn_layernorm": "post_attention_norm",
+    "post_self_attn_layernorm": "post_attention_norm", "mlp.router": "ffn_gate_inp", "self_attn": "attn_sinks",
 } | {f"mlp.shared_expert.{x}_proj": f"ffn_{x}_shexp" for x in ("gate", "up", "down")}  # fmt: skip
 ARCHITECTURES = {"mixtral": "llama", "mistral": "llama", "gemma3_text": "gemma3", "olmo3": "olmo2"}
-ARCHITECTURES |= {"qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe"}
+ARCHITECTURES |= {"qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe", "gpt_oss": "gpt-oss"}
 READ_TYPES = "Q2_K Q3_K Q4_K Q5_K Q6_K IQ4_NL IQ4_XS".split()  # the package can only read them
-OTHER_TYPES = "F32 F16 BF16 Q8_0 Q4_0 Q4_1 Q5_0 Q5_1".split()
+OTHER_TYPES = "F32 F16 BF16 Q8_0 Q4_0 Q4_1 Q5_0 Q5_1 MXFP4".split()
 
 
 def metadata_of(config: ModelConfig) -> dict:
@@ -70,7 +70,7 @@ def metadata_of(config: ModelConfig) -> dict:
     }  # fmt: skip
     if config.num_local_experts:
         data |= {"expert_count": config.num_local_experts, "expert_used_count": config.num_experts_per_tok}
-    if config.norms != "before" and max(config.windows):
+    if (config.norms != "before" or config.sinks) and max(config.windows):
         data |= {"attention.sliding_window": max(config.windows)}
         data |= {"attention.sliding_window_pattern": [window > 0 for window in config.windows]}
     if config.window_rope and config.model_type == "gemma3_text":
@@ -85,7 +85,7 @@ def metadata_of(config: ModelConfig) -> dict:
         data["rope.scaling.attn_factor"] = math.sqrt(1 + growth)
     if config.model_type == "phi3" and max(config.windows):
         data["attention.sliding_window"] = max(config.windows)
-    if config.model_type in ("qwen2_moe", "qwen3_moe"):
+    if config.model_type in ("gpt_oss", "qwen2_moe", "qwen3_moe"):
         data |= {"feed_forward_length": 7, "expert_feed_forward_length": config.intermediate_size}
     if config.shared_intermediate_size:
         data |= {"expert_shared_feed_forward_length": config.shared_intermediate_size}
@@ -109,8 +109,9 @@ def tensors_of(checkpoint: Checkpoint) -> dict[str, np.ndarray]:
     """A model's weights under llama.cpp's names, in float32."""
     config, found = checkpoint.config, {}
     permutes = config.model_type in ("granite", "llama", "mistral", "mixtral", "smollm3")
-    views = as_stored(hf_views(checkpoint.load(dtype=torch.float32)), replace(config, norm_offset=0.0))
-    before = config.norms == "before" and config.model_type != "seed_oss"
+    model, plain = checkpoint.load(dtype=torch.float32), replace(config, norm_offset=0.0, expert_bias=False)
+    views = as_stored(hf_views(model, False), plain)
+    before = config.norms == "before" and config.model_type not in ("gpt_oss", "seed_oss")
     norm = "ffn_norm" if before or config.model_type == "glm4" else "post_attention_norm"
     names = NAMES | {"post_attention_layernorm": norm}
     for name, view in views.items():
@@ -122,6 +123,7 @@ def tensors_of(checkpoint: Checkpoint) -> dict[str, np.ndarray]:
         ours = f"blk.{layer}.{names[rest]}" if layer.isdigit() else names[base]
         heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}.get(names.get(rest))
         value = view.numpy() if rest != "mlp.shared_expert_gate" else view[0].numpy()  # a vector, as a router's bias
+        kind = kind.replace("sinks", "weight")
         found[f"{ours}.{kind}"] = permuted(value, heads) if heads and permutes else value
     if config.rope.kind == "longrope":
         found |= {
@@ -131,8 +133,9 @@ def tensors_of(checkpoint: Checkpoint) -> dict[str, np.ndarray]:
         place, matrices = EXPERT_NAMES[config.model_type]
         for ours, theirs in zip(("gate", "up", "down"), matrices, strict=True):
             at = f"model.layers.{i}.{place}.experts"
-            whole = [views[f"{at}.{e}.{theirs}.weight"].numpy() for e in range(config.num_local_experts)]
-            found[f"blk.{i}.ffn_{ours}_exps.weight"] = np.stack(whole)
+            for kind in ("weight", "bias")[: 1 + config.expert_bias]:
+                whole = [views[f"{at}.{e}.{theirs}.{kind}"].numpy() for e in range(config.num_local_experts)]
+                found[f"blk.{i}.ffn_{ours}_exps.{kind}"] = np.stack(whole)
     return found
 
 
@@ -211,7 +214,7 @@ def test_only_a_file_of_floats_is_rounded_at_load(tmp_path):
 
 FAMILIES = "llama llama-mha llama-bias codellama linear yarn mistral-full mixtral qwen2 qwen3".split()
 FAMILIES += "gemma2 gemma3 granite olmo2 olmo3 qwen3_moe-normed smollm3-default".split()
-FAMILIES += "phi3 phi3-partial phi3-long glm4 exaone4 exaone4-full seed_oss qwen2_moe ernie4_5".split()
+FAMILIES += "phi3 phi3-partial phi3-long glm4 exaone4 exaone4-full seed_oss qwen2_moe ernie4_5 gpt_oss".split()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -294,7 +297,8 @@ def test_every_type_is_read_as_the_package_reads_it(tmp_path, kind):
     ours, dense = unpacked(model).state_dict(), checkpoint.load(dtype=torch.float32, floats=True).state_dict()
     assert len(ours) == len(dense) and all(torch.equal(ours[name], value) for name, value in dense.items())
     size = sum(tensor.data.nbytes for tensor in kept.gguf.tensors.values() if tensor.kind == kind)
-    assert sum(m.packed.weight.nbytes for m in model.modules() if isinstance(m, FloatLinear)) <= 1.04 * size
+    more = 18 / 17 if kind == "MXFP4" else 1.04  # a scale has 16 bits here and 8 in the file
+    assert sum(m.packed.weight.nbytes for m in model.modules() if isinstance(m, FloatLinear)) <= more * size
 
 
 @pytest.mark.skipif(bool(cpu.problem()), reason="the CPU kernels do not run here")

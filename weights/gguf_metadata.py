@@ -23,7 +23,7 @@ ARCHITECTURES = {
     name: name
     for name in "ernie4_5 exaone4 gemma2 glm4 granite llama mistral olmo2 phi3 qwen2 qwen3 seed_oss smollm3".split()
 }
-ARCHITECTURES |= {"gemma3": "gemma3_text", "qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe"}
+ARCHITECTURES |= {"gemma3": "gemma3_text", "gpt-oss": "gpt_oss", "qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe"}
 PARTIAL = ("glm4", "phi3")  # architectures that may rotate a part of each head
 # Architectures that llama.cpp rotates in neighbouring pairs, though Hugging Face does not.
 REORDERED = ("granite", "llama", "smollm3")
@@ -52,7 +52,7 @@ SPLITS: dict[str, list[str]] = {
 # These take a word that is a token as it is, without merges, and begin a text with BOS unless the file says otherwise.
 WHOLE_WORDS = frozenset("llama-bpe llama3 llama-v3 falcon3 pixtral tekken".split())
 ENDS = """<|eot_id|> <|im_end|> <|end|> <end_of_turn> <|endoftext|> </s> <|eom_id|> <EOT> _<EOT> [EOT] <|end_of_text|>
-    <｜end▁of▁sentence｜>""".split()
+    <｜end▁of▁sentence｜> <|return|> <|call|>""".split()
 
 
 def hf_config(
@@ -109,15 +109,13 @@ def hf_config(
         "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": stop_ids(metadata) or None,
     }
-    if config["model_type"] == "mixtral":
-        config |= {"num_local_experts": get("expert_count"), "num_experts_per_tok": get("expert_used_count")}
-    if family == "qwen3moe":
-        config |= {"num_experts": get("expert_count"), "num_experts_per_tok": get("expert_used_count")}
-        config |= {"moe_intermediate_size": get("expert_feed_forward_length"), "norm_topk_prob": True}
-    if family == "qwen2moe":
+    if get("expert_count", 0):
         widths = [getattr(tensors.get(f"blk.0.ffn_gate_{x}.weight"), "shape", (0, 0))[1] for x in ("exps", "shexp")]
         config |= {"num_experts": get("expert_count"), "num_experts_per_tok": get("expert_used_count")}
         config |= {"moe_intermediate_size": widths[0], "shared_expert_intermediate_size": widths[1]}
+        config |= {"intermediate_size": widths[0] or config["intermediate_size"], "norm_topk_prob": family == "qwen3moe"}
+    if family == "gpt-oss" and config["rope_scaling"]:
+        config["rope_scaling"]["truncate"] = False  # as its publisher computes, which no file says
     if family in PARTIAL:
         config["partial_rotary_factor"] = rotated / head_dim
     if family == "granite":
@@ -165,6 +163,7 @@ def _rope_scaling(
     scaling = {"rope_type": kind, "factor": get("rope.scaling.factor")}
     if kind == "yarn":
         scaling["original_max_position_embeddings"] = get("rope.scaling.original_context_length")
+        scaling |= {beta: get(f"rope.scaling.yarn_{beta}") for beta in ("beta_fast", "beta_slow")}
         if (scale := get("rope.scaling.attn_factor")) is not None:
             scaling["attention_factor"] = scale * (0.1 * math.log(scaling["factor"]) + 1)
     elif kind != "linear":
@@ -203,6 +202,8 @@ def stop_ids(metadata: Mapping[str, Any]) -> list[int]:
     named = [metadata.get(f"{KEY}{name}_token_id") for name in ("eos", "eot", "eom")]
     types = metadata.get(f"{KEY}token_type") or [NORMAL] * len(texts)
     ids = {text: i for i, (text, kind) in enumerate(zip(texts, types, strict=False)) if kind == CONTROL}
+    if ids.keys() >= {"<|return|>", "<|call|>"}:
+        ids.pop("<|end|>", None)  # which ends a part of an answer there
     ends = [*named, *(ids.get(text) for text in ENDS)]
     return list(dict.fromkeys(i for i in ends if is_a(i, int) and 0 <= i < max(1, len(texts))))
 

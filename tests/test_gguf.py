@@ -13,6 +13,7 @@ import re
 import subprocess
 import sys
 import tracemalloc
+import unicodedata
 from dataclasses import replace
 from pathlib import Path
 
@@ -54,6 +55,7 @@ NAMES = {
 } | {f"mlp.shared_expert.{x}_proj": f"ffn_{x}_shexp" for x in ("gate", "up", "down")}  # fmt: skip
 ARCHITECTURES = {"mixtral": "llama", "mistral": "llama", "gemma3_text": "gemma3", "olmo3": "olmo2"}
 ARCHITECTURES |= {"qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe", "gpt_oss": "gpt-oss"}
+RECORDED = [text for text, _ in json.loads((ROOT / "tests/smollm2_ids.json").read_text(encoding="utf-8"))]
 READ_TYPES = "Q2_K Q3_K Q4_K Q5_K Q6_K IQ4_NL IQ4_XS".split()  # the package can only read them
 OTHER_TYPES = "F32 F16 BF16 Q8_0 Q4_0 Q4_1 Q5_0 Q5_1 MXFP4".split()
 
@@ -423,6 +425,44 @@ def test_byte_level_ids_equal_the_original_tokenizer(tmp_path, pre):
     assert (ours.encode("x")[0] == 0) == (pre == "llama-bpe")  # llama-bpe begins with BOS where the file does not say
 
 
+CASED = ["École naïve", "Привет МИР", "can'T WE'RE they've I'D", "１２３ Ⅳ ½", "foo/bar//baz\n/x", "...\n\n!!!\r\n", "ǅ"]
+
+
+@pytest.fixture(scope="module")
+def loose_vocabulary() -> dict:
+    """The metadata of a tokenizer whose tokens cross the bounds of words, so that every pre-tokenizer has other ids. A
+    third of its merges is left out: the tokens that they make are found as whole words alone."""
+    tokenizers = pytest.importorskip("tokenizers")
+    own = tokenizers.Tokenizer(tokenizers.models.BPE())
+    own.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    how = {"special_tokens": ["<s>", "</s>"], "initial_alphabet": alphabet, "show_progress": False}
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=900, **how)
+    lines = Path(__file__).read_text(encoding="utf-8").splitlines(keepends=True)
+    own.train_from_iterator([*RECORDED, *CASED, *TEXTS] * 2 + lines[:300], trainer)
+    vocabulary = bpe_metadata(json.loads(own.to_str()), "")
+    merges = vocabulary["tokenizer.ggml.merges"]
+    vocabulary["tokenizer.ggml.merges"] = [merge for i, merge in enumerate(merges) if i % 3 != 2]
+    return vocabulary | {"tokenizer.ggml.bos_token_id": 0, "tokenizer.ggml.eos_token_id": 1}
+
+
+@pytest.mark.parametrize("pre", SPLITS)
+def test_pre_tokenizers_are_those_of_llama_cpp(tmp_path, loose_vocabulary, pre):
+    """Catches a wrong regular expression behind a name, and a wrong rule about BOS or about whole words. Texts with
+    combining marks are left out where the expression is the model's own, and not llama.cpp's."""
+    llama_cpp = pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
+    ours = open_tokenizer(tmp_path, loose_vocabulary | {"tokenizer.ggml.pre": pre})
+    theirs = llama_cpp.Llama(str(tmp_path / "t.gguf"), vocab_only=True, verbose=False)
+    texts = [*RECORDED, *CASED, *TEXTS]
+    if pre in ("gpt-4o", "tekken"):
+        marked = [text for text in texts if any(unicodedata.category(c)[0] == "M" for c in text)]
+        texts = [text for text in texts if text not in marked]
+        assert len(marked) < 10
+    for text in texts:
+        assert ours.encode(text, add_bos=False) == theirs.tokenize(text.encode(), add_bos=False, special=False), text
+    assert (ours.encode("x")[0] == 0) == (theirs.tokenize(b"x", add_bos=True)[0] == 0)
+
+
 def open_tokenizer(folder: Path, extra: dict):
     """The tokenizer of a GGUF file that has no other use."""
     tensors = {"token_embd.weight": np.zeros((len(extra["tokenizer.ggml.tokens"]), 64), np.float32)}
@@ -690,9 +730,8 @@ def test_gemma3_ids_equal_llama_cpp(gemma3):
     Of one text they do not: llama.cpp takes `</s>` for an end of text, though the file says that it is user-defined.
     """
     tokenizer = load_tokenizer(gemma3.tokenizer_source, gemma3.config.vocab_size)
-    texts = [text for text, _ in json.loads((ROOT / "tests/smollm2_ids.json").read_text(encoding="utf-8"))]
     recorded = json.loads((ROOT / "tests/gemma3_ids.json").read_text())
-    for text, ids in zip(texts, recorded["ids"], strict=True):
+    for text, ids in zip(RECORDED, recorded["ids"], strict=True):
         assert tokenizer.encode(text, add_bos=False) == ids or text.startswith("</s>"), text
     assert tokenizer.encode("</s>", add_bos=False) == [212]
     assert tokenizer.encode("")[0] == tokenizer.bos_id == 2

@@ -1,7 +1,8 @@
 """A GGUF file's metadata, rewritten as the files that a Hugging Face directory has: config.json and the tokenizer's.
 
 A byte-level BPE becomes a `tokenizer.json`, sentencepiece pieces become a `tokenizer.model`. The regular expressions and
-the stop tokens are those of llama.cpp, which is the reference for the ids.
+the stop tokens are those of llama.cpp, which is the reference for the ids. Those of "gpt-4o" and "tekken" are the models'
+own, in which marks such as accents belong to their letters: llama.cpp's stand-ins cut there.
 """
 
 from __future__ import annotations
@@ -35,22 +36,27 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # token type
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"
 ENDINGS = r"(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])"
 SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
-WORDS = rf"{ENDINGS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}%s| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{SPACES}"
-LLAMA3, QWEN2 = WORDS % "{1,3}", WORDS % ""
+WORDS = rf"{ENDINGS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}%s| ?[^\s\p{{L}}\p{{N}}%s|{SPACES}"
+LLAMA3, QWEN2, SEED = WORDS % ("{1,3}", "]+[\\r\\n]*"), WORDS % ("", "]+[\\r\\n]*"), WORDS % ("", "\\r\\n]+")
 UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 OTHER = r"[^\r\n\p{L}\p{N}]?"
-TEKKEN = rf"{OTHER}{UPPER}*{LOWER}+|{OTHER}{UPPER}+{LOWER}*|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{SPACES}"
+CASED = rf"{OTHER}{UPPER}*{LOWER}+%s|{OTHER}{UPPER}+{LOWER}*%s|\p{{N}}%s| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{SPACES}"
+TEKKEN, GPT4O = CASED % ("", "", ""), CASED % (f"{ENDINGS}?", f"{ENDINGS}?", "{1,3}")
 # Regular expressions that split a text, one after the other, by the names of pre-tokenizers.
 SPLITS: dict[str, list[str]] = {
     "default": [r"[\p{P}\$\+<=>\^~\|]+", GPT2, r"\p{N}+", "[0-9][0-9][0-9]"],
-    **dict.fromkeys("gpt-2 phi-2 mpt olmo".split(), [GPT2]),
+    **dict.fromkeys("gpt-2 phi-2 mpt olmo exaone4 a.x-4.0 mellum trillion granite-docling".split(), [GPT2]),
     **dict.fromkeys("smollm starcoder refact command-r codeshell exaone minerva-7b".split(), [r"\p{N}", GPT2]),
-    **dict.fromkeys("llama-bpe llama3 llama-v3 falcon3 pixtral smaug-bpe dbrx".split(), [LLAMA3]),
-    **dict.fromkeys("qwen2 deepseek-r1-qwen stablelm2 megrez".split(), [QWEN2]),
+    **dict.fromkeys("llama-bpe llama3 llama-v3 falcon3 pixtral midm-2.0".split(), [LLAMA3]),
+    **dict.fromkeys("smaug-bpe dbrx chatglm-bpe glm4".split(), [LLAMA3]),
+    **dict.fromkeys("qwen2 deepseek-r1-qwen stablelm2 megrez kormo".split(), [QWEN2]),
+    "gpt-4o": [GPT4O],
+    "seed-coder": [SEED],
     "tekken": [TEKKEN],
 }
-# These take a word that is a token as it is, without merges, and begin a text with BOS unless the file says otherwise.
-WHOLE_WORDS = frozenset("llama-bpe llama3 llama-v3 falcon3 pixtral tekken".split())
+# These begin a text with BOS unless the file says otherwise.
+BEGINS = frozenset("llama-bpe llama3 llama-v3 falcon3 pixtral midm-2.0 tekken".split())
+WHOLE_WORDS = BEGINS | {"glm4"}  # these take a word that is a token as it is, without merges
 ENDS = """<|eot_id|> <|im_end|> <|end|> <end_of_turn> <|endoftext|> </s> <|eom_id|> <EOT> _<EOT> [EOT] <|end_of_text|>
     <｜end▁of▁sentence｜> <|return|> <|call|>""".split()
 
@@ -240,7 +246,7 @@ def tokenizer_files(metadata: Mapping[str, Any], where: str) -> dict[str, bytes]
         pre = metadata.get(f"{KEY}pre", "default")
         if pre not in SPLITS:
             raise ValueError(f"{where}: pre-tokenizer {pre!r:.60} is not known; known: {', '.join(SPLITS)}.")
-        begins = pre in WHOLE_WORDS if flags["add_bos_token"] is None else flags["add_bos_token"]
+        begins = pre in BEGINS if flags["add_bos_token"] is None else flags["add_bos_token"]
         ends = flags["add_eos_token"]
         around = [config.get("bos_token") if begins else None, config.get("eos_token") if ends else None]
         vocabulary = _byte_level_bpe(tokens, types, metadata.get(f"{KEY}merges") or [], pre, around)

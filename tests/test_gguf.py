@@ -37,7 +37,7 @@ from support.errors import UsageError
 from tokenizer import load_tokenizer
 from weights.checkpoint import Checkpoint
 from weights.gguf import GGUFFile
-from weights.gguf_metadata import SPLITS
+from weights.gguf_metadata import SPLITS, stop_ids
 from weights.hf import EXPERT_NAMES, as_stored, hf_views, unpacked
 from weights.quantized import FloatLinear, QuantLinear, pack_
 
@@ -174,10 +174,12 @@ def mixed_file(path: Path, source: Checkpoint, kinds: dict[str, str], other: str
     tensors = {}
     for name, value in tensors_of(source).items():
         kind = kinds.get(name.split(".")[-2], other)
-        tensors[name] = value, "F32" if value.ndim == 1 else kind
-    writer = gguf.GGUFWriter(path, "llama")
-    for key, value in metadata_of(source.config).items():
-        put(writer, f"llama.{key}", value)
+        tensors[name] = value, "F32" if value.ndim == 1 or name.endswith("bias") else kind
+    arch = ARCHITECTURES.get(source.config.model_type, "llama")
+    writer = gguf.GGUFWriter(path, arch)
+    data = {f"{arch}.{key}": value for key, value in metadata_of(source.config).items()} | NO_TOKENIZER
+    for key, value in (data | {f"{arch}.vocab_size": source.config.vocab_size}).items():
+        put(writer, key, value)
     for name, (value, kind) in tensors.items():
         add(writer, name, value, kind)
     writer.write_header_to_file()
@@ -229,6 +231,65 @@ def test_a_model_is_the_same_as_its_original(as_gguf, tiny_checkpoint, family):
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
     tokens = torch.randint(3, 128, (1, 100), generator=torch.Generator().manual_seed(0))
     assert (run(found.load(dtype=torch.float32), tokens, 100) - build_hf(family)(tokens).logits).abs().max() < 1e-4
+
+
+def of_llama_cpp(path: Path, tokens: torch.Tensor) -> torch.Tensor:
+    """llama.cpp's logits [T, V] after each of these tokens [1, T], with a cache of floats."""
+    llama_cpp = pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
+    how = {"n_ctx": 256, "logits_all": True, "type_k": 0, "type_v": 0, "n_threads": 1, "verbose": False}
+    model = llama_cpp.Llama(str(path), **how)
+    model.eval(tokens[0].tolist())
+    return torch.tensor(model.scores[: tokens.shape[1]])
+
+
+NO_TOKENIZER = {"tokenizer.ggml.model": "none"}
+
+
+@pytest.mark.parametrize("family", "yarn gemma3 glm4 gpt_oss granite phi3 seed_oss smollm3-default".split())
+def test_llama_cpp_computes_the_same(tiny_checkpoint, tmp_path, family):
+    """Catches a file that is read in another way than llama.cpp reads it: a name or a fact that is wrong in the reader and
+    in the writer above. llama.cpp has no windows for Phi-3, and takes GELU from a table of 16 bits."""
+    source = Checkpoint.open(tiny_checkpoint(family))
+    arch = ARCHITECTURES.get(source.config.model_type, source.config.model_type)
+    extra = NO_TOKENIZER | {f"{arch}.vocab_size": source.config.vocab_size}
+    path = write(tmp_path / "m.gguf", arch, metadata_of(source.config), tensors_of(source), extra=extra)
+    tokens = torch.randint(3, 128, (1, 100), generator=torch.Generator().manual_seed(0))
+    found = Checkpoint.open(path)
+    if found.config.rope.kind == "yarn":  # llama.cpp rounds the ends of the ramp in any case
+        found = replace(found, config=replace(found.config, rope=replace(found.config.rope, truncate=True)))
+    want, length = of_llama_cpp(path, tokens), 8 if family == "phi3" else 100
+    differences = (run(found.load(dtype=torch.float32), tokens, 100)[0] - want)[:length].abs()
+    assert differences.max() < (1e-3 if family == "gemma3" else 1e-5) * want.abs().max()
+
+
+@pytest.mark.skipif(bool(cpu.problem()), reason="the CPU kernels do not run here")
+def test_gpt_oss_keeps_its_experts_at_4_bits(tiny_checkpoint, tmp_path):
+    """Catches experts that become floats, gate rows among up rows, and biases or sinks that are lost: greedy ids are those
+    of llama.cpp, and logits those of the same numbers as floats. llama.cpp rounds activations, so its logits are near."""
+    kinds = dict.fromkeys(("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps"), "MXFP4")
+    source = Checkpoint.open(tiny_checkpoint("gpt_oss"))
+    source = replace(source, config=replace(source.config, rope=RopeConfig(1e5)))  # llama.cpp has another yarn
+    path = mixed_file(tmp_path / "m.gguf", source, kinds, "F32")
+    engine = load(path, kernels="cpu", dtype="float32", ctx=128, activations="float")
+    experts = engine.model.layers[0].mlp
+    assert engine.model.quant == "int4 (MXFP4)" and Checkpoint.open(path, tiles=True).notes == []
+    held_bytes = experts.gate_up.packed.weight.nbytes + experts.down.packed.weight.nbytes
+    assert held_bytes == 4 * 96 * 64 * 3 * 4.5 / 8  # 4 bits, and 16 for the scale of 32 values
+    tokens = torch.randint(3, 128, (1, 40), generator=torch.Generator().manual_seed(0))
+    with engine.backend.active():
+        got = run(engine.model, tokens, 20)
+    want = run(Checkpoint.open(path).load(dtype=torch.float32, floats=True), tokens, 40)
+    assert (want - got).abs().max() < 1e-5 * want.abs().max()
+    ids = engine.generate(tokens[0, :8].tolist(), SamplingParams(max_new_tokens=32)).run()[0].token_ids
+    theirs = of_llama_cpp(path, torch.tensor([[*tokens[0, :8].tolist(), *ids]]))[7:-1]
+    assert theirs.argmax(-1).tolist() == ids
+
+
+def test_gpt_oss_ends_where_an_answer_ends():
+    """Catches a text that goes on after a call of a tool, or ends behind the analysis that comes before the answer."""
+    texts = ["a", "<|endoftext|>", "<|return|>", "<|end|>", "<|call|>"]
+    data = {"tokens": texts, "token_type": [1, 3, 3, 3, 3], "eos_token_id": 2}
+    assert stop_ids({f"tokenizer.ggml.{key}": value for key, value in data.items()}) == [2, 1, 4]
 
 
 def test_a_tied_head_stays_tied(as_gguf):

@@ -247,7 +247,7 @@ NO_TOKENIZER = {"tokenizer.ggml.model": "none"}
 
 @pytest.mark.parametrize("family", "yarn gemma3 glm4 gpt_oss granite phi3 seed_oss smollm3-default".split())
 def test_llama_cpp_computes_the_same(tiny_checkpoint, tmp_path, family):
-    """Catches a file that is read in another way than llama.cpp reads it: a name or a fact that is wrong in the reader and
+    """Catches a file that is read in another way than llama.cpp reads it: a name or a fact wrong in the reader and
     in the writer above. llama.cpp has no windows for Phi-3, and takes GELU from a table of 16 bits."""
     source = Checkpoint.open(tiny_checkpoint(family))
     arch = ARCHITECTURES.get(source.config.model_type, source.config.model_type)
@@ -264,8 +264,8 @@ def test_llama_cpp_computes_the_same(tiny_checkpoint, tmp_path, family):
 
 @pytest.mark.skipif(bool(cpu.problem()), reason="the CPU kernels do not run here")
 def test_gpt_oss_keeps_its_experts_at_4_bits(tiny_checkpoint, tmp_path):
-    """Catches experts that become floats, gate rows among up rows, and biases or sinks that are lost: greedy ids are those
-    of llama.cpp, and logits those of the same numbers as floats. llama.cpp rounds activations, so its logits are near."""
+    """Catches experts that become floats, gate rows among up rows, and biases or sinks that are lost: greedy ids are
+    those of llama.cpp, whose logits are only near, and logits those of the same numbers as floats."""
     kinds = dict.fromkeys(("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps"), "MXFP4")
     source = Checkpoint.open(tiny_checkpoint("gpt_oss"))
     source = replace(source, config=replace(source.config, rope=RopeConfig(1e5)))  # llama.cpp has another yarn
@@ -486,7 +486,15 @@ def test_byte_level_ids_equal_the_original_tokenizer(tmp_path, pre):
     assert (ours.encode("x")[0] == 0) == (pre == "llama-bpe")  # llama-bpe begins with BOS where the file does not say
 
 
-CASED = ["École naïve", "Привет МИР", "can'T WE'RE they've I'D", "１２３ Ⅳ ½", "foo/bar//baz\n/x", "...\n\n!!!\r\n", "ǅ"]
+CASED = [
+    "École naïve",
+    "Привет МИР",
+    "can'T WE'RE they've I'D",
+    "１２３ Ⅳ ½",
+    "foo/bar//baz\n/x",
+    "...\n\n!!!\r\n",
+    "ǅ",
+]
 
 
 @pytest.fixture(scope="module")

@@ -119,7 +119,10 @@ def hf_config(
         widths = [getattr(tensors.get(f"blk.0.ffn_gate_{x}.weight"), "shape", (0, 0))[1] for x in ("exps", "shexp")]
         config |= {"num_experts": get("expert_count"), "num_experts_per_tok": get("expert_used_count")}
         config |= {"moe_intermediate_size": widths[0], "shared_expert_intermediate_size": widths[1]}
-        config |= {"intermediate_size": widths[0] or config["intermediate_size"], "norm_topk_prob": family == "qwen3moe"}
+        config |= {
+            "intermediate_size": widths[0] or config["intermediate_size"],
+            "norm_topk_prob": family == "qwen3moe",
+        }
     if family == "gpt-oss" and config["rope_scaling"]:
         config["rope_scaling"]["truncate"] = False  # as its publisher computes, which no file says
     if family in PARTIAL:

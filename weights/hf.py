@@ -375,8 +375,8 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
         out["final_logit_softcapping"] = config.logits_cap or None
     if config.num_local_experts:
         out |= {key: getattr(config, key) for key in ("num_local_experts", "num_experts_per_tok", "norm_topk_prob")}
-    if name in OWN_WIDTH:
-        out |= {"num_experts": config.num_local_experts, "moe_intermediate_size": config.intermediate_size}
+    if family.width == OWN_WIDTH:
+        out |= {"num_experts": config.num_local_experts, OWN_WIDTH: config.intermediate_size}
     if config.shared_intermediate_size:
         out["shared_expert_intermediate_size"] = config.shared_intermediate_size
     if family.windows in ("switch", "pattern"):

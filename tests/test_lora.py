@@ -23,7 +23,7 @@ from options import DEMO, LoadOptions
 from sampling_params import SamplingParams
 from support.errors import UsageError
 from weights.checkpoint import Checkpoint, load_model
-from weights.lora import LoraLinear
+from weights.lora import LoraLinear, choice_of
 from weights.quantized import pack_
 
 needs_kernels = pytest.mark.skipif(bool(cpu.problem()), reason="the CPU kernels do not run here")
@@ -219,11 +219,14 @@ def test_a_server_chooses_the_adapter_by_the_name_of_the_model(tmp_path):
         assert vectors[0]["embedding"] != vectors[1]["embedding"]
 
 
-def test_a_layer_with_an_adapter_is_one_graph(llama):
+@pytest.mark.parametrize("folders", [lambda one: (one,), lambda one: (one, f"b={one}")], ids=["one", "two"])
+def test_a_layer_with_an_adapter_is_one_graph(llama, folders):
     """Catches code that torch.compile leaves in the middle of a block, which no GPU could capture."""
     checkpoint = Checkpoint.open(llama[0])
-    checkpoint = replace(checkpoint, config=replace(checkpoint.config, dtype="float16")).adapted(llama[1])
-    model, tokens = checkpoint.load(dtype=torch.float32), tokens_of(8)
+    checkpoint = replace(checkpoint, config=replace(checkpoint.config, dtype="float16"))
+    model, tokens = checkpoint.adapted(*folders(llama[1])).load(dtype=torch.float32), tokens_of(8)
+    if choice := choice_of(model):
+        choice.set([2])
     block = torch.compile(Block.forward, fullgraph=True, backend="eager")
     nodes = model.nodes(torch.zeros(1, dtype=torch.long), torch.arange(8)[None], chain_ancestors(1, 8, "cpu"), 16)
     cache = model.new_cache(1, 16)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from model import Transformer
+from model import Experts, Transformer
 from model_config import ACTIVATIONS, FAMILIES, OWN_WIDTH, ModelConfig, RopeConfig
 from support.files import read_json, write_json
 from support.machine import shapes_only
@@ -233,27 +233,32 @@ def hf_views(model: Transformer, fused_experts: bool | None = None) -> dict[str,
                 put(f"{at}.mlp", "gate_proj up_proj", block.mlp.gate_up, [c.intermediate_size] * 2)
             put(f"{at}.mlp", "down_proj", block.mlp.down)
             continue
-        place, names = EXPERT_NAMES[c.model_type]
-        put(f"{at}.{'mlp' if fused_experts else place}", ROUTERS.get(c.model_type, "gate"), block.mlp.router)
+        place, names = "mlp" if fused_experts else EXPERT_NAMES[c.model_type][0], EXPERT_NAMES[c.model_type][1]
+        put(f"{at}.{place}", ROUTERS.get(c.model_type, "gate"), block.mlp.router)
         if block.mlp.shared is not None:
             sizes = [c.shared_intermediate_size] * 2
             put(f"{at}.mlp.shared_expert", "gate_proj up_proj", block.mlp.shared.gate_up, sizes)
             put(f"{at}.mlp.shared_expert", "down_proj", block.mlp.shared.down)
             views[f"{at}.mlp.shared_expert_gate.weight"] = block.mlp.shared_gate
-        kinds = {"weight": (block.mlp.gate_up, block.mlp.down)}
-        if c.expert_bias:
-            kinds["bias"] = block.mlp.gate_up_bias, block.mlp.down_bias
-        for kind, (gate_up, down) in kinds.items():
-            if fused_experts:
-                end = "_bias" if kind == "bias" else ""
-                views |= {f"{at}.mlp.experts.gate_up_proj{end}": gate_up, f"{at}.mlp.experts.down_proj{end}": down}
-                continue
-            for e in range(c.num_local_experts):
-                tensors = *gate_up[e].chunk(2), down[e]
-                views |= {f"{at}.{place}.experts.{e}.{n}.{kind}": t for n, t in zip(names, tensors, strict=True)}
+        views |= _expert_views(block.mlp, f"{at}.{place}.experts", () if fused_experts else names)
     put("model", "norm", model.norm)
     if model.lm_head is not None:
         views["lm_head.weight"] = model.lm_head.weight
+    return views
+
+
+def _expert_views(experts: Experts, at: str, names: Sequence[str]) -> dict[str, Tensor]:
+    """`hf_views` of the experts of a layer. names: of the matrices of one expert; none: each kind is in one tensor."""
+    views, kinds = {}, {"weight": (experts.gate_up, experts.down)}
+    if experts.gate_up_bias is not None:
+        kinds["bias"] = experts.gate_up_bias, experts.down_bias
+    for kind, (gate_up, down) in kinds.items():
+        if not names:
+            end = "_bias" if kind == "bias" else ""
+            views |= {f"{at}.gate_up_proj{end}": gate_up, f"{at}.down_proj{end}": down}
+        for e in range(len(down) if names else 0):
+            tensors = *gate_up[e].chunk(2), down[e]
+            views |= {f"{at}.{e}.{name}.{kind}": t for name, t in zip(names, tensors, strict=True)}
     return views
 
 

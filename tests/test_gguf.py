@@ -561,7 +561,12 @@ def test_sentencepiece_ids_equal_the_original_tokenizer(tmp_path, space):
         "tokenizer.ggml.scores": [float(model.get_score(i)) for i in range(size)],
         "tokenizer.ggml.bos_token_id": 1, "tokenizer.ggml.eos_token_id": 2, "tokenizer.ggml.unknown_token_id": 0,
     }  # fmt: skip
-    extra |= {} if space else {"tokenizer.ggml.add_space_prefix": False}
+    if not space:  # and as in files of Phi-3: <unk> is a control token, and padding is unknown
+        extra["tokenizer.ggml.add_space_prefix"] = False
+        extra["tokenizer.ggml.token_type"] = [3, *types[1:], 2]
+        extra["tokenizer.ggml.tokens"], extra["tokenizer.ggml.scores"] = (
+            [*extra[f"tokenizer.ggml.{key}"], end] for key, end in (("tokens", "[PAD]"), ("scores", 0.0))
+        )
     ours, own = open_tokenizer(tmp_path, extra), load_tokenizer(tmp_path)
     for text in (*TEXTS, "a<tool>b <tool>", "x    y   z"):
         assert ours.encode(text) == own.encode(text), text

@@ -309,6 +309,9 @@ def _sentencepiece(metadata: Mapping[str, Any], tokens: list[str], types: list[i
     scores = metadata.get(f"{KEY}scores") or []
     if len(scores) != len(tokens):
         raise ValueError(f"{where}: tokenizer.ggml.scores has {len(scores)} values for {len(tokens)} tokens.")
+    # sentencepiece has one unknown piece. Some files call their padding unknown, too, or the unknown piece a control.
+    unknown = metadata.get(f"{KEY}unknown_token_id", types.index(UNKNOWN) if UNKNOWN in types else None)
+    types = [UNKNOWN if i == unknown else UNUSED if kind == UNKNOWN else kind for i, kind in enumerate(types)]
     # llama.cpp writes the spaces of these pieces as they are, sentencepiece as in its normalized texts.
     tokens = [t.replace(" ", "\u2581") if kind == USER_DEFINED else t for t, kind in zip(tokens, types, strict=True)]
     pieces = [

@@ -67,6 +67,11 @@ class Engine(Stepper):
         with self.driver.alone():
             self.batch.forget()
 
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """The adapters among which a request chooses. Empty where the model has one or none."""
+        return self.batch.choice.names if self.batch.choice else ()
+
     def stop_ids(self, params: SamplingParams) -> tuple[int, ...]:
         """The request's stop ids, or else the tokenizer's, or else the config's."""
         if params.stop_ids:
@@ -100,17 +105,19 @@ class Engine(Stepper):
             self.first_runs(mode, self.view(1))
             return time.perf_counter() - started
 
-    def generate(self, prompt: Prompt, params: SamplingParams | None = None) -> Stream:
+    def generate(self, prompt: Prompt, params: SamplingParams | None = None, adapter: str = "") -> Stream:
         """Decode one prompt. Returns a Stream of Chunks whose `result` is complete when the stream ends.
 
         The prompt is text to continue, a list of token ids, or a one-dimensional numpy array or torch tensor of ids. Any
         number of threads may use one engine. Their requests run together (see Stream).
 
+        adapter: one of `adapters`; "": none of several.
+
         Raises, in one line and before any kernel runs:
             TypeError: for a prompt of another type.
             ValueError: for ids outside the vocabulary, and for a prompt that does not fit.
         """
-        return self.generate_batch([prompt], params)
+        return self.generate_batch([prompt], params, adapter)
 
     def agenerate(self, prompt: Prompt, params: SamplingParams | None = None) -> AsyncStream:
         """The same for asyncio: `async for chunk in engine.agenerate(prompt)`. The event loop stays free meanwhile.
@@ -120,7 +127,10 @@ class Engine(Stepper):
         return AsyncStream(self.generate(prompt, params))
 
     def generate_batch(
-        self, prompts: Iterable[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+        self,
+        prompts: Iterable[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        adapter: str = "",
     ) -> Stream:
         """Decode any number of prompts together, as many at a time as there are rows. Otherwise as `generate`.
 
@@ -128,7 +138,7 @@ class Engine(Stepper):
             depend on the settings of the others.
         """
         prompts = prompts_ids(prompts, self.tokenizer)
-        requests, inbox = self.requests(prompts, per_row(params or SamplingParams(), len(prompts)))
+        requests, inbox = self.requests(prompts, per_row(params or SamplingParams(), len(prompts)), adapter)
 
         def enter() -> None:
             for request in requests:
@@ -137,9 +147,14 @@ class Engine(Stepper):
         results = [request.result for request in requests]
         return Stream(requests, results, inbox, self.driver, enter, self.batch.settle)
 
-    def requests(self, prompts: list[list[int]], params: Sequence[SamplingParams]) -> tuple[list[Request], Inbox]:
+    def requests(
+        self, prompts: list[list[int]], params: Sequence[SamplingParams], adapter: str = ""
+    ) -> tuple[list[Request], Inbox]:
         """Requests with these settings, which are not queued yet, and the inbox that takes their chunks."""
         self._check_request(prompts, params)
+        if adapter not in ("", *self.adapters):
+            raise ValueError(f"adapter is {adapter!r:.80}; allowed: {', '.join(self.adapters) or 'none'}.")
+        number = self.adapters.index(adapter) + 1 if adapter else 0
         chain = self.drafter.D if self.drafter.N == self.drafter.D + 1 and not self.drafter.p_min else 0
         outputs = [
             SequenceOutput(
@@ -151,7 +166,7 @@ class Engine(Stepper):
         constraints = [self.grammars.constraint(p.grammar, self.stop_ids(p)) if p.grammar else None for p in params]
         inbox = Inbox(len(prompts))
         parts = enumerate(zip(prompts, params, outputs, constraints, strict=True))
-        return [Request(*part, inbox, index) for index, part in parts], inbox
+        return [Request(*part, inbox, index, number) for index, part in parts], inbox
 
     def _check_request(self, prompts: list[list[int]], rows: list[SamplingParams]) -> None:
         if not prompts:

@@ -34,7 +34,7 @@ class MemoryPlan:
     head: int
     kv: int
     buffers: int
-    lora: int = 0  # an adapter that is not merged
+    lora: int = 0  # adapters that are not merged
     graphs: int = 0  # an estimate of what a captured step keeps for its intermediate results
 
     @property
@@ -112,7 +112,7 @@ def plan_memory(checkpoint: Checkpoint, files: DraftFiles, options: LoadOptions)
     captured = options.compile and options.device == "cuda" and COMPILE_MODES[options.compile_mode].captured
     widest = max(config.hidden_size, config.intermediate_size, config.vocab_size)
     graphs = LIVE_ROWS * 4 * B * N * widest if captured else 0
-    lora = checkpoint.adapter.bytes(element) if checkpoint.adapter and not checkpoint.merges(dtype) else 0
+    lora = 0 if checkpoint.merges(dtype) else sum(adapter.bytes(element) for adapter in checkpoint.adapters)
     return MemoryPlan(model_bytes(checkpoint, options), drafter, kv, buffers, lora, graphs)
 
 

@@ -28,10 +28,12 @@ class Family:
     windows: str = "none"
     window_rope: bool = False  # whether layers with a window have a rotation of their own
     full_unrotated: bool = False  # whether the layers without a window have no rotation, where others have one
+    width: str = "intermediate_size"  # the key of the width of the MLP, or of an expert
+    rope_names: dict[str, str] = field(default_factory=dict)  # names of ROPE_TYPES that early configs have
 
 
 NO_BIAS = ("", "", "")
-OWN_WIDTH = ("qwen2_moe", "qwen3_moe")  # families whose experts have a width key of their own
+OWN_WIDTH = "moe_intermediate_size"  # of experts, where the MLP of layers without experts has another width
 GEMMA = {"num_key_value_heads": 4, "head_dim": 256, "tie_word_embeddings": True, "sliding_window": 4096}
 GEMMA |= {"query_pre_attn_scalar": 256, "attn_logit_softcapping": 0.0, "final_logit_softcapping": 0.0}
 GEMMA_FACTS = {"norms": "both", "norm_offset": 1.0, "activation": "gelu_tanh"}
@@ -102,19 +104,26 @@ FAMILIES: dict[str, Family] = {
         windows="pattern",
         window_rope=True,
     ),
-    "phi3": Family({"rms_norm_eps": 1e-5, "partial_rotary_factor": 1.0}, biases=NO_BIAS, windows="all"),
+    "phi3": Family(
+        {"rms_norm_eps": 1e-5, "partial_rotary_factor": 1.0},
+        biases=NO_BIAS,
+        windows="all",
+        rope_names=dict.fromkeys(("su", "yarn"), "longrope"),
+    ),
     "qwen2": Family({"num_key_value_heads": 32}, {"qkv_bias": True}, NO_BIAS, windows="switch"),
     "qwen2_moe": Family(
         {"num_key_value_heads": 16, "num_experts": 60, "num_experts_per_tok": 4, "norm_topk_prob": False}
         | {"qkv_bias": True, "shared_expert_intermediate_size": 5632},
         biases=("qkv_bias", "", ""),
         windows="switch",
+        width=OWN_WIDTH,
     ),
     "qwen3": Family({"num_key_value_heads": 32, "head_dim": 128}, {"qk_norm": True}, windows="switch"),
     "qwen3_moe": Family(
         {"num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": False},
         {"qk_norm": True},
         windows="switch",
+        width=OWN_WIDTH,
     ),
     "seed_oss": Family(
         {"num_key_value_heads": 8, "head_dim": 128, "attention_bias": True},
@@ -337,7 +346,7 @@ class ModelConfig:
         geometry = dict(
             model_type=name,
             hidden_size=hidden,
-            intermediate_size=read.integer("moe_intermediate_size" if name in OWN_WIDTH else "intermediate_size"),
+            intermediate_size=read.integer(family.width),
             num_hidden_layers=layers,
             num_attention_heads=heads,
             num_key_value_heads=read.integer("num_key_value_heads", defaults.get("num_key_value_heads", heads)),
@@ -450,8 +459,7 @@ def _read_rope(outer: ConfigReader, family: Family, scaling: dict[str, Any], max
     merged = {"rope_type": scaling.get("type"), **{key: config.get(key) for key in keys}}
     merged |= {key: value for key, value in scaling.items() if value is not None}
     read = ConfigReader(merged, outer.where)
-    if config["model_type"] == "phi3" and merged["rope_type"] in ("su", "yarn"):  # its first names
-        merged["rope_type"] = "longrope"
+    merged["rope_type"] = family.rope_names.get(str(merged["rope_type"]), merged["rope_type"])
     kind = read.text("rope_type", "default", ROPE_TYPES)
     theta = read.number("rope_theta", family.defaults.get("rope_theta", 10000.0), 1.01)
     partial = read.number("partial_rotary_factor", family.defaults.get("partial_rotary_factor", 1.0), 0.01, 1.0)

@@ -87,8 +87,9 @@ class LoadOptions:
     quant: str | None = option(
         "round float weights while they load, as quantize.py does without options; a drafter's stay", choices=QUANTS
     )
-    lora: str | None = option(
-        "LoRA adapter of the model in PEFT's layout, a folder; a draft head of the model goes on drafting",
+    lora: str | tuple[str, ...] | None = option(
+        "LoRA adapter of the model in PEFT's layout, a folder; a draft head of the model goes on drafting. A server "
+        "takes several, each as DIR or NAME=DIR, and a request's model names one of them or the base model",
         metavar="DIR",
     )
     threads: int | None = option(  # far more would end the process where OpenMP starts them
@@ -269,7 +270,8 @@ class LoadOptions:
         place = self.draft_checkpoint if draft else self.checkpoint
         checkpoint = Checkpoint.open(place, tiles=self.kernel_mode == "cpu")
         checkpoint = checkpoint.rounded(self.quant) if self.quant and not draft else checkpoint
-        return checkpoint.adapted(self.lora) if self.lora and not draft else checkpoint
+        folders = (self.lora,) if isinstance(self.lora, str) else self.lora or ()
+        return checkpoint.adapted(*folders) if folders and not draft else checkpoint
 
 
 class LoadKeywords(TypedDict, total=False):
@@ -284,7 +286,7 @@ class LoadKeywords(TypedDict, total=False):
     device: str | None
     dtype: str | None
     quant: str | None
-    lora: str | Path | None
+    lora: str | Path | tuple[str, ...] | None
     threads: int | None
     tp: int | None
     compile: bool
@@ -381,7 +383,7 @@ def add_options(parser: argparse.ArgumentParser, *names: str, **defaults: Any) -
             words |= {"action": "store_true"}
         elif f.default is True:
             words |= {"choices": about["choices"], "default": "on" if default else "off"}
-        elif isinstance(f.default, tuple):
+        elif isinstance(default, tuple):
             words |= {"action": "append", "metavar": about["metavar"], "default": list(default)}
         elif about["choices"]:
             words |= {"choices": about["choices"]}
@@ -399,7 +401,7 @@ def options_from(args: argparse.Namespace, *names: str) -> dict[str, Any]:
         value = vars(args)[f.name]
         if f.default is True:
             value = value == "on"
-        given[f.name] = tuple(value) if isinstance(f.default, tuple) else value
+        given[f.name] = tuple(value) if isinstance(value, list) else value
     return given
 
 

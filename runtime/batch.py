@@ -22,13 +22,14 @@ import torch
 
 from runtime.grammar import GrammarError
 from runtime.prefill import CHUNKS, not_finite
-from runtime.prompt_cache import WORTHWHILE, PromptCache, Saved, Text, cache_rows, common_length, usable
+from runtime.prompt_cache import WORTHWHILE, PromptCache, Saved, Text, cache_rows, common_length, kept_ids, usable
 from runtime.request import Request
 from runtime.runner import Pacer
 from runtime.stepping import Stepper, View
 from sampling import Logprobs, SamplingMode, SamplingParams
 from step import RING, StepOutput
 from tree import TreeTables
+from weights.lora import choice_of
 
 READ = CHUNKS[-1]  # tokens of prompts that are read between two steps
 BEHIND = 100  # tokens of plain steps after which a drafter catches up, whether or not it drafts; fewer than HISTORY
@@ -53,6 +54,7 @@ class Batch:
         self.engine = engine
         self.rows: list[Request | None] = [None] * engine.batch_size
         self.texts = [Text() for _ in self.rows]
+        self.choice = choice_of(engine.model)  # among several adapters
         self.prompt_cache = PromptCache()  # keeps texts that no row holds any more; this one keeps none
         self.waiting: deque[Request] = deque()
         self._write_settings = write_settings
@@ -180,6 +182,7 @@ class Batch:
         while read < READ and (self._reading or self._admit()):
             request, parts = self._reading
             started = time.perf_counter()
+            self.choose([request])
             try:
                 with self.engine.backend.active():
                     next(parts)
@@ -196,6 +199,11 @@ class Batch:
             request.result.prefill_seconds += time.perf_counter() - started
             if not read_all:
                 return
+
+    def choose(self, rows: Sequence[Request | None]) -> None:
+        """Tell the model which adapter each row of the next forwards has."""
+        if self.choice is not None:
+            self.choice.set([request.adapter if request else 0 for request in rows])
 
     def _take(self, request: Request, take: Callable[[], object]) -> None:
         """Let a request take what was decoded. A grammar that cannot be followed ends that request alone."""
@@ -217,9 +225,10 @@ class Batch:
         request = self.waiting[0]
         engine, state = self.engine, self.engine.state
         row = self.rows.index(None)
-        request.restored = self._arrange(row, request.prompt)
+        kept = kept_ids(request.prompt, request.adapter)
+        request.restored = self._arrange(row, kept)
         text = self.texts[row]
-        start = min(common_length(text.ids, request.prompt), len(request.prompt) - 1)
+        start = min(common_length(text.ids, kept), len(request.prompt) - 1)
         if engine.drafter.D > 0:  # draft row i holds token i + 1, which must agree too
             start = max(0, min(start - 1, text.drafted))
         self.texts[row] = Text()  # nothing is valid until the request has ended well
@@ -318,6 +327,7 @@ class Batch:
                 return
             self.engine.first_runs(mode, view)
             self._kind = mode, view.rows
+        self.choose(self.rows)
         self._launch(view, mode, live)
         self._hand_out()
 

@@ -26,6 +26,12 @@ MB = 1 << 20
 ENDING = ".rows"  # of the files
 
 
+def kept_ids(ids: list[int], adapter: int) -> list[int]:
+    """The ids of a text as the caches name it. With an adapter the first one is no token's, so that it has no beginning
+    in common with texts of other adapters, whose keys and values are others."""
+    return [ids[0] + (adapter << 40), *ids[1:]] if adapter else ids
+
+
 def common_length(a: Sequence[int], b: Sequence[int]) -> int:
     """The number of ids with which both texts begin."""
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from runtime.grammar import Constraint
-from runtime.prompt_cache import Saved
+from runtime.prompt_cache import Saved, kept_ids
 from runtime.results import Chunk, SequenceOutput
 from runtime.streams import Inbox
 from sampling import Logprobs, SamplingMode, SamplingParams
@@ -14,9 +14,9 @@ class Request:
 
     def __init__(
         self, prompt: list[int], params: SamplingParams, output: SequenceOutput, constraint: Constraint | None,
-        inbox: Inbox, index: int = 0,
+        inbox: Inbox, index: int = 0, adapter: int = 0,
     ):  # fmt: skip
-        """inbox: takes the chunks. index: of this prompt among those of its stream."""
+        """inbox: takes the chunks. index: of this prompt among those of its stream. adapter: see `weights.lora`."""
         self.prompt = prompt
         self.params = params
         self.mode: SamplingMode = params.mode
@@ -25,6 +25,7 @@ class Request:
         self.constraint = constraint
         self.inbox = inbox
         self.index = index
+        self.adapter = adapter
         self.restored: Saved | None = None  # the kept text that its row got
         self.row = -1  # the row of the engine that it has
         self.length = 0  # tokens in the target's cache
@@ -79,6 +80,6 @@ class Request:
         self.inbox.put(chunk._replace(row=self.index))
 
     def cached(self) -> tuple[list[int], int]:
-        """What the caches hold now: the ids of this row, and the number of its valid draft rows."""
-        text = self.prompt + self.result.token_ids
+        """What the caches hold now: the text of this row as `kept_ids`, and the number of its valid draft rows."""
+        text = kept_ids(self.prompt + self.result.token_ids, self.adapter)
         return text[: min(self.length, len(text))], max(0, min(self.drafted, len(text) - 1))

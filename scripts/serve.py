@@ -44,7 +44,7 @@ def build_parser() -> argparse.ArgumentParser:
     add(
         "--model-name",
         metavar="NAME",
-        help="what the API calls the model (default: the name of its folder or file, or the adapter's)",
+        help="what the API calls the model (default: the name of its folder or file, or that of its only adapter)",
     )
     add("--template", metavar="NAME", help="chat template: vicuna, llama-2-chat, mixtral, or one of the model's")
     add("-q", "--quiet", action="store_true", help="no line for each request")
@@ -64,7 +64,7 @@ def build_parser() -> argparse.ArgumentParser:
         help="room on disk for those that memory does not hold; 0: none (default: 2048)")  # fmt: skip
     add("--keep-prompt-cache", action="store_true", help="leave them on disk at the end, for the next start")
     add_sampling(parser, *DEFAULTS, of_model=True)
-    add_options(parser, slots=0)
+    add_options(parser, slots=0, lora=())
     return parser
 
 
@@ -98,6 +98,10 @@ def run(args: argparse.Namespace) -> int:
         limits = args.prompt_cache_mb, args.prompt_cache_disk_mb
         engine.keep_prompts(PromptCache(*limits, folder, args.keep_prompt_cache))
     engine.warm_up()
+    if settings.model in engine.adapters:
+        raise UsageError(
+            f"an adapter and the base model are called {settings.model!r:.80}; --model-name names the base."
+        )
     api = Api(engine, settings, (lambda line: None) if args.quiet else report.line)
     if settings.api_keys and not (args.api_key or os.environ.get(KEY_VARIABLE)):
         report.line(f"key     {settings.api_keys[0]}   (made for this run; --api-key or ${KEY_VARIABLE} sets one)")
@@ -114,11 +118,13 @@ def settings_of(args: argparse.Namespace) -> ServeSettings:
     """The server's settings. A server that other machines reach has a key in any case."""
     from serving.scheduler import MB, ServeSettings
     from serving.server import is_loopback
+    from weights.lora import split_name
 
     loopback = is_loopback(args.host)
+    named = split_name(args.lora[0]) if len(args.lora) == 1 else ("", args.checkpoint)
     keys = args.api_key or [key for key in [os.environ.get(KEY_VARIABLE)] if key]
     return ServeSettings(
-        model=args.model_name or Path(args.lora or args.checkpoint).resolve().name,
+        model=args.model_name or named[0] or Path(named[1]).resolve().name,
         api_keys=tuple(keys or ([] if loopback else [secrets.token_urlsafe(24)])),
         cors_origins=tuple(args.cors_origin),
         allowed_hosts=tuple(args.allowed_host),

@@ -31,7 +31,7 @@ from serving.fields import FORBIDDEN, SERVER, ApiError, parse_object
 from serving.messages import MessageWriter, message_ask
 from serving.requests import Parse, chat_ask, completion_ask, response_ask
 from serving.responses import ResponseWriter
-from serving.scheduler import Scheduler, ServeSettings, prepare
+from serving.scheduler import Scheduler, ServeSettings, adapter_named, prepare
 from serving.streaming import Reply, error_response
 from support.errors import one_line
 
@@ -210,7 +210,8 @@ class Api:
             return Response(status_code=CLIENT_LEFT)
         loop = asyncio.get_running_loop()
         job = await loop.run_in_executor(self._preparing, prepare, loop, self.engine, self.settings, parse, body)
-        writer = writer_class(job, self.settings.model, self.engine.tokenizer)
+        name = adapter_named(self.engine, job.ask.model) or self.settings.model
+        writer = writer_class(job, name, self.engine.tokenizer)
         self.scheduler.admit(job)
         return Reply(writer, self.settings.send_seconds, functools.partial(self._ended, request.scope["path"], writer))
 
@@ -248,18 +249,23 @@ class Api:
 
     async def models(self, request: Request) -> Response:
         """GET /v1/models"""
-        return JSONResponse({"object": "list", "data": [self._model()]})
+        return JSONResponse({"object": "list", "data": [self._model(name) for name in self._names]})
 
     async def model(self, request: Request) -> Response:
         """GET /v1/models/NAME"""
         name = request.path_params["name"]
-        if name != self.settings.model:
-            raise ApiError(404, f"there is no model {name!r:.80}; there is {self.settings.model!r}", "model",
-                           "model_not_found")  # fmt: skip
-        return JSONResponse(self._model())
+        if name not in self._names:
+            known = ", ".join(map(repr, self._names))
+            raise ApiError(404, f"there is no model {name!r:.80}; there is {known}", "model", "model_not_found")
+        return JSONResponse(self._model(name))
 
-    def _model(self) -> dict[str, Any]:
-        about = {"id": self.settings.model, "object": "model", "created": self.created, "owned_by": "eaglet"}
+    @property
+    def _names(self) -> tuple[str, ...]:
+        """The base model, or the only adapter's, and the adapters among which a request chooses."""
+        return self.settings.model, *self.engine.adapters
+
+    def _model(self, name: str) -> dict[str, Any]:
+        about = {"id": name, "object": "model", "created": self.created, "owned_by": "eaglet"}
         chats = bool(self.engine.tokenizer and self.engine.tokenizer.chat_template_source)
         return about | {"max_model_len": self.engine.ctx, "chat_template": chats}
 

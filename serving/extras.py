@@ -13,7 +13,7 @@ from model import chain_ancestors
 from serving.fields import ApiError, Fields, wrong
 from serving.messages import count_tokens
 from serving.requests import Ask, chat_ask, text_prompts
-from serving.scheduler import ServeSettings, prompts_of, why_too_long
+from serving.scheduler import ServeSettings, adapter_named, prompts_of, why_too_long
 from tokenizer import Tokenizer
 
 MAX_INPUTS = 256  # texts that one request may have embedded
@@ -59,6 +59,8 @@ def embeddings(engine: Engine, settings: ServeSettings, body: dict[str, Any]) ->
     if len(inputs) > MAX_INPUTS:
         raise wrong("input", f"has {len(inputs)} texts; allowed: at most {MAX_INPUTS}")
     prompts = prompts_of(engine, Ask({}, prompts=inputs, source="input"))
+    name = adapter_named(engine, fields.get("model", str, ""))
+    adapter = engine.adapters.index(name) + 1 if name else 0
     V = engine.model.config.vocab_size
     for i, ids in enumerate(prompts):
         if not 1 <= len(ids) <= engine.ctx or not all(0 <= token < V for token in ids):
@@ -66,20 +68,22 @@ def embeddings(engine: Engine, settings: ServeSettings, body: dict[str, Any]) ->
             raise wrong("input", f"number {i} has {len(ids):,} tokens; {allowed}")
     data = []
     for i, ids in enumerate(prompts):
-        vector = engine.together(_embed, ids)
+        vector = engine.together(_embed, ids, adapter)
         value = base64.b64encode(vector.numpy().tobytes()).decode() if coded == "base64" else vector.tolist()
         data.append({"object": "embedding", "index": i, "embedding": value})
     tokens = sum(map(len, prompts))
     usage = {"prompt_tokens": tokens, "total_tokens": tokens}
-    return {"object": "list", "data": data, "model": settings.model, "usage": usage}
+    return {"object": "list", "data": data, "model": name or settings.model, "usage": usage}
 
 
 @torch.inference_mode()
-def _embed(engine: Engine, ids: list[int]) -> torch.Tensor:
+def _embed(engine: Engine, ids: list[int], adapter: int) -> torch.Tensor:
     """The mean of the final hidden states of these ids, scaled to length 1: fp32 [H] on the host. It has a cache of its
     own, so that the caches of chats stay valid."""
-    model = engine.model
+    model, choice = engine.model, engine.batch.choice
     with engine.driver.alone(), engine.backend.active():
+        if choice is not None:
+            choice.set([adapter])
         slots = -(-len(ids) // CHUNK) * CHUNK
         kv = model.new_cache(1, slots)
         total = torch.zeros(model.config.hidden_size, device=model.device)

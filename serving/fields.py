@@ -182,7 +182,7 @@ NOT_HERE: dict[str, tuple[tuple[Any, ...], str]] = {
     "n_cmpl": ((1,), "use n."),
     "t_max_predict_ms": ((0,), "use max_tokens."),
     "samplers": ((), "the order is fixed: penalties, temperature, top_k, top_p, min_p."),
-    "lora": (([],), "this server has one model."),
+    "lora": (([],), "a server with adapters has them as models."),
     "grammar_lazy": ((False,), "a grammar holds from the first token."),
     "parse_tool_calls": ((True,), "leave out the tools instead."),
     "grammar_triggers": (([],), "a grammar holds from the first token."),

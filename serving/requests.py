@@ -56,6 +56,7 @@ class Ask:
     tools: list[dict[str, Any]] = field(default_factory=list)  # as chat templates take them
     one_call: bool = False  # return the first tool call only
     forced: bool = False  # the answer must be a call, which the grammar describes
+    model: str = ""  # the name that the client gave
     n: int = 1
     stream: bool = False
     include_usage: bool = False
@@ -153,7 +154,7 @@ def common(fields: Fields, *limits: str, flat: bool = False) -> Ask:
 
     limits: the names of the token limit, the first one that is given counts. flat: as /v1/responses has its fields.
     """
-    fields.get("model", str)
+    model = fields.get("model", str, "")
     given = {
         SAME.get(name, name): value for name, kind in SETTINGS.items() if (value := fields.get(name, kind)) is not None
     }
@@ -181,6 +182,7 @@ def common(fields: Fields, *limits: str, flat: bool = False) -> Ask:
         raise wrong("eaglet.steps", "needs stream to be true")
     return Ask(
         given,
+        model=model,
         n=fields.integer("n", 1, MAX_CHOICES, 1),
         stream=stream,
         include_usage=fields.inner("stream_options").get("include_usage", bool, False),

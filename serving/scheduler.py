@@ -263,12 +263,17 @@ def prepare(loop: asyncio.AbstractEventLoop, engine: Engine, settings: ServeSett
         for i in range(ask.n):
             seed = (params.seed + i) % 2**63 if i else params.seed
             try:
-                streams.append(engine.generate(ids, replace(params, seed=seed)))
+                streams.append(engine.generate(ids, replace(params, seed=seed), adapter_named(engine, ask.model)))
             except SettingError as error:
                 raise _bad_setting(error) from None
             except ValueError as error:
                 raise wrong(ask.source, f"cannot be used: {one_line(error, notes=False)}") from None
     return Job(loop, engine, ask, params, streams, settings.max_seconds)
+
+
+def adapter_named(engine: Engine, model: str) -> str:
+    """The adapter that a client means with this name of a model, "" for any other name, which is the base model."""
+    return model if model in engine.adapters else ""
 
 
 def _bad_setting(error: ValueError) -> ApiError:

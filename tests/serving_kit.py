@@ -177,7 +177,7 @@ def script(monkeypatch, engine: Engine, text: str, **more: Any) -> list[Scripted
     made: list[ScriptedStream] = []
     turn = threading.Lock()
 
-    def generate(prompt, params):
+    def generate(prompt, params, adapter=""):
         made.append(ScriptedStream(engine, prompt, params, text, turn, **more))
         return made[-1]
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from conftest import build_hf
 from safetensors.torch import load_file, save_file
+from serving_kit import running
 from test_model import run, tokens_of
 
 import kernels
@@ -18,10 +19,11 @@ from cli.report import in_parts
 from kernels import cpu
 from load import load
 from model import Block, Transformer, chain_ancestors
-from options import LoadOptions
+from options import DEMO, LoadOptions
 from sampling_params import SamplingParams
+from support.errors import UsageError
 from weights.checkpoint import Checkpoint, load_model
-from weights.lora import LoraLinear
+from weights.lora import LoraLinear, choice_of
 from weights.quantized import pack_
 
 needs_kernels = pytest.mark.skipif(bool(cpu.problem()), reason="the CPU kernels do not run here")
@@ -91,7 +93,7 @@ def test_logits_are_those_of_the_sum_of_the_matrices(tiny_checkpoint, tmp_path, 
     assert (run(exact, tokens, 30) - want).abs().max() < 1e-11
     assert (run(checkpoint.load(dtype=torch.float32), tokens, 16) - want).abs().max() < 1e-4
     beside = replace(checkpoint, config=replace(checkpoint.config, dtype="bfloat16")).load(dtype=torch.float32)
-    assert sum(isinstance(m, LoraLinear) for m in beside.modules()) == len(checkpoint.adapter.parts)
+    assert sum(isinstance(m, LoraLinear) for m in beside.modules()) == len(checkpoint.adapters[0].parts)
     assert (run(beside, tokens, 16) - want).abs().max() < 1e-4
     with kernels.KernelBackend("cpu" if not cpu.problem() else "reference", "cpu").active(), torch.inference_mode():
         pack_(beside, torch.float32)
@@ -157,11 +159,74 @@ def test_a_head_of_the_base_model_drafts_and_the_plan_counts_the_adapter(llama, 
     assert plain.plan.weights == base.plan.weights
 
 
-def test_a_layer_with_an_adapter_is_one_graph(llama):
+@needs_kernels
+@pytest.mark.parametrize("drafter", [None, "ngram"])
+def test_several_adapters_run_together(llama, tmp_path, drafter):
+    """Requests of two adapters and of the base model, in one batch and one after the other, have the texts that they have
+    where their adapter is alone. Catches a row with the adapter of another one, also after rows have changed places, a
+    prompt whose keys come from another adapter, and products whose bits depend on the other adapters."""
+    some, _ = adapter(tmp_path / "some", "llama", ["q_proj", "up_proj"], r=5)
+    options = {"quant": "int8", "ctx": 128, "kernels": "cpu"} | ({"drafter": drafter} if drafter else {})
+    prompt, params = [5, 6, 7, 5, 6] * 8, SamplingParams(max_new_tokens=24, temperature=0.7, seed=3)
+    alone = {
+        name: load(llama[0], lora=folder, **options).generate(prompt, params).run()[0].token_ids
+        for name, folder in (("", None), ("all", llama[1]), ("some", some))
+    }
+    assert len(set(map(tuple, alone.values()))) == 3
+    engine = load(llama[0], lora=(f"all={llama[1]}", str(some)), slots=3, **options)
+    assert engine.adapters == ("all", "some") and load(llama[0], lora=some, **options).adapters == ()
+    for order in (["", "some", "all", "some", "", "all"], ["all", "all", "some", ""]):
+        streams = [(name, engine.generate(prompt, params, name)) for name in order]
+        for _, stream in streams:
+            stream.start()
+        for name, stream in streams:
+            assert stream.run()[0].token_ids == alone[name], name
+    again = engine.generate(prompt, params, "some").run()[0]
+    assert again.token_ids == alone["some"] and again.cached_tokens > 0
+    with pytest.raises(ValueError, match="adapter is 'c'; allowed: all"):
+        engine.generate(prompt, params, "c")
+    with pytest.raises(UsageError, match="two adapters are called"):
+        load(llama[0], lora=(str(some), str(some)), **options)
+
+
+@needs_kernels
+def test_a_server_chooses_the_adapter_by_the_name_of_the_model(tmp_path):
+    """Catches a list of models without the adapters, a name that chooses another text, an answer that names another
+    model, and a name that is no model's and no longer gets the base model."""
+    httpx, generator = pytest.importorskip("httpx"), torch.Generator().manual_seed(0)
+    (tmp_path / "fable").mkdir()
+    place, config = "base_model.model.model.layers.1.self_attn.q_proj", Checkpoint.open(DEMO).config
+    sizes = {"A": (8, config.hidden_size), "B": (config.num_attention_heads * config.head_dim, 8)}
+    tensors = {f"{place}.lora_{x}.weight": torch.randn(*size, generator=generator) for x, size in sizes.items()}
+    save_file(tensors, tmp_path / "fable/adapter_model.safetensors")
+    (tmp_path / "fable/adapter_config.json").write_text(json.dumps(SETTINGS | {"r": 8, "target_modules": ["q_proj"]}))
+    engine = load(DEMO, lora=(f"a={tmp_path}/fable", f"b={tmp_path}/fable"), ctx=128, slots=2)
+    with running(engine) as server:
+        listed = [about["id"] for about in httpx.get(f"{server.address}/v1/models").json()["data"]]
+        assert listed == ["demo", "a", "b"] and httpx.get(f"{server.address}/v1/models/b").json()["id"] == "b"
+        body = {"prompt": "Once upon a time", "max_tokens": 16, "temperature": 0}
+        answers = {
+            name: httpx.post(f"{server.address}/v1/completions", json=body | {"model": name}).json()
+            for name in ("demo", "a", "b", "gpt-4")
+        }
+        texts = {name: answer["choices"][0]["text"] for name, answer in answers.items()}
+        assert texts["a"] == texts["b"] != texts["demo"] == texts["gpt-4"]
+        assert [answer["model"] for answer in answers.values()] == ["demo", "a", "b", "demo"]
+        vectors = [
+            httpx.post(f"{server.address}/v1/embeddings", json={"input": "a fox", "model": name}).json()["data"][0]
+            for name in ("demo", "a")
+        ]
+        assert vectors[0]["embedding"] != vectors[1]["embedding"]
+
+
+@pytest.mark.parametrize("folders", [lambda one: (one,), lambda one: (one, f"b={one}")], ids=["one", "two"])
+def test_a_layer_with_an_adapter_is_one_graph(llama, folders):
     """Catches code that torch.compile leaves in the middle of a block, which no GPU could capture."""
     checkpoint = Checkpoint.open(llama[0])
-    checkpoint = replace(checkpoint, config=replace(checkpoint.config, dtype="float16")).adapted(llama[1])
-    model, tokens = checkpoint.load(dtype=torch.float32), tokens_of(8)
+    checkpoint = replace(checkpoint, config=replace(checkpoint.config, dtype="float16"))
+    model, tokens = checkpoint.adapted(*folders(llama[1])).load(dtype=torch.float32), tokens_of(8)
+    if choice := choice_of(model):
+        choice.set([2])
     block = torch.compile(Block.forward, fullgraph=True, backend="eager")
     nodes = model.nodes(torch.zeros(1, dtype=torch.long), torch.arange(8)[None], chain_ancestors(1, 8, "cpu"), 16)
     cache = model.new_cache(1, 16)

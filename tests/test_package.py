@@ -287,7 +287,8 @@ def test_the_keywords_of_load_are_its_options():
     """An option that the command line has and a type checker refuses, or one whose type differs."""
     described = {f.name: f.type for f in fields(LoadOptions) if f.name != "checkpoint"}
     assert {name: hint.__forward_arg__ for name, hint in LoadKeywords.__annotations__.items()} == described | {
-        name: "str | Path | None" for name in ("lora", "eagle", "draft_checkpoint", "medusa", "draft_vocab_text")
+        name: described[name].replace("str |", "str | Path |", 1)
+        for name in ("lora", "eagle", "draft_checkpoint", "medusa", "draft_vocab_text")
     }
 
 

@@ -202,6 +202,9 @@ def random_blocks(kind: str, rows: int, columns: int, seed: int) -> np.ndarray:
     _, block, size, form = BY_NAME[kind]
     random = np.random.default_rng(seed)
     raw = random.integers(0, 256, (rows, columns // block, size), dtype=np.uint8)
+    if kind == "MXFP4":  # a scale is the exponent of a power of two
+        raw[..., 0] = random.integers(115, 124, raw.shape[:2])
+        return raw.reshape(rows, -1)
     first = {"Q2_K": 80, "Q3_K": 108, "Q6_K": 208}.get(kind, 0)
     for at in (first, first + 2)[: 1 + form.minima]:
         scales = random.normal(0, 0.01, raw.shape[:2]).astype(np.float16)

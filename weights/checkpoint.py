@@ -34,7 +34,7 @@ from weights.hf import (
     read_meta_entries,
     token_ids,
 )
-from weights.lora import Adapter, add_, read_adapter
+from weights.lora import Adapter, add_, read_adapters
 from weights.mxfp4 import fill_mxfp4, float_entries, kept_experts
 from weights.quantized import QuantSpec, apply_spec_, read_spec
 from weights.rounding import fill_rounded, half_of
@@ -64,7 +64,7 @@ class Checkpoint:
     # generation_config.json: how the model wants to be sampled
     generation: dict[str, Any] = field(default_factory=dict)
     tiles: bool = False  # whether experts in MXFP4 keep their bits
-    adapter: Adapter | None = None
+    adapters: tuple[Adapter, ...] = ()
 
     @classmethod
     def open(cls, directory: str | Path, tiles: bool = False) -> Checkpoint:
@@ -131,7 +131,7 @@ class Checkpoint:
         note = self.gguf.float_note(self._packed) if self.gguf and not self.spec else ""
         if self.kind == "mxfp4" and not self.tiles and not self.spec:
             note = f"experts of {self.directory.name} became floats: only the CPU kernels keep MXFP4."
-        return [text for text in (note, f"LoRA {self.adapter}" if self.adapter else "") if text]
+        return [text for text in (note, *(f"LoRA {adapter}" for adapter in self.adapters)) if text]
 
     @cached_property
     def _packed(self) -> dict[str, list[str]]:
@@ -211,15 +211,15 @@ class Checkpoint:
         dtype = half_of(embedding.dtype if embedding else None)
         return replace(self, spec=spec, config=replace(self.config, dtype=str(dtype).removeprefix("torch.")))
 
-    def adapted(self, folder: str | Path) -> Checkpoint:
-        """The same checkpoint with a LoRA adapter. Raises ValueError in one line for one that does not fit."""
-        return replace(self, adapter=read_adapter(folder, self.config))
+    def adapted(self, *folders: str | Path) -> Checkpoint:
+        """The same checkpoint with LoRA adapters. Raises ValueError in one line for one that does not fit."""
+        return replace(self, adapters=read_adapters([str(folder) for folder in folders], self.config))
 
     def merges(self, dtype: torch.dtype) -> bool:
-        """Whether the adapter becomes part of the matrices: where they are computed with in float64, or stored and
+        """Whether a single adapter becomes part of the matrices: where they are computed with in float64, or stored and
         computed with in float32."""
         wide = dtype == torch.float64 or (dtype == torch.float32 and self.config.dtype == "float32")
-        return self.quantization is None and wide
+        return self.quantization is None and wide and len(self.adapters) == 1
 
     def sharded(self, shard: Shard) -> Checkpoint:
         """The part of the same checkpoint that one of several processes holds. Raises UsageError if there is none."""
@@ -274,8 +274,8 @@ class Checkpoint:
             fill_hf(model, self.entries, where, to)
         if self.shard:
             connect_(model, self.shard)
-        if self.adapter:
-            add_(model, self.adapter, self.merges(to.dtype))
+        if self.adapters:
+            add_(model, self.adapters, self.merges(to.dtype))
         model.set_quantization(None if floats else quantization)
         longest = self.config.max_positions
         model.rotary.build(device, min(max_positions or longest, longest))

@@ -33,7 +33,16 @@ from support.reader import is_a
 from weights.files import Destination, Entries, Entry, Spans, check_entries, check_finite
 from weights.gguf_metadata import ARCHITECTURES, REORDERED, TOKEN_LISTS, hf_config, tokenizer_files
 from weights.gguf_types import BY_NAME, FLOAT_TYPES, FORMATS, TYPES, read_blocks
-from weights.hf import EXPERT_NAMES, FUSED_GATE_UP, head_order, hf_views, norm_names, parameter_sources, read_parameter
+from weights.hf import (
+    EXPERT_NAMES,
+    FUSED_GATE_UP,
+    ROUTERS,
+    head_order,
+    norm_names,
+    parameter_sources,
+    read_parameter,
+    views_for,
+)
 from weights.quantized import QuantEmbedding, TiedEmbedding, set_tensor
 from weights.shards import Shard
 from weights.stored import install
@@ -52,6 +61,7 @@ LAYER = {
     "attn_q_norm": "self_attn.q_norm",
     "attn_k_norm": "self_attn.k_norm",
     "attn_qkv": "self_attn.qkv_proj",
+    "attn_sinks": "self_attn.sinks",
     "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
     "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
     "ffn_up_shexp": "mlp.shared_expert.up_proj",
@@ -236,8 +246,8 @@ class GGUFFile:
         family = ARCHITECTURES[self.metadata["general.architecture"]]
         names = LAYER | dict(zip(NORMS, norm_names(family), strict=True))
         place, matrices = EXPERT_NAMES.get(family, EXPERT_NAMES["mixtral"])
-        names["ffn_gate_inp"] = f"{place}.gate"
-        if family == "seed_oss":
+        names["ffn_gate_inp"] = f"{place}.{ROUTERS.get(family, 'gate')}"
+        if family in ("gpt_oss", "seed_oss"):
             names["post_attention_norm"] = "post_attention_layernorm"  # what other files call ffn_norm
         if family in FUSED_GATE_UP:
             names["ffn_up"] = "mlp.gate_up_proj"
@@ -361,7 +371,7 @@ class GGUFFile:
 
         A tied embedding is called as the LM head, whose codes it reads.
         """
-        sources = parameter_sources(model, hf_views(model))
+        sources = parameter_sources(model, views_for(model, self.sources))
         if model.lm_head is None and self.tied_tiles:
             sources["lm_head.weight"] = sources.pop("embed_tokens.weight")
         elif model.lm_head is None:
@@ -445,6 +455,8 @@ class GGUFFile:
         rows = self._rows(tensor, expert, self._place(name)[1])
         for first in range(0, len(rows), 4096):
             piece = read_blocks(tensor.kind, rows[first : first + 4096])
+            if piece.scales.dtype != torch.float16:
+                raise ValueError(f"{self.path}: {tensor.name} has scales outside fp16. Use --kernels reference.")
             for part in (piece.scales, piece.mins):
                 if part is not None:
                     check_finite(part, tensor.name, self.path.name)
@@ -486,7 +498,8 @@ def _hf_names(name: str, experts: int, names: Mapping[str, str]) -> Iterator[tup
         for e in range(experts) if role[2] else [int(match[3])]:
             yield f"{at}.{names[role[1]].format(e)}.{kind}", e if role[2] else None
     else:
-        yield (f"{at}.{names[match[2]]}.{kind}" if names.get(match[2]) else name), None
+        hf = f"{at}.{names[match[2]]}.{kind}" if names.get(match[2]) else name
+        yield hf.replace(".sinks.weight", ".sinks"), None
 
 
 def fill_gguf(
@@ -498,7 +511,7 @@ def fill_gguf(
     Raises ValueError in one line for tensors that are missing, left over, of another shape, or not finite.
     """
     where = str(file.path)
-    views = hf_views(model)
+    views = views_for(model, entries)
     check_entries({name: tuple(view.shape) for name, view in views.items()}, entries, where)
     sources, slots = parameter_sources(model, views), dict(model.named_parameters())
     tied = "lm_head.weight" in packed and model.lm_head is None and not file.shard

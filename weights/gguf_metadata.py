@@ -1,7 +1,8 @@
 """A GGUF file's metadata, rewritten as the files that a Hugging Face directory has: config.json and the tokenizer's.
 
 A byte-level BPE becomes a `tokenizer.json`, sentencepiece pieces become a `tokenizer.model`. The regular expressions and
-the stop tokens are those of llama.cpp, which is the reference for the ids.
+the stop tokens are those of llama.cpp, which is the reference for the ids. Those of "gpt-4o" and "tekken" are the models'
+own, in which marks such as accents belong to their letters: llama.cpp's stand-ins cut there.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ ARCHITECTURES = {
     name: name
     for name in "ernie4_5 exaone4 gemma2 glm4 granite llama mistral olmo2 phi3 qwen2 qwen3 seed_oss smollm3".split()
 }
-ARCHITECTURES |= {"gemma3": "gemma3_text", "qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe"}
+ARCHITECTURES |= {"gemma3": "gemma3_text", "gpt-oss": "gpt_oss", "qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe"}
 PARTIAL = ("glm4", "phi3")  # architectures that may rotate a part of each head
 # Architectures that llama.cpp rotates in neighbouring pairs, though Hugging Face does not.
 REORDERED = ("granite", "llama", "smollm3")
@@ -35,24 +36,29 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # token type
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"
 ENDINGS = r"(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])"
 SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
-WORDS = rf"{ENDINGS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}%s| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{SPACES}"
-LLAMA3, QWEN2 = WORDS % "{1,3}", WORDS % ""
+WORDS = rf"{ENDINGS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}%s| ?[^\s\p{{L}}\p{{N}}%s|{SPACES}"
+LLAMA3, QWEN2, SEED = WORDS % ("{1,3}", "]+[\\r\\n]*"), WORDS % ("", "]+[\\r\\n]*"), WORDS % ("", "\\r\\n]+")
 UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 OTHER = r"[^\r\n\p{L}\p{N}]?"
-TEKKEN = rf"{OTHER}{UPPER}*{LOWER}+|{OTHER}{UPPER}+{LOWER}*|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{SPACES}"
+CASED = rf"{OTHER}{UPPER}*{LOWER}+%s|{OTHER}{UPPER}+{LOWER}*%s|\p{{N}}%s| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{SPACES}"
+TEKKEN, GPT4O = CASED % ("", "", ""), CASED % (f"{ENDINGS}?", f"{ENDINGS}?", "{1,3}")
 # Regular expressions that split a text, one after the other, by the names of pre-tokenizers.
 SPLITS: dict[str, list[str]] = {
     "default": [r"[\p{P}\$\+<=>\^~\|]+", GPT2, r"\p{N}+", "[0-9][0-9][0-9]"],
-    **dict.fromkeys("gpt-2 phi-2 mpt olmo".split(), [GPT2]),
+    **dict.fromkeys("gpt-2 phi-2 mpt olmo exaone4 a.x-4.0 mellum trillion granite-docling".split(), [GPT2]),
     **dict.fromkeys("smollm starcoder refact command-r codeshell exaone minerva-7b".split(), [r"\p{N}", GPT2]),
-    **dict.fromkeys("llama-bpe llama3 llama-v3 falcon3 pixtral smaug-bpe dbrx".split(), [LLAMA3]),
-    **dict.fromkeys("qwen2 deepseek-r1-qwen stablelm2 megrez".split(), [QWEN2]),
+    **dict.fromkeys("llama-bpe llama3 llama-v3 falcon3 pixtral midm-2.0".split(), [LLAMA3]),
+    **dict.fromkeys("smaug-bpe dbrx chatglm-bpe glm4".split(), [LLAMA3]),
+    **dict.fromkeys("qwen2 deepseek-r1-qwen stablelm2 megrez kormo".split(), [QWEN2]),
+    "gpt-4o": [GPT4O],
+    "seed-coder": [SEED],
     "tekken": [TEKKEN],
 }
-# These take a word that is a token as it is, without merges, and begin a text with BOS unless the file says otherwise.
-WHOLE_WORDS = frozenset("llama-bpe llama3 llama-v3 falcon3 pixtral tekken".split())
+# These begin a text with BOS unless the file says otherwise.
+BEGINS = frozenset("llama-bpe llama3 llama-v3 falcon3 pixtral midm-2.0 tekken".split())
+WHOLE_WORDS = BEGINS | {"glm4"}  # these take a word that is a token as it is, without merges
 ENDS = """<|eot_id|> <|im_end|> <|end|> <end_of_turn> <|endoftext|> </s> <|eom_id|> <EOT> _<EOT> [EOT] <|end_of_text|>
-    <｜end▁of▁sentence｜>""".split()
+    <｜end▁of▁sentence｜> <|return|> <|call|>""".split()
 
 
 def hf_config(
@@ -109,15 +115,16 @@ def hf_config(
         "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": stop_ids(metadata) or None,
     }
-    if config["model_type"] == "mixtral":
-        config |= {"num_local_experts": get("expert_count"), "num_experts_per_tok": get("expert_used_count")}
-    if family == "qwen3moe":
-        config |= {"num_experts": get("expert_count"), "num_experts_per_tok": get("expert_used_count")}
-        config |= {"moe_intermediate_size": get("expert_feed_forward_length"), "norm_topk_prob": True}
-    if family == "qwen2moe":
+    if get("expert_count", 0):
         widths = [getattr(tensors.get(f"blk.0.ffn_gate_{x}.weight"), "shape", (0, 0))[1] for x in ("exps", "shexp")]
         config |= {"num_experts": get("expert_count"), "num_experts_per_tok": get("expert_used_count")}
         config |= {"moe_intermediate_size": widths[0], "shared_expert_intermediate_size": widths[1]}
+        config |= {
+            "intermediate_size": widths[0] or config["intermediate_size"],
+            "norm_topk_prob": family == "qwen3moe",
+        }
+    if family == "gpt-oss" and config["rope_scaling"]:
+        config["rope_scaling"]["truncate"] = False  # as its publisher computes, which no file says
     if family in PARTIAL:
         config["partial_rotary_factor"] = rotated / head_dim
     if family == "granite":
@@ -165,6 +172,7 @@ def _rope_scaling(
     scaling = {"rope_type": kind, "factor": get("rope.scaling.factor")}
     if kind == "yarn":
         scaling["original_max_position_embeddings"] = get("rope.scaling.original_context_length")
+        scaling |= {beta: get(f"rope.scaling.yarn_{beta}") for beta in ("beta_fast", "beta_slow")}
         if (scale := get("rope.scaling.attn_factor")) is not None:
             scaling["attention_factor"] = scale * (0.1 * math.log(scaling["factor"]) + 1)
     elif kind != "linear":
@@ -203,6 +211,8 @@ def stop_ids(metadata: Mapping[str, Any]) -> list[int]:
     named = [metadata.get(f"{KEY}{name}_token_id") for name in ("eos", "eot", "eom")]
     types = metadata.get(f"{KEY}token_type") or [NORMAL] * len(texts)
     ids = {text: i for i, (text, kind) in enumerate(zip(texts, types, strict=False)) if kind == CONTROL}
+    if ids.keys() >= {"<|return|>", "<|call|>"}:
+        ids.pop("<|end|>", None)  # which ends a part of an answer there
     ends = [*named, *(ids.get(text) for text in ENDS)]
     return list(dict.fromkeys(i for i in ends if is_a(i, int) and 0 <= i < max(1, len(texts))))
 
@@ -239,7 +249,7 @@ def tokenizer_files(metadata: Mapping[str, Any], where: str) -> dict[str, bytes]
         pre = metadata.get(f"{KEY}pre", "default")
         if pre not in SPLITS:
             raise ValueError(f"{where}: pre-tokenizer {pre!r:.60} is not known; known: {', '.join(SPLITS)}.")
-        begins = pre in WHOLE_WORDS if flags["add_bos_token"] is None else flags["add_bos_token"]
+        begins = pre in BEGINS if flags["add_bos_token"] is None else flags["add_bos_token"]
         ends = flags["add_eos_token"]
         around = [config.get("bos_token") if begins else None, config.get("eos_token") if ends else None]
         vocabulary = _byte_level_bpe(tokens, types, metadata.get(f"{KEY}merges") or [], pre, around)
@@ -299,6 +309,9 @@ def _sentencepiece(metadata: Mapping[str, Any], tokens: list[str], types: list[i
     scores = metadata.get(f"{KEY}scores") or []
     if len(scores) != len(tokens):
         raise ValueError(f"{where}: tokenizer.ggml.scores has {len(scores)} values for {len(tokens)} tokens.")
+    # sentencepiece has one unknown piece. Some files call their padding unknown, too, or the unknown piece a control.
+    unknown = metadata.get(f"{KEY}unknown_token_id", types.index(UNKNOWN) if UNKNOWN in types else None)
+    types = [UNKNOWN if i == unknown else UNUSED if kind == UNKNOWN else kind for i, kind in enumerate(types)]
     # llama.cpp writes the spaces of these pieces as they are, sentencepiece as in its normalized texts.
     tokens = [t.replace(" ", "\u2581") if kind == USER_DEFINED else t for t, kind in zip(tokens, types, strict=True)]
     pieces = [

@@ -12,6 +12,7 @@ from kernels.blocks import Blocks, Format
 FLOAT_TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # What the codes of IQ4_NL and IQ4_XS stand for, with 128 added.
 LEVELS = (1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241)
+TWICE = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # the values of MXFP4's codes
 GROUPS_OF_32 = {"unit": 256, "nested": True}
 GROUPS_OF_16 = {"group": 16, "unit": 256, "nested": True}
 
@@ -41,6 +42,7 @@ TYPES = {
     13: Type("Q5_K", 256, 176, Format(4, 1, minima=True, **GROUPS_OF_32)),
     14: Type("Q6_K", 256, 210, Format(4, 2, offset=32, **GROUPS_OF_16)),
     20: Type("IQ4_NL", 32, 18, Format(4, offset=128, table=LEVELS)),
+    39: Type("MXFP4", 32, 17, Format(4, offset=128, table=tuple(value + 128 for value in TWICE))),
     23: Type("IQ4_XS", 256, 136, Format(4, offset=128, table=LEVELS, **GROUPS_OF_32)),
 }
 BY_NAME = {kind.name: kind for kind in TYPES.values()}
@@ -61,6 +63,17 @@ def _six_bits(data: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return tuple(np.concatenate((first & 63, last | (first >> 2 & 48)), -1) for first, last in both)
 
 
+def powers(exponents: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
+    """MXFP4's scales of the values TWICE [N, K / 32]: in fp16 if it holds them all exactly, else in float32.
+
+    exponents [N, K / 32] uint8; codes [N, K]. Where all values of 32 are zero, the scale may be any.
+    """
+    zeros = (codes & 7).unflatten(-1, (-1, 32)).sum(-1) == 0
+    exponents = exponents.int().masked_fill(zeros, 128)
+    scales = torch.ldexp(torch.ones(exponents.shape), exponents - 128)
+    return scales.half() if 104 <= exponents.min() and exponents.max() <= 143 else scales
+
+
 def read_blocks(kind: str, rows: np.ndarray) -> Blocks:
     """The codes and factors of rows [N, bytes of a row] uint8 in one of FORMATS."""
     _, _, size, form = BY_NAME[kind]
@@ -69,6 +82,10 @@ def read_blocks(kind: str, rows: np.ndarray) -> Blocks:
     scales, mins, small = data[..., :2], data[..., 2:at], None
     if kind in ("Q4_0", "Q4_1", "IQ4_NL"):
         codes = _bits(data[..., at:], 4, 16)
+    elif kind == "MXFP4":
+        codes = _bits(data[..., 1:], 4, 16)
+        flat = torch.from_numpy(codes.reshape(len(rows), -1))
+        return Blocks(flat, powers(torch.from_numpy(data[..., 0].copy()), flat))
     elif kind in ("Q5_0", "Q5_1"):
         codes = _bits(data[..., at + 4 :], 4, 16) | _bits(data[..., at : at + 4], 1, 1) << 4
     elif kind == "Q8_0":

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from model import Transformer
+from model import Experts, Transformer
 from model_config import ACTIVATIONS, FAMILIES, OWN_WIDTH, ModelConfig, RopeConfig
 from support.files import read_json, write_json
 from support.machine import shapes_only
@@ -40,10 +40,11 @@ FUSED_QKV, FUSED_GATE_UP = ("phi3",), ("glm4", "phi3")  # families whose files h
 # Where the experts of a layer are, and what an expert's matrices are called: gate, up, down.
 EXPERT_NAMES = {
     "mixtral": ("block_sparse_moe", ("w1", "w3", "w2")),
-    "gpt_oss": ("mlp", ()),  # one tensor for all
+    "gpt_oss": ("mlp", ("gate_proj", "up_proj", "down_proj")),  # in GGUF files alone
     "qwen2_moe": ("mlp", ("gate_proj", "up_proj", "down_proj")),
     "qwen3_moe": ("mlp", ("gate_proj", "up_proj", "down_proj")),
 }
+ROUTERS = {"gpt_oss": "router"}  # what families call the matrix that chooses experts, where it is not "gate"
 # Hugging Face's names of a block's norms: before and after attention, before and after the MLP.
 NORM_NAMES = {
     "before": ("input_layernorm", "", "post_attention_layernorm", ""),
@@ -151,7 +152,9 @@ def check_tied(stored: Tensor, embedding: Tensor, where: str) -> None:
 
 def views_for(model: Transformer, entries: Entries) -> dict[str, Tensor]:
     """`hf_views` under the names that the entries use. Experts have two layouts."""
-    return hf_views(model, any(name.endswith(".experts.gate_up_proj") for name in entries))
+    if any(name.endswith(".experts.gate_up_proj") for name in entries):
+        return hf_views(model, True)
+    return hf_views(model, False if any(".experts.0." in name for name in entries) else None)
 
 
 def checked_views(model: Transformer, entries: Entries, where: str) -> dict[str, Tensor]:
@@ -169,7 +172,7 @@ def read_parameter(entries: Entries, names: Sequence[str], shape: torch.Size, wh
     if missing := [name for name in names if name not in entries]:
         raise ValueError(f"{where}: {few_names(missing)} is missing. Is a shard missing?")
     tensor = read_rows(entries, names)
-    if tensor.numel() != shape.numel() or tensor.shape[-1] != shape[-1]:
+    if tensor.numel() != shape.numel() or (tensor.dim() > 1 and tensor.shape[-1] != shape[-1]):
         raise ValueError(f"{where}: {few_names(names[:1])} {list(entries[names[0]].shape)} does not fit config.json.")
     return tensor.view(shape)
 
@@ -190,12 +193,14 @@ def parameter_sources(model: Transformer, views: Mapping[str, Tensor]) -> dict[s
     return {name: ours[id(p)] for name, p in model.named_parameters()}
 
 
-def hf_views(model: Transformer, fused_experts: bool = False) -> dict[str, Tensor]:
+def hf_views(model: Transformer, fused_experts: bool | None = None) -> dict[str, Tensor]:
     """Hugging Face tensor name -> the view of our parameter that holds this tensor.
 
-    With `fused_experts` experts get the names of transformers 5, where one tensor holds all of them.
+    With `fused_experts` experts get the names of transformers 5, where one tensor holds all of them. Those of gpt-oss
+    have no others in a directory, so this is their default.
     """
     c = model.config
+    fused_experts = c.expert_bias if fused_experts is None else fused_experts
     q, kv = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
     views: dict[str, Tensor] = {"model.embed_tokens.weight": model.embed_tokens.weight}
 
@@ -228,26 +233,32 @@ def hf_views(model: Transformer, fused_experts: bool = False) -> dict[str, Tenso
                 put(f"{at}.mlp", "gate_proj up_proj", block.mlp.gate_up, [c.intermediate_size] * 2)
             put(f"{at}.mlp", "down_proj", block.mlp.down)
             continue
-        place, names = EXPERT_NAMES[c.model_type]
-        put(f"{at}.{'mlp' if fused_experts else place}", "gate" if names else "router", block.mlp.router)
+        place, names = "mlp" if fused_experts else EXPERT_NAMES[c.model_type][0], EXPERT_NAMES[c.model_type][1]
+        put(f"{at}.{place}", ROUTERS.get(c.model_type, "gate"), block.mlp.router)
         if block.mlp.shared is not None:
             sizes = [c.shared_intermediate_size] * 2
             put(f"{at}.mlp.shared_expert", "gate_proj up_proj", block.mlp.shared.gate_up, sizes)
             put(f"{at}.mlp.shared_expert", "down_proj", block.mlp.shared.down)
             views[f"{at}.mlp.shared_expert_gate.weight"] = block.mlp.shared_gate
-        if block.mlp.gate_up_bias is not None:
-            views[f"{at}.mlp.experts.gate_up_proj_bias"] = block.mlp.gate_up_bias
-            views[f"{at}.mlp.experts.down_proj_bias"] = block.mlp.down_bias
-        if fused_experts or not names:
-            views[f"{at}.mlp.experts.gate_up_proj"] = block.mlp.gate_up
-            views[f"{at}.mlp.experts.down_proj"] = block.mlp.down
-            continue
-        for e in range(c.num_local_experts):
-            matrices = *block.mlp.gate_up[e].chunk(2), block.mlp.down[e]
-            views |= {f"{at}.{place}.experts.{e}.{name}.weight": m for name, m in zip(names, matrices, strict=True)}
+        views |= _expert_views(block.mlp, f"{at}.{place}.experts", () if fused_experts else names)
     put("model", "norm", model.norm)
     if model.lm_head is not None:
         views["lm_head.weight"] = model.lm_head.weight
+    return views
+
+
+def _expert_views(experts: Experts, at: str, names: Sequence[str]) -> dict[str, Tensor]:
+    """`hf_views` of the experts of a layer. names: of the matrices of one expert; none: each kind is in one tensor."""
+    views, kinds = {}, {"weight": (experts.gate_up, experts.down)}
+    if experts.gate_up_bias is not None:
+        kinds["bias"] = experts.gate_up_bias, experts.down_bias
+    for kind, (gate_up, down) in kinds.items():
+        if not names:
+            end = "_bias" if kind == "bias" else ""
+            views |= {f"{at}.gate_up_proj{end}": gate_up, f"{at}.down_proj{end}": down}
+        for e in range(len(down) if names else 0):
+            tensors = *gate_up[e].chunk(2), down[e]
+            views |= {f"{at}.{e}.{name}.{kind}": t for name, t in zip(names, tensors, strict=True)}
     return views
 
 
@@ -369,8 +380,8 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
         out["final_logit_softcapping"] = config.logits_cap or None
     if config.num_local_experts:
         out |= {key: getattr(config, key) for key in ("num_local_experts", "num_experts_per_tok", "norm_topk_prob")}
-    if name in OWN_WIDTH:
-        out |= {"num_experts": config.num_local_experts, "moe_intermediate_size": config.intermediate_size}
+    if family.width == OWN_WIDTH:
+        out |= {"num_experts": config.num_local_experts, OWN_WIDTH: config.intermediate_size}
     if config.shared_intermediate_size:
         out["shared_expert_intermediate_size"] = config.shared_intermediate_size
     if family.windows in ("switch", "pattern"):

@@ -6,13 +6,16 @@ by the root of r.
 Where W is stored and computed with in float32, or computed with in float64, the sum takes its place. Elsewhere it would
 be rounded more coarsely than A and B are, or need more memory than W. So W stays, and y = W x + (s B) (A x). Where we
 fuse linears, their A lie one below the other, and their B on the diagonal of a matrix.
+
+Of several adapters, all A lie one below the other, too, and all B side by side. Each row of a forward has one adapter or
+none: what the A of others give becomes zero. So a row gets the numbers that it would get from its adapter alone.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +25,7 @@ from torch import Tensor, nn
 import kernels
 from model import RMSNorm, Transformer, linear
 from model_config import ModelConfig
+from support.errors import UsageError
 from support.files import read_json
 from support.reader import ConfigReader, is_a
 from weights.files import Entry, check_finite, few_names, local_path, read_entries
@@ -30,6 +34,7 @@ from weights.quantized import replace_module
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 MOST = 64  # the highest rank
+ROWS = 4096  # the most rows of a forward whose adapters can be chosen
 NAME = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
 OURS = re.compile(r"layers\.\d+\.(attention\.(qkv|o)|mlp\.(shared\.)?(gate_up|down))\.weight")
 # Keys of adapter_config.json that are read, and those that say nothing about a finished adapter.
@@ -74,25 +79,74 @@ class Adapter:
         return f"{self.name}: {len(pairs)} linears, rank {max(pair.rank for pair in pairs)}"
 
 
+class Choice:
+    """Which of several adapters each row of a forward has: 0 is none, and i the i-th of `names`."""
+
+    def __init__(self, names: Sequence[str], device: torch.device):
+        self.names = tuple(names)
+        self.rows = torch.zeros(ROWS, dtype=torch.int64, device=device)
+        self._set: list[int] = []
+
+    def set(self, adapters: list[int]) -> None:
+        """From now on the first rows of a forward have these adapters. Where steps are captured, they read it anew."""
+        if adapters != self._set:
+            self.rows[: len(adapters)] = torch.tensor(adapters)
+            self._set = adapters
+
+
 class LoraLinear(nn.Module):
     """A linear of any kind and what is added to it, in the place of a `QuantLinear`."""
 
-    def __init__(self, base: nn.Module, a: Tensor, b: Tensor):
+    def __init__(self, base: nn.Module, a: Tensor, b: Tensor, choice: Choice | None = None, ranks: Sequence[int] = ()):
+        """ranks: how many rows of A each adapter of `choice` has."""
         super().__init__()
         self.base = base
         self.down, self.up = (nn.Linear(*t.shape[::-1], bias=False, device="meta") for t in (a, b))
         self.down.weight, self.up.weight = (nn.Parameter(t, requires_grad=False) for t in (a, b))
+        self.choice = choice
+        owner = torch.arange(1, len(ranks) + 1).repeat_interleave(torch.tensor(ranks, dtype=torch.int64))
+        self.register_buffer("owner", owner.to(a.device), persistent=False)  # [r]: the adapter of each row of A
 
     def forward(
         self, x: Tensor, residual: Tensor | None = None, gated: int = 0, norm: RMSNorm | None = None
     ) -> Tensor | tuple[Tensor, Tensor]:
         """As `QuantLinear.forward`."""
-        y = kernels.epilogue(linear(self.up, self.down(x), self.base(x)), None, residual, gated)
+        low = self.down(x)
+        if self.choice is not None:
+            own = self.choice.rows[: len(x), None] == self.owner
+            low = torch.where(own.view(len(x), *[1] * (x.dim() - 2), -1), low, 0)
+        y = kernels.epilogue(linear(self.up, low, self.base(x)), None, residual, gated)
         return y if norm is None else (y, norm(y))
 
     def heads(self, x: Tensor, head_dim: int, *turn: Any) -> tuple[Tensor, Tensor | None]:
         """As `QuantLinear.heads`."""
         return kernels.rope_write_kv(self(x).unflatten(-1, (-1, head_dim)), *turn)
+
+
+def choice_of(model: nn.Module) -> Choice | None:
+    """What chooses among the adapters of a model, None where it has one or none."""
+    return next((m.choice for m in model.modules() if isinstance(m, LoraLinear)), None)
+
+
+def split_name(text: str) -> tuple[str, str]:
+    """The name, "" for none, and the folder of NAME=DIR or DIR."""
+    name, _, place = text.partition("=")
+    named = bool(place) and "/" not in name and not local_path(text).is_dir()
+    return (name, place) if named else ("", text)
+
+
+def read_adapters(folders: Sequence[str], config: ModelConfig) -> tuple[Adapter, ...]:
+    """The adapters in these folders, each of which may be NAME=DIR (`read_adapter`). Raises UsageError for a name that
+    two of them have."""
+    adapters: dict[str, Adapter] = {}
+    for text in folders:
+        name, place = split_name(text)
+        adapter = read_adapter(place, config)
+        adapter = replace(adapter, name=name or adapter.name)
+        if adapter.name in adapters:
+            raise UsageError(f"two adapters are called {adapter.name!r:.80}; name them: --lora NAME=DIR.")
+        adapters[adapter.name] = adapter
+    return tuple(adapters.values())
 
 
 def read_adapter(folder: str | Path, config: ModelConfig) -> Adapter:
@@ -187,16 +241,19 @@ def _stacked(parts: list[tuple[int, Pair | None]]) -> tuple[Tensor, Tensor]:
     return torch.cat([pair.a.read().double() for pair in pairs]), b
 
 
-def add_(model: Transformer, adapter: Adapter, merge: bool) -> None:
-    """Add an adapter to a model that is not packed yet. merge: into its matrices, which then are floats.
+def add_(model: Transformer, adapters: Sequence[Adapter], merge: bool) -> None:
+    """Add adapters to a model that is not packed yet. merge: a single one into its matrices, which then are floats.
 
     Raises ValueError in one line for values that are not finite.
     """
-    for name, parts in adapter.parts.items():
+    choice = Choice([adapter.name for adapter in adapters], model.device) if len(adapters) > 1 else None
+    for name in dict.fromkeys(name for adapter in adapters for name in adapter.parts):
         place = name.removesuffix(".weight")
         base = model.get_submodule(place)
-        file = next(pair.a.file for _, pair in parts if pair)
-        a, b = _stacked(parts)
+        of_each = [adapter.parts.get(name, []) for adapter in adapters]
+        file = next(pair.a.file for parts in of_each for _, pair in parts if pair)
+        stacks = [_stacked(parts) for parts in of_each if parts]
+        a, b = torch.cat([a for a, _ in stacks]), torch.cat([b for _, b in stacks], 1)
         if merge:
             base.weight.copy_(base.weight.double() + (b @ a).to(model.device))
             check_finite(base.weight, place, file)
@@ -204,4 +261,5 @@ def add_(model: Transformer, adapter: Adapter, merge: bool) -> None:
         a, b = (t.to(model.device, model.dtype) for t in (a, b))
         for tensor in (a, b):
             check_finite(tensor, place, file)
-        replace_module(model, place, LoraLinear(base, a, b))
+        ranks = [sum(pair.rank for _, pair in parts if pair) for parts in of_each] if choice else ()
+        replace_module(model, place, LoraLinear(base, a, b, choice, ranks))

@@ -14,15 +14,15 @@ import torch
 from torch import Tensor
 
 from kernels import PackedWeight
-from kernels.blocks import NUMBERS_OF_PART, Blocks, Format, Part, fits_blocks, pack_blocks, stack_blocks
+from kernels.blocks import NUMBERS_OF_PART, Blocks, Part, fits_blocks, pack_blocks, stack_blocks
 from model import Transformer
 from weights.files import Destination, Entries, Entry
+from weights.gguf_types import FORMATS, TWICE, powers
 from weights.hf import checked_views, parameter_sources, read_parameter, split_pairs
 from weights.quantized import set_tensor
 from weights.stored import install
 
-DOUBLED = torch.tensor((0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12))  # twice the values of the 16 codes
-FORM = Format(4, offset=128, table=tuple((DOUBLED + 128).tolist()))
+FORM = FORMATS["MXFP4"]
 
 
 def _codes(blocks: Tensor) -> Tensor:
@@ -34,7 +34,7 @@ def _floats(blocks: Entry, scales: Entry) -> Tensor:
     """The values [E, in, out] in bfloat16, which holds them exactly."""
     experts = []
     for codes, exponents in zip(blocks.read(), scales.read(), strict=True):  # one at a time, because codes take memory
-        values = (DOUBLED.float()[_codes(codes).long()]).unflatten(-1, (-1, 32))
+        values = torch.tensor(TWICE).float()[_codes(codes).long()].unflatten(-1, (-1, 32))
         experts.append(torch.ldexp(values, exponents.int()[..., None] - 128).flatten(-2).to(torch.bfloat16))
     return torch.stack(experts).mT
 
@@ -96,10 +96,9 @@ def _packed(stored: Mapping[str, Entry], name: str) -> PackedWeight:
     experts = []
     for blocks, exponents in zip(stored[f"{name}_blocks"].read(), stored[f"{name}_scales"].read(), strict=True):
         codes = _codes(blocks)
-        exponents = exponents.int().masked_fill((codes & 7).unflatten(-1, (-1, 32)).sum(-1) == 0, 128)
-        if exponents.min() < 104 or exponents.max() > 143 or not fits_blocks(*codes.shape, FORM):
+        scales = powers(exponents, codes)
+        if scales.dtype != torch.float16 or not fits_blocks(*codes.shape, FORM):
             raise ValueError(f"{name}: the CPU kernels cannot hold its shape or scales. Use --kernels reference.")
-        scales = torch.ldexp(torch.ones(exponents.shape), exponents - 128).half()
         codes, scales = (split_pairs(t[None], f"{name}_bias")[0].contiguous() for t in (codes, scales))
         experts.append(pack_blocks([Part(FORM, *codes.shape, [Blocks(codes, scales)])]))
     return stack_blocks(experts)

@@ -12,7 +12,7 @@ from model import Transformer
 from model_config import DTYPES, ModelConfig
 from options import COMPILE_MODES, LoadOptions
 from sampling_params import MAX_BIAS, MAX_STOP_IDS
-from step import HISTORY, RING
+from step import HISTORY, RING, pool_places
 from support.errors import NotEnoughMemory
 from support.machine import size_text
 from weights.block_heads import BlockConfig, context_rows
@@ -76,18 +76,18 @@ def plan_memory(checkpoint: Checkpoint, files: DraftFiles, options: LoadOptions)
     element = dtype.itemsize
     B, ctx = options.slots, options.ctx
     N, D = tree_shape(options)
-    length = ctx + N + 1  # of a row of the cache
+    length = ctx + N + 1  # of a row at most
 
-    def cache_bytes(geometry: ModelConfig, layers: int, length: int, kv: str = "model") -> int:
+    def cache_bytes(geometry: ModelConfig, layers: int, places: int, kv: str = "model") -> int:
         row = geometry.head_dim * {"float16": 2, "int8": 1}.get(kv, element) + kernels.KV_SCALE * (kv == "int8")
-        return B * length * 2 * geometry.num_key_value_heads * row * layers
+        return places * 2 * geometry.num_key_value_heads * row * layers
 
-    kv = cache_bytes(config, config.num_hidden_layers, length, options.kv)
+    kv = cache_bytes(config, config.num_hidden_layers, pool_places(B, ctx, N, options.pool), options.kv)
     rotary = 4 * ctx * config.head_dim
     buffers = B * (length * 8 + BIAS_BYTES) + (B * 5 + 8) * config.vocab_size + rotary + RING * B * 2 * (D + 2) * 8
     drafter = 0
     if head is not None:
-        kv += cache_bytes(head.config.layer, head.config.layer.num_hidden_layers, length + 128)
+        kv += cache_bytes(head.config.layer, head.config.layer.num_hidden_layers, B * (length + 128))
         rounded = options.kernels == "cpu" and bool(checkpoint.quantization)
         drafter = held_bytes(head.tensors, dtype, options.device, options.kernels, rounded=rounded)
         # a trimmed vocabulary copies rows of the target's LM head and holds their ids, which a head's own file has
@@ -102,7 +102,7 @@ def plan_memory(checkpoint: Checkpoint, files: DraftFiles, options: LoadOptions)
         buffers += B * kept * max(1, len(head.config.taps)) * config.hidden_size * element
         buffers += 4 * ctx * head.config.layer.head_dim
     if draft is not None:
-        kv += cache_bytes(draft.config, draft.config.num_hidden_layers, length + 128)
+        kv += cache_bytes(draft.config, draft.config.num_hidden_layers, B * (length + 128))
         drafter = model_bytes(draft, options)
     if options.medusa:
         path = local_path(options.medusa)

@@ -192,7 +192,7 @@ def commit_case(seed: int, history: bool) -> tuple[tuple, records.StepBuffers]:
         "stop_ids": numbers(5, 30, 2, 3), "ring": numbers(0, 9, step.RING, 2, 2 + 2 * P),
         "features": torch.randn(2, P, F, generator=g),
         "history": torch.randn(2, step.HISTORY + 1 if history else 0, F, generator=g),
-        "step": torch.tensor([seed]),
+        "step": torch.tensor([seed]), "segments": torch.tensor([[50, 39], [7, 35]]),
     }  # fmt: skip
     return given, records.StepBuffers(**state)
 
@@ -232,7 +232,7 @@ def test_layers_cannot_be_read_from_another_tensor():
     x, nothing = torch.zeros(1, 1, 64), torch.zeros(1, 1, dtype=torch.int64)
     visible = nothing[None].bool()
     rotary, kv = [torch.zeros(1, 1, 8)] * 2, torch.zeros(1, 2, 1, 1, 4, 16)
-    nodes = records.Nodes(*rotary, nothing, nothing, nothing[0], visible, visible)
+    nodes = records.flat(records.Nodes(*rotary, nothing, nothing, nothing[0], visible, visible))
     with backend().active():
         copied = torch.ops.eaglet_cpu.stack_layers.default([], torch.ones(64), [], [], 0, 1e-5, 1.0, 0.0).clone()
     for other in (torch.tensor([1]), copied):

@@ -264,8 +264,9 @@ def test_interpreted_rows_are_placed(ours):
     for lead in (0, 1):
         given = (n, torch.tensor([[0, 0, 1, 1, 2]]), rotary, 34, 3, count, tokens, lead)
         same(kernels.place_rows(*given), draft.place_rows.reference(*given))
-    target = (n, torch.randint(0, 3, (3, 5)), rotary, 34, 0, None, None, 0)
-    same(kernels.place_rows(*target), draft.place_rows.reference(*target))
+    for segments in (None, torch.tensor([[40, 33], [3, 14], [90, 20]])):
+        target = (n, torch.randint(0, 3, (3, 5)), rotary, 34, 0, None, None, 0, segments)
+        same(kernels.place_rows(*target), draft.place_rows.reference(*target))
 
 
 @interpreted

@@ -105,7 +105,7 @@ def test_a_request_gets_what_it_gets_alone_from_a_pool_of_any_size(kind, rows, p
 def test_kept_texts_go_where_a_request_needs_their_room_and_the_oldest_first():
     """A text that is kept although a request waits for its places, the newest one dropped before the oldest, and one that
     is lost although the cache of earlier prompts has room for it."""
-    found = engine("eagle3", 3, 2 * ROOM)
+    found = engine("eagle3", 3, ROOM + 30)
     found.keep_prompts(PromptCache(8))
     texts = [[i + 1] * 36 + [9] for i in range(3)]
     short = SamplingParams(max_new_tokens=3)
@@ -146,7 +146,7 @@ def test_a_beginning_that_a_running_request_has_is_copied_into_another_span():
 
 
 def test_spans_move_only_where_no_gap_is_wide_enough():
-    """Keys that move for every request, a gap that is missed, a row's keys lost on the way, or a span over another one."""
+    """Keys that move for every request, a gap that is missed, keys that are lost, or a span over another one."""
     draw = random.Random(3)
     state = engine("plain", 4, 2 * ROOM).state
     pool, held = Pool(state), dict.fromkeys(range(4), 0)

@@ -212,7 +212,7 @@ def fit_pool(checkpoint: Checkpoint, files: DraftFiles, options: LoadOptions, ra
     least, most = options.ctx, options.ctx * options.slots
     small, large = (plan_memory(checkpoint, files, replace(options, pool=n)).total for n in (least, most))
     room = _free(options, ranks) - small
-    fitting = most if large - small <= room else least + max(0, room) * (most - least) // (large - small)
+    fitting = min(most, least + max(0, room) * (most - least) // max(1, large - small))
     return min(heard(ranks, "", fitting)) if ranks else fitting
 
 

@@ -59,8 +59,6 @@ class DecodeState:
         self.slots = ctx + drafter.N + 1
         self.places = pool_places(B, ctx, drafter.N, pool)
         self.scarce = self.places < B * self.slots  # whether not all rows can have a whole context at once
-        first = range(0, self.places - self.slots + 1, self.slots)
-        self.spans = [(at, self.slots) for at in first] + [self.nowhere] * (B - len(first))
         self.kv = model.new_cache(1, self.places + self.scarce, kv_dtype)
         with torch.device(model.device):
             self.segments = torch.zeros(B, 2, dtype=torch.int64)  # `spans`, as `Nodes` has them
@@ -83,12 +81,20 @@ class DecodeState:
             # bits of the tokens that a grammar allows after each node (`sampling.restrict`)
             self.allowed = torch.full((B, drafter.N, -(-V // 32)), -1, dtype=torch.int32)
         self.sampling = SamplingState(B, model.device)
-        self.write_spans()
+        self.lay_out()
 
     @property
     def nowhere(self) -> tuple[int, int]:
         """The span of a row that has none: one place behind all others, which nobody reads."""
         return self.places, 1
+
+    def lay_out(self) -> None:
+        """Give as many rows as possible a whole context, and the others none. The cache then holds no text."""
+        first = range(0, self.places - self.slots + 1, self.slots)
+        self.spans = [(at, self.slots) for at in first] + [self.nowhere] * (len(self.segments) - len(first))
+        self.n.fill_(1)
+        self.count.fill_(1)
+        self.write_spans()
 
     def write_spans(self) -> None:
         """Let the steps from now on use the present `spans`."""

@@ -179,6 +179,7 @@ class Batch:
                 self.prompt_cache.distrust(request.restored)
             self._tell_end(request, error)
         self.engine.state.done.fill_(True)
+        self.engine.state.lay_out()
         self.engine.runner.begin()
 
     # ---- prompts ---------------------------------------------------------------------------------------------

@@ -9,7 +9,10 @@ import pytest
 import torch
 from tiny import PROMPT, TREES, V, eagle_drafter, tiny_head, tiny_model
 
+import kernels
 from engine import Engine, EngineConfig
+from load import load
+from options import DEMO
 from runtime.pool import Pool
 from runtime.prompt_cache import PromptCache
 from runtime.request import Request
@@ -188,3 +191,16 @@ def test_a_pool_has_room_for_one_context_and_not_more_than_all():
         ROOM + 3 * 2 + 1,
         3 * (ROOM + 2),
     ]  # a tree of one node, a trash row; one place for rows without any
+
+
+@pytest.mark.skipif(bool(kernels.cpu_problem()), reason="the CPU kernels do not run here")
+def test_the_layers_in_cpp_use_a_shared_cache():
+    """All layers in one call that read or write the places of another row, which no test of one operation sees."""
+    prompts = [[5 + i] * (3 + 11 * i) for i in range(4)]
+    settings = [SamplingParams(max_new_tokens=12, temperature=i % 2, seed=i) for i in range(4)]
+    texts = []
+    for more in ({"slots": 1}, {"slots": 3, "pool": 110, "kv": "float16"}, {"slots": 3, "pool": 110}):
+        found = load(DEMO, device="cpu", ctx=96, quant="int4", eagle=DEMO / "eagle3", **{"kv": "model"} | more)
+        texts.append([result.token_ids for result in found.generate_batch(prompts, settings).run()])
+        check_spans(found)
+    assert texts[0] == texts[2] and all(len(ids) == 12 for ids in texts[0] + texts[1])

@@ -207,12 +207,14 @@ def fit_slots(checkpoint: Checkpoint, files: DraftFiles, options: LoadOptions, r
 
 
 def fit_pool(checkpoint: Checkpoint, files: DraftFiles, options: LoadOptions, ranks: Ranks | None) -> int:
-    """Tokens of a context for each slot, or of what memory holds, but of one context at least. All ranks call it, and all
-    get the same number."""
+    """Tokens of a context for each slot. Where memory does not hold them, of one context and nine tenths of what is left
+    then. All ranks call it, and all get the same number."""
     least, most = options.ctx, options.ctx * options.slots
     small, large = (plan_memory(checkpoint, files, replace(options, pool=n)).total for n in (least, most))
-    room = _free(options, ranks) - small
-    fitting = min(most, least + max(0, room) * (most - least) // max(1, large - small))
+    free = _free(options, ranks)
+    fitting = (
+        most if large <= free else least + max(0, free - small) * 9 * (most - least) // (10 * max(1, large - small))
+    )
     return min(heard(ranks, "", fitting)) if ranks else fitting
 
 

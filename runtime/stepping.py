@@ -95,7 +95,7 @@ class Stepper:
         on_gpu = model.device.type == "cuda"
         self.batch_size = config.batch_size
         self.ctx = config.ctx or model.config.max_positions
-        self.pool = config.pool or self.batch_size * self.ctx  # tokens that the target's cache has room for
+        self.pool_tokens = config.pool or self.batch_size * self.ctx  # room of the target's cache
         self.backend = config.backend or kernels.KernelBackend("auto", model.device.type)
         self.lag = (LAG if on_gpu else 0) if config.lag is None else config.lag
         self._check_config()

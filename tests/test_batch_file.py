@@ -122,11 +122,13 @@ def test_slots_and_pool_are_as_large_as_memory_holds(monkeypatch):
 
     cases = [
         (total(8, None), 8, 4096),
-        (total(8, 3000), 8, 3000),
-        (total(8, 1024), 8, 1024),
+        (total(8, 3000), 8, 512 + 2488 * 9 // 10),  # of what is left a tenth stays free
+        (total(8, 1024), 8, 972),
         (total(8, 1024) - 1, 4, None),
+        (total(4, 512), 4, 512),
+        (total(4, 512) - 1, 2, None),
+        (total(1, 512) - 1, 1, 512),
     ]
-    cases += [(total(4, 512), 4, 512), (total(4, 512) - 1, 2, None), (total(1, 512) - 1, 1, 512)]
     for free, slots, pool in cases:
         monkeypatch.setattr(loading, "free_memory", lambda device, free=free: free)
         assert fit_slots(checkpoint, DraftFiles(), options, None) == slots
@@ -136,4 +138,4 @@ def test_slots_and_pool_are_as_large_as_memory_holds(monkeypatch):
         assert total(slots, found) <= free or found == 512
     monkeypatch.undo()
     engine = load(DEMO, ctx=128, slots=0)
-    assert (engine.batch_size, engine.pool, engine.options.pool) == (8, 1024, 1024)
+    assert (engine.batch_size, engine.pool_tokens, engine.options.pool) == (8, 1024, 1024)

@@ -120,16 +120,18 @@ def check_memory(plan: MemoryPlan, free: int, options: LoadOptions) -> None:
     """Raise NotEnoughMemory with the smallest change that would fit, before anything is allocated."""
     if plan.total <= free:
         return
-    per_token = plan.kv / options.ctx
-    fits = int(options.ctx - (plan.total - free) / per_token) if per_token else 0
+    tokens = options.pool or options.ctx * options.slots
+    fits = int(tokens - (plan.total - free) * tokens / plan.kv) if plan.kv else 0
     hint = "Use a quantized model (--quant int4, quantize.py) or a larger device."
     rounds = options.kv != "int8" and (options.kernels == "cpu" or not options.drafter_kind)
     if rounds and plan.total - free < 0.4 * plan.kv:
         hint = "Try --kv int8."
+    elif fits - 64 >= options.ctx:
+        hint = f"Try --pool {fits - 64}."
     elif fits >= 256:
         hint = f"Try --ctx {fits // 64 * 64}."
     elif options.slots > 1:
-        per_sequence = (plan.kv + plan.buffers + plan.graphs) / options.slots
-        most = int((free - plan.weights - plan.head) / per_sequence)
+        per_sequence = (plan.buffers + plan.graphs) / options.slots
+        most = int((free - plan.weights - plan.head - plan.kv) / per_sequence)
         hint = f"Try --slots {most}." if most > 0 else hint
     raise NotEnoughMemory(f"not enough memory: plan {size_text(plan.total)}, free {size_text(free)}. {hint}")

@@ -143,6 +143,8 @@ def _load(
     backend = open_backend(options, say)
     if not options.slots:
         options = replace(options, slots=fit_slots(checkpoint, files, options, ranks))
+    if not options.pool:
+        options = replace(options, pool=fit_pool(checkpoint, files, options, ranks))
     checkpoint, plan = check_plan(checkpoint, files, options, ranks, say)
     for note in (*checkpoint.notes, *(files.head.notes if files.head else ())):
         say(f"note    {note}")
@@ -194,11 +196,26 @@ def check_plan(
 
 
 def fit_slots(checkpoint: Checkpoint, files: DraftFiles, options: LoadOptions, ranks: Ranks | None) -> int:
-    """The most of SLOTS that memory holds. All ranks call it, and all get the same number."""
+    """The most of SLOTS that memory holds with a quarter of a context for each. All ranks call it, and all get the same
+    number."""
     free = _free(options, ranks)
-    fitting = (n for n in SLOTS if plan_memory(checkpoint, files, replace(options, slots=n)).total <= free)
+    quarter = {n: min(n * options.ctx, options.pool or options.ctx * max(4, n) // 4) for n in SLOTS}
+    sizes = ((n, replace(options, slots=n, pool=quarter[n])) for n in SLOTS)
+    fitting = (n for n, size in sizes if plan_memory(checkpoint, files, size).total <= free)
     most = next(fitting, SLOTS[-1])
     return min(heard(ranks, "", most)) if ranks else most
+
+
+def fit_pool(checkpoint: Checkpoint, files: DraftFiles, options: LoadOptions, ranks: Ranks | None) -> int:
+    """Tokens of a context for each slot. Where memory does not hold them, of one context and nine tenths of what is left
+    then. All ranks call it, and all get the same number."""
+    least, most = options.ctx, options.ctx * options.slots
+    small, large = (plan_memory(checkpoint, files, replace(options, pool=n)).total for n in (least, most))
+    free = _free(options, ranks)
+    fitting = (
+        most if large <= free else least + max(0, free - small) * 9 * (most - least) // (10 * max(1, large - small))
+    )
+    return min(heard(ranks, "", fitting)) if ranks else fitting
 
 
 def _free(options: LoadOptions, ranks: Ranks | None) -> int:

@@ -12,7 +12,7 @@ from model import Transformer
 from model_config import DTYPES, ModelConfig
 from options import COMPILE_MODES, LoadOptions
 from sampling_params import MAX_BIAS, MAX_STOP_IDS
-from step import HISTORY, RING
+from step import HISTORY, RING, pool_places
 from support.errors import NotEnoughMemory
 from support.machine import size_text
 from weights.block_heads import BlockConfig, context_rows
@@ -76,18 +76,18 @@ def plan_memory(checkpoint: Checkpoint, files: DraftFiles, options: LoadOptions)
     element = dtype.itemsize
     B, ctx = options.slots, options.ctx
     N, D = tree_shape(options)
-    length = ctx + N + 1  # of a row of the cache
+    length = ctx + N + 1  # of a row at most
 
-    def cache_bytes(geometry: ModelConfig, layers: int, length: int, kv: str = "model") -> int:
+    def cache_bytes(geometry: ModelConfig, layers: int, places: int, kv: str = "model") -> int:
         row = geometry.head_dim * {"float16": 2, "int8": 1}.get(kv, element) + kernels.KV_SCALE * (kv == "int8")
-        return B * length * 2 * geometry.num_key_value_heads * row * layers
+        return places * 2 * geometry.num_key_value_heads * row * layers
 
-    kv = cache_bytes(config, config.num_hidden_layers, length, options.kv)
+    kv = cache_bytes(config, config.num_hidden_layers, pool_places(B, ctx, N, options.pool), options.kv)
     rotary = 4 * ctx * config.head_dim
     buffers = B * (length * 8 + BIAS_BYTES) + (B * 5 + 8) * config.vocab_size + rotary + RING * B * 2 * (D + 2) * 8
     drafter = 0
     if head is not None:
-        kv += cache_bytes(head.config.layer, head.config.layer.num_hidden_layers, length + 128)
+        kv += cache_bytes(head.config.layer, head.config.layer.num_hidden_layers, B * (length + 128))
         rounded = options.kernels == "cpu" and bool(checkpoint.quantization)
         drafter = held_bytes(head.tensors, dtype, options.device, options.kernels, rounded=rounded)
         # a trimmed vocabulary copies rows of the target's LM head and holds their ids, which a head's own file has
@@ -102,7 +102,7 @@ def plan_memory(checkpoint: Checkpoint, files: DraftFiles, options: LoadOptions)
         buffers += B * kept * max(1, len(head.config.taps)) * config.hidden_size * element
         buffers += 4 * ctx * head.config.layer.head_dim
     if draft is not None:
-        kv += cache_bytes(draft.config, draft.config.num_hidden_layers, length + 128)
+        kv += cache_bytes(draft.config, draft.config.num_hidden_layers, B * (length + 128))
         drafter = model_bytes(draft, options)
     if options.medusa:
         path = local_path(options.medusa)
@@ -120,16 +120,18 @@ def check_memory(plan: MemoryPlan, free: int, options: LoadOptions) -> None:
     """Raise NotEnoughMemory with the smallest change that would fit, before anything is allocated."""
     if plan.total <= free:
         return
-    per_token = plan.kv / options.ctx
-    fits = int(options.ctx - (plan.total - free) / per_token) if per_token else 0
+    tokens = options.pool or options.ctx * options.slots
+    fits = int(tokens - (plan.total - free) * tokens / plan.kv) if plan.kv else 0
     hint = "Use a quantized model (--quant int4, quantize.py) or a larger device."
     rounds = options.kv != "int8" and (options.kernels == "cpu" or not options.drafter_kind)
     if rounds and plan.total - free < 0.4 * plan.kv:
         hint = "Try --kv int8."
+    elif fits - 64 >= options.ctx:
+        hint = f"Try --pool {fits - 64}."
     elif fits >= 256:
         hint = f"Try --ctx {fits // 64 * 64}."
     elif options.slots > 1:
-        per_sequence = (plan.kv + plan.buffers + plan.graphs) / options.slots
-        most = int((free - plan.weights - plan.head) / per_sequence)
+        per_sequence = (plan.buffers + plan.graphs) / options.slots
+        most = int((free - plan.weights - plan.head - plan.kv) / per_sequence)
         hint = f"Try --slots {most}." if most > 0 else hint
     raise NotEnoughMemory(f"not enough memory: plan {size_text(plan.total)}, free {size_text(free)}. {hint}")

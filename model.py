@@ -123,7 +123,7 @@ class Attention(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """x [B, T, in] -> y [B, T, H] with the residual added, and norm(y).
 
-        kv [2, B, Hkv, S, hd] is written at nodes.slots, then read.
+        kv [2, B, Hkv, S, hd], or [2, 1, Hkv, S, hd] with nodes.segments, is written at nodes.slots, then read.
         """
         B, T, _ = x.shape
         own = self.q_norm is not None and not self.wide_norm
@@ -135,7 +135,8 @@ class Attention(nn.Module):
             q, arrived = self.qkv.heads(x, self.head_dim, *turn)
         visible = nodes.visible_window if self.window else nodes.visible
         seen = nodes.start, visible, nodes.positions, self.window
-        out = kernels.tree_attention(q, kv, *seen, self.scale, arrived, self.cap, self.sinks)
+        shape = self.scale, arrived, self.cap, self.sinks
+        out = kernels.tree_attention(q, kv, *seen, *shape, nodes.segments, nodes.longest)
         return linear(self.o, out.reshape(B, T, -1), residual, norm=norm, multiplier=self.multiplier)
 
     def forward_train(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -375,13 +376,16 @@ class Transformer(nn.Module):
         shape = (c.num_hidden_layers, 2, batch_size, c.num_key_value_heads, slots, row)
         return zeros(shape, dtype or self.dtype, self.device)
 
-    def nodes(self, n: Tensor, depth: Tensor, ancestors: Tensor, slots: int) -> Nodes:
+    def nodes(self, n: Tensor, depth: Tensor, ancestors: Tensor, slots: int, segments: Tensor | None = None) -> Nodes:
         """Positions, slots and visibility of T nodes behind n [B] cached tokens.
 
-        depth [B, T] int64; ancestors [B, T, T] bool, each node its own ancestor; slots: rows of the cache.
+        depth [B, T] int64; ancestors [B, T, T] bool, each node its own ancestor; slots: rows of the cache, or with
+        segments (see `Nodes`) of a sequence at most.
         """
-        where = kernels.place_rows(n, depth, Rotary(self.rotary.cos, self.rotary.sin), slots)
-        return nodes_at(where, n, ancestors, max(self.config.windows))
+        rotary = Rotary(self.rotary.cos, self.rotary.sin)
+        where = kernels.place_rows(n, depth, rotary, slots, 0, None, None, 0, segments)
+        nodes = nodes_at(where, n, ancestors, max(self.config.windows))
+        return nodes._replace(segments=segments, longest=slots)
 
     def forward(
         self, tokens: Tensor, nodes: Nodes, kv_cache: Tensor, taps: tuple[int, ...] = (), layers: Callable | None = None
@@ -391,7 +395,7 @@ class Transformer(nn.Module):
         Args:
             tokens: int64 [B, T].
             nodes: from `self.nodes`.
-            kv_cache: [L, 2, B, Hkv, S, hd]. Rows are written at nodes.slots.
+            kv_cache: [L, 2, B, Hkv, S, hd], or with nodes.segments [L, 2, 1, Hkv, S, hd]. It is written at nodes.slots.
             taps: layers whose *input* residual state to return (EAGLE-3), ascending. num_layers is after the last layer.
             layers: runs all layers instead of `run_layers`, with the same arguments but the last.
 

@@ -82,6 +82,10 @@ class LoadOptions:
         "file of requests: 0)", least=0,
     )  # fmt: skip
     ctx: int | None = option("context to allocate (default: the model's, at most 8192)", least=2)
+    pool: int | None = option(
+        "tokens of all slots together that the KV cache has room for; a request whose prompt and answer do not fit waits "
+        "(default: --ctx for each slot, or less where memory holds no more)", metavar="TOKENS", least=2,
+    )  # fmt: skip
     device: str | None = option("default: the GPU if there is one", choices=("cuda", "cpu"))
     dtype: str | None = option("default: the checkpoint's; float32 on a CPU", choices=DTYPES)
     quant: str | None = option(
@@ -283,6 +287,7 @@ class LoadKeywords(TypedDict, total=False):
     sha256: str | None
     slots: int | None
     ctx: int | None
+    pool: int | None
     device: str | None
     dtype: str | None
     quant: str | None

@@ -408,7 +408,7 @@ class RankedEngine(Engine):
 
     def together(self, deed: Callable[..., Result], *arguments: object) -> Result:
         with self.driver.alone():
-            while self.ranks.rank == 0 and None not in self.batch.rows:  # a deed may need a row
+            while self.ranks.rank == 0 and self.batch.full:  # a deed may need a row
                 self.batch.iterate()
             self.tell("together", deed, *arguments)
             return deed(self, *arguments)

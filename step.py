@@ -18,7 +18,7 @@ from torch import Tensor
 
 import kernels
 import sampling
-from drafters.base import UNCOMPILED, Draft, Drafter, DraftInput, StepParts, swap_rows
+from drafters.base import UNCOMPILED, Draft, Drafter, DraftInput, StepParts
 from kernels.records import Accepted, StepBuffers
 from model import Transformer
 from sampling import Logprobs, SamplingMode, SamplingState
@@ -28,14 +28,15 @@ from verify import accept, multi_round
 PHASES = ("draft", "verify", "accept")  # accept is choosing, walking and committing
 HISTORY = 128  # features kept for a drafter that catches up: more than Pacer.PLAIN and the longest run of a step
 # the buffers of a DecodeState whose first axis is the batch
-PER_ROW = """tokens n root count features history done produced limit stop_ids seen counts allowed""".split()
+PER_ROW = """tokens n root count features history done produced limit stop_ids seen counts allowed segments""".split()
 RING = 8  # steps whose output the device keeps, which is more than may run ahead of the host
 
 
 class DecodeState:
     """Every buffer that a step reads or writes, allocated once.
 
-    There are S = ctx + N + 1 slots. The last one takes every write past the end, so it never holds anything.
+    A row has S = ctx + N + 1 slots at most. Its last one takes every write past the end, so it never holds anything. The
+    slots of all rows are places of one cache, the pool: those of row b are `spans[b]`, (the first place, how many).
     """
 
     def __init__(
@@ -46,16 +47,21 @@ class DecodeState:
         ctx: int,
         history: bool = False,
         kv_dtype: torch.dtype | None = None,
+        pool: int | None = None,
     ):
-        """history: keep the features of the last HISTORY tokens, for a drafter that plain steps may replace."""
+        """history: keep the features of the last HISTORY tokens, for a drafter that plain steps may replace.
+        pool: tokens that the cache has room for, of all rows together (default: ctx for each)."""
         B = batch_size
         D = drafter.D
         V = model.config.vocab_size
         F = drafter.feature_size
         self.ctx = ctx
         self.slots = ctx + drafter.N + 1
-        self.kv = model.new_cache(B, self.slots, kv_dtype)
+        self.places = pool_places(B, ctx, drafter.N, pool)
+        self.scarce = self.places < B * self.slots  # whether not all rows can have a whole context at once
+        self.kv = model.new_cache(1, self.places + self.scarce, kv_dtype)
         with torch.device(model.device):
+            self.segments = torch.zeros(B, 2, dtype=torch.int64)  # `spans`, as `Nodes` has them
             self.tokens = torch.zeros(B, self.slots, dtype=torch.int64)
             self.n = torch.ones(B, dtype=torch.int64)  # tokens in the cache, which is the root's position; n >= count
             self.root = torch.zeros(B, dtype=torch.int64)
@@ -75,28 +81,45 @@ class DecodeState:
             # bits of the tokens that a grammar allows after each node (`sampling.restrict`)
             self.allowed = torch.full((B, drafter.N, -(-V // 32)), -1, dtype=torch.int32)
         self.sampling = SamplingState(B, model.device)
+        self.lay_out()
+
+    @property
+    def nowhere(self) -> tuple[int, int]:
+        """The span of a row that has none: one place behind all others, which nobody reads."""
+        return self.places, 1
+
+    def lay_out(self) -> None:
+        """Give as many rows as possible a whole context, and the others none. The cache then holds no text."""
+        first = range(0, self.places - self.slots + 1, self.slots)
+        self.spans = [(at, self.slots) for at in first] + [self.nowhere] * (len(self.segments) - len(first))
+        self.n.fill_(1)
+        self.count.fill_(1)
+        self.write_spans()
+
+    def write_spans(self) -> None:
+        """Let the steps from now on use the present `spans`."""
+        self.segments.copy_(torch.tensor([(first, size - 1) for first, size in self.spans]))
 
     def first(self, rows: int) -> DecodeState:
         """The buffers of the first rows alone, as views."""
         view = copy.copy(self)
-        view.kv = self.kv.narrow(2, 0, rows)
         view.ring = self.ring.narrow(1, 0, rows)
         view.sampling = self.sampling.first(rows)
         vars(view).update({name: vars(self)[name].narrow(0, 0, rows) for name in PER_ROW})
         return view
 
-    def swap(self, a: int, b: int, length: int) -> None:
-        """Exchange what two rows hold, of which the first `length` slots are valid in either. No host sync."""
+    def swap(self, a: int, b: int) -> None:
+        """Exchange what two rows hold. Of the cache they exchange their places, which copies nothing. No host sync."""
         both, swapped = [a, b], [b, a]
         for buffer in (*(vars(self)[name] for name in PER_ROW), *vars(self.sampling).values()):
             buffer[both] = buffer[swapped]
-        swap_rows(self.kv, a, b, length)
+        self.spans[a], self.spans[b] = self.spans[b], self.spans[a]
 
     def step_buffers(self) -> StepBuffers:
         """What a commit reads and writes, under the names that the kernels use."""
         return StepBuffers(
             self.tokens, self.n, self.root, self.count, self.produced, self.limit, self.done, self.stop_ids, self.ring,
-            self.features, self.history, self.step,
+            self.features, self.history, self.step, self.segments,
         )  # fmt: skip
 
     def buffers(self) -> list[Tensor]:
@@ -106,6 +129,15 @@ class DecodeState:
 
     def nbytes(self) -> int:
         return sum(buffer.nbytes for buffer in self.buffers())
+
+
+def pool_places(rows: int, ctx: int, nodes: int, tokens: int | None) -> int:
+    """Places of a pool for so many tokens, or for a whole context in each row. A row needs some more than its tokens, for
+    a tree of so many nodes and for one trash row. ValueError if not even one context has room, or more than all rows."""
+    tokens = rows * ctx if tokens is None else tokens
+    if not ctx <= tokens <= rows * ctx:
+        raise ValueError(f"pool is {tokens} tokens; allowed: {ctx} (one context) to {rows * ctx} (one for each slot).")
+    return tokens + rows * (nodes + 1)
 
 
 class StepOutput(NamedTuple):
@@ -193,7 +225,7 @@ def verify_phase(
     parts: StepParts = UNCOMPILED,
 ) -> StepOutput:
     """The second half: run the target on the tree, accept and commit."""
-    nodes = model.nodes(state.n, draft.depth, draft.ancestors, state.slots)
+    nodes = model.nodes(state.n, draft.depth, draft.ancestors, state.slots, state.segments)
     hidden_states, taps = model(draft.tokens, nodes, state.kv, drafter.taps, parts.layers)
     logits = model.logits(hidden_states)
     if mark is not None:
@@ -279,7 +311,7 @@ def _write(
     accepted: Accepted, usable: Tensor, features: Tensor, buffers: StepBuffers
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Write everything but the KV cache. Returns the new tokens' count [B], whether their logits were usable, and the
-    cache slots that their rows move from and to, each [B, P].
+    places in the cache that their rows move from and to, each [B, P].
 
     usable bool [B, N] and features [B, N, F] belong to the nodes of the tree.
     """
@@ -290,8 +322,9 @@ def _write(
     live = ~done
     count = accepted.count * live
     new = level < count[:, None]
-    source = (n[:, None] + path).clamp(max=trash)
-    target = torch.where(new, n[:, None] + level, trash)
+    first, behind = buffers.segments.split(1, 1)
+    source = first + (n[:, None] + path).minimum(behind)
+    target = torch.where(new, first + n[:, None] + level, source)
     tokens.scatter_(1, torch.where(new, n[:, None] + 1 + level, trash), emitted)
     rows = features.gather(1, path[..., None].expand(-1, -1, features.shape[-1]))
     buffers.features.copy_(torch.where(live[:, None, None], rows, buffers.features))

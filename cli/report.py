@@ -131,7 +131,7 @@ class Report:
         # most models bring a template of their own: only another one is worth a place on the line
         extra = f"   template: {template}" if template.startswith(("built-in", "named", "no ")) else ""
         weights, B = size_text(engine.plan.weights), engine.batch_size
-        slots = f"   {B} slots, which hold {B * engine.ctx:,} tokens" if B > 1 else ""
+        slots = f"   {B} slots, whose pool holds {engine.pool_tokens:,} tokens" if B > 1 else ""
         self.line(f"model   {name}   {what}   {weights}{_drafter(engine)}   ctx {engine.ctx}{slots}{extra}")
         device = describe_device(engine.model.device)
         whose = f" of each of {engine.ranks.size} ranks" if isinstance(engine, RankedEngine) else ""

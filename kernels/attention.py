@@ -90,6 +90,18 @@ def _row_geometry(start, positions, b, m, T, R, ROWS, REGION: tl.constexpr):
 
 
 @jit
+def _own_rows(segments, bh, b, S, HKV: tl.constexpr, POOLED: tl.constexpr):
+    """(the row of the cache where slot 0 of a head of sequence b lies, the slot that takes every write past the end)"""
+    if POOLED:
+        first = (bh % HKV).to(tl.int64) * S + tl.load(segments + 2 * b)
+        trash = tl.load(segments + 2 * b + 1).to(tl.int32)
+    else:
+        first = bh.to(tl.int64) * S
+        trash = S - 1
+    return first, trash
+
+
+@jit
 def _split_bounds(split):
     """The keys [first, last) of a split: 8 splits of 128, 8 of 256, 8 of 512, 8 of 1024, then all of 2048.
 
@@ -133,7 +145,7 @@ def _live_splits(end):
 
 @jit
 def _attend_chunks(
-    query, kv, kv_scales, visible, bh, b, split, ok, t, n, p, limit, v_offset, S, T, R, scale, HD: tl.constexpr,
+    query, kv, kv_scales, visible, own, trash, b, split, ok, t, n, p, limit, v_offset, T, R, scale, HD: tl.constexpr,
     HDP: tl.constexpr, WINDOW: tl.constexpr, REGION: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
     INT8: tl.constexpr, CAP: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
@@ -154,8 +166,7 @@ def _attend_chunks(
     acc = tl.zeros((BM, HDP), tl.float32)
     for j0 in range(low, high, BK):
         j = j0 + tl.arange(0, BK)
-        slot = tl.minimum(j, S - 1)
-        at = (bh.to(tl.int64) * S + slot) * (HD + 4 * INT8)
+        at = (own + tl.minimum(j, trash)) * (HD + 4 * INT8)
         k = load_rows(kv, kv_scales, at, d, j < end, query.dtype, HD, INT8)
         v = load_rows(kv, kv_scales, at + v_offset, d, j < end, query.dtype, HD, INT8)
         spoilt = tl.zeros((BK,), tl.int32)
@@ -186,7 +197,7 @@ def _attend_chunks(
 
 @jit
 def _attend_tail(
-    query, kv, kv_scales, visible, bh, b, ok, t, n, p, limit, v_offset, S, T, R, scale, HD: tl.constexpr,
+    query, kv, kv_scales, visible, own, trash, b, ok, t, n, p, limit, v_offset, T, R, scale, HD: tl.constexpr,
     HDP: tl.constexpr, RP: tl.constexpr, WINDOW: tl.constexpr, RT: tl.constexpr, INT8: tl.constexpr,
     CAP: tl.constexpr,
 ):  # fmt: skip
@@ -197,7 +208,7 @@ def _attend_tail(
     gathers only rows that it sees. Others are loaded as zero. A tail has at most 32 keys where rows see their own path
     alone, so that there is one step.
     """
-    base = bh.to(tl.int64) * S * (HD + 4 * INT8)
+    base = own * (HD + 4 * INT8)
     values = kv + base + v_offset
     d = tl.arange(0, HDP)
     r = tl.arange(0, RP)
@@ -213,7 +224,7 @@ def _attend_tail(
         j = limit[:, None] + step * 32 + tl.arange(0, 32)[None, :]
         nth = j - n
         row = tl.sum(tl.where(rank[:, None, :] == nth[:, :, None] + 1, r[None, None, :], 0), 2)
-        slot = tl.where(nth < 0, j, tl.minimum(n + row, S - 1))
+        slot = tl.where(nth < 0, j, tl.minimum(n + row, trash))
         see = ok[:, None] & (nth < count[:, None])
         if WINDOW > 0:
             see = see & ((nth >= 0) | (j > p[:, None] - WINDOW))
@@ -259,10 +270,10 @@ def _merge(top, total, acc, part):
 
 @jit
 def attend_kernel(
-    q, kv, kv_scales, start, visible, positions, acc_part, ml_part, arrived, out, sinks, v_offset, S, T, R, ROWS,
-    PARTS, scale, HKV: tl.constexpr, HD: tl.constexpr, HDP: tl.constexpr, RP: tl.constexpr, WINDOW: tl.constexpr,
+    q, kv, kv_scales, segments, start, visible, positions, acc_part, ml_part, arrived, out, sinks, v_offset, S, T, R,
+    ROWS, PARTS, scale, HKV: tl.constexpr, HD: tl.constexpr, HDP: tl.constexpr, RP: tl.constexpr, WINDOW: tl.constexpr,
     REGION: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, RT: tl.constexpr, INT8: tl.constexpr,
-    CAP: tl.constexpr, SINKS: tl.constexpr, NATIVE: tl.constexpr, OVERLAP: tl.constexpr,
+    CAP: tl.constexpr, SINKS: tl.constexpr, NATIVE: tl.constexpr, POOLED: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Attention of BM query rows: keys [0, limit) on matrix units, limit = 16 floor((p - 16) / 16), then the tail.
     Grid (B Hkv, row tiles, up to BM / RT programs for tails and one per split).
@@ -283,6 +294,7 @@ def attend_kernel(
         # Offsets within the partial sums of one head fit in 32 bits. Those of a large batch do not.
         acc_part += bh.to(tl.int64) * PARTS * ROWS * HD
         ml_part += bh.to(tl.int64) * PARTS * ROWS * 2
+    own, trash = _own_rows(segments, bh, b, S, HKV, POOLED)
     d = tl.arange(0, HDP)
     m = tile * BM + tl.arange(0, BM)
     ok, t, n, p, limit = _row_geometry(start, positions, b, m, T, R, ROWS, REGION)
@@ -293,7 +305,7 @@ def attend_kernel(
         sink = tl.load(sinks + bh % HKV * (ROWS // T) + m // T, mask=ok, other=float("-inf")).to(tl.float32)
     if REGION:
         query = tl.load(q + at, mask=real, other=0)
-        top, total, acc = _attend_chunks(query, kv, kv_scales, visible, bh, b, 0, ok, t, n, p, limit, v_offset, S, T,
+        top, total, acc = _attend_chunks(query, kv, kv_scales, visible, own, trash, b, 0, ok, t, n, p, limit, v_offset, T,
                                          R, scale, HD, HDP, WINDOW, REGION, BM, BK, INT8, CAP, NATIVE)  # fmt: skip
         if SINKS:
             top, total, acc = _merge(top, total, acc, (sink, tl.where(ok, 1.0, 0.0), tl.zeros((BM, HDP), tl.float32)))
@@ -310,13 +322,13 @@ def attend_kernel(
             real_few = ok_few[:, None] & (d < HD)[None, :]
             query_few = tl.load(q + bh * ROWS * HD + at_few, mask=real_few, other=0).to(tl.float32)
             top_few, total_few, acc_few = _attend_tail(
-                query_few, kv, kv_scales, visible, bh, b, ok_few, t_few, n_few, p_few, limit_few, v_offset, S, T, R,
+                query_few, kv, kv_scales, visible, own, trash, b, ok_few, t_few, n_few, p_few, limit_few, v_offset, T, R,
                 scale, HD, HDP, RP, WINDOW, RT, INT8, CAP)  # fmt: skip
             _store_partial(acc_part, ml_part, last, few, d, top_few, total_few, acc_few, ok_few, real_few, HD)
         else:
             query = tl.load(q + at, mask=real, other=0)
             top_s, total_s, acc_s = _attend_chunks(
-                query, kv, kv_scales, visible, bh, b, part - TAILS, ok, t, n, p, limit, v_offset, S, T, R, scale,
+                query, kv, kv_scales, visible, own, trash, b, part - TAILS, ok, t, n, p, limit, v_offset, T, R, scale,
                 HD, HDP, WINDOW, REGION, BM, BK, INT8, CAP, NATIVE)  # fmt: skip
             mine = (part - TAILS) * ROWS
             _store_partial(acc_part, ml_part, mine, m, d, top_s, total_s, acc_s, ok, real, HD)
@@ -369,17 +381,18 @@ def attention_tiles(dim: int, region: bool, int8: bool, window: int, wgmma: bool
 
 def _tree_attention_triton(
     q: Tensor, kv: Tensor, start: Tensor, visible: Tensor, positions: Tensor, window: int, scale: float,
-    arrived: Tensor | None, cap: float, sinks: Tensor | None,
+    arrived: Tensor | None, cap: float, sinks: Tensor | None, segments: Tensor | None, longest: int,
 ) -> Tensor:  # fmt: skip
-    """`tree_attention` in one launch, whose grid depends on S and T alone."""
+    """`tree_attention` in one launch, whose grid depends on the longest sequence's slots and T alone."""
     batch, query_heads, T, dim = q.shape
     kv_heads, S = kv.shape[2:4]
     R = visible.shape[2]
     rows = query_heads // kv_heads * T
     region = T > 64 or R > 128
     int8 = kv.dtype == torch.int8
-    octave = min((S // 1024 + 1).bit_length() - 1, 4)
-    splits = 8 * octave + triton.cdiv(S - 1024 * (2**octave - 1), 128 << octave)
+    longest = longest or S
+    octave = min((longest // 1024 + 1).bit_length() - 1, 4)
+    splits = 8 * octave + triton.cdiv(longest - 1024 * (2**octave - 1), 128 << octave)
     wgmma = not (region and q.is_cuda and lacks_fences(torch.cuda.get_device_capability(q.device)))
     tiles = attention_tiles(dim, region, int8, window, wgmma)
     tails = min(triton.cdiv(rows, tiles["RT"]), tiles["BM"] // tiles["RT"])
@@ -392,11 +405,11 @@ def _tree_attention_triton(
     out = q.new_empty(batch, T, query_heads, dim)
     visible = visible.contiguous().view(torch.uint8)
     attend_kernel[grid](
-        q.contiguous(), kv, scales_of(kv), start, visible, positions.contiguous(), acc, ml, arrived, out,
-        out if sinks is None else sinks, kv.stride(0), S, T, R, rows, parts, scale, HKV=kv_heads, HD=dim,
-        HDP=max(16, triton.next_power_of_2(dim)), RP=1 if region else triton.next_power_of_2(R), WINDOW=max(window, 0),
-        REGION=region, INT8=int8, CAP=cap,
-        SINKS=sinks is not None, NATIVE=native(q.dtype), **tiles, **overlapping(),
+        q.contiguous(), kv, scales_of(kv), start if segments is None else segments, start, visible,
+        positions.contiguous(), acc, ml, arrived, out, out if sinks is None else sinks, kv.stride(0), S, T, R, rows,
+        parts, scale, HKV=kv_heads, HD=dim, HDP=max(16, triton.next_power_of_2(dim)),
+        RP=1 if region else triton.next_power_of_2(R), WINDOW=max(window, 0), REGION=region, INT8=int8, CAP=cap,
+        SINKS=sinks is not None, NATIVE=native(q.dtype), POOLED=segments is not None, **tiles, **overlapping(),
     )  # fmt: skip
     return out
 
@@ -407,11 +420,11 @@ def _attention_problem(q: Tensor, kv: Tensor, *_rest) -> str:
 
 def _attention_cpu(
     q: Tensor, kv: Tensor, start: Tensor, visible: Tensor, positions: Tensor, window: int, scale: float,
-    _arrived: None, cap: float, sinks: Tensor | None,
+    _arrived: None, cap: float, sinks: Tensor | None, segments: Tensor | None, _longest: int,
 ) -> Tensor:  # fmt: skip
     visible = visible.expand(q.shape[0], -1, -1).contiguous()
     rows = q.transpose(1, 2).contiguous(), kv, start, visible, positions.contiguous()
-    return torch.ops.eaglet_cpu.tree_attention.default(*rows, window, scale, cap, sinks)
+    return torch.ops.eaglet_cpu.tree_attention.default(*rows, window, scale, cap, sinks, segments)
 
 
 @operation(
@@ -421,12 +434,14 @@ def _attention_cpu(
 )  # fmt: skip
 def tree_attention(
     q: Tensor, kv: Tensor, start: Tensor, visible: Tensor, positions: Tensor, window: int, scale: float,
-    arrived: Tensor | None = None, cap: float = 0.0, sinks: Tensor | None = None,
+    arrived: Tensor | None = None, cap: float = 0.0, sinks: Tensor | None = None, segments: Tensor | None = None,
+    longest: int = 0,
 ) -> Tensor:  # fmt: skip
     """Attention of T rows over a static cache -> [B,T,Hq,hd] in q's dtype. There is no backward.
 
     q [B,Hq,T,hd].
-    kv [2,B,Hkv,S,hd] or int8 [2,B,Hkv,S,hd+4]: one layer, which already holds the rows of this forward.
+    kv [2,B,Hkv,S,hd] or int8 [2,B,Hkv,S,hd+4]: one layer, which already holds the rows of this forward. With segments
+    [2,1,Hkv,S,...], which all sequences share.
     start [B] int64: the first slot of the region. Row r of the region lies in slot min(start + r, S-1).
     visible [B,T,R] bool: whether query t may see row r of the region, with the window already applied.
     positions [B,T] int64: the position of each query.
@@ -436,19 +451,19 @@ def tree_attention(
     operator makes its own, which is one launch more.
     cap: scores s become cap * tanh(s / cap), if it is not 0.
     sinks [Hq]: scores of one more key per head, whose value is zero.
+    segments, longest: as of `Nodes`. The slots of a sequence then lie behind each other from its first place on, and S-1
+    stands for its last one.
 
     A row that a query may not see never influences it, even if it holds NaN. Plain code reads `start` on the host, so
     its cost follows the live length.
     """
     starts = start.tolist()
-    if len(starts) == 1:
-        return (
-            _attend_one(q, kv, visible[0], positions[0], starts[0], window, scale, cap, sinks)
-            .transpose(1, 2)
-            .contiguous()
-        )
+    if segments is None:
+        caches = kv.split(1, 1)
+    else:
+        caches = [kv.narrow(3, first, behind + 1) for first, behind in segments.tolist()]
     rows = [
-        _attend_one(q[b : b + 1], kv[:, b : b + 1], visible[b], positions[b], n, window, scale, cap, sinks)
-        for b, n in enumerate(starts)
+        _attend_one(q[b : b + 1], cache, visible[b], positions[b], n, window, scale, cap, sinks)
+        for b, (n, cache) in enumerate(zip(starts, caches, strict=True))
     ]
-    return torch.cat(rows).transpose(1, 2).contiguous()
+    return (rows[0] if len(rows) == 1 else torch.cat(rows)).transpose(1, 2).contiguous()

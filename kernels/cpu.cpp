@@ -838,7 +838,7 @@ void rotate_and_write(const Nodes& n, const float* qkv, const float* const norms
       for (int64_t h = 0; h < all; ++h) {
         const float* x = qkv + (row * all + h) * n.hd;
         const int64_t which = h < n.heads ? 0 : h < n.heads + n.kv_heads ? 1 : 2;  // q, k or v
-        const int64_t at = (row / n.T * n.kv_heads + (h - n.heads) % n.kv_heads) * n.S + n.slots[row];
+        const int64_t at = (row / n.T * n.cache.apart + (h - n.heads) % n.kv_heads) * n.S + n.slots[row];
         char* const place = n.cache.at + (which == 2) * n.cache.values + at * n.cache.row;
         if (which == 2) {
           store_row(n.cache, x, place);
@@ -1014,7 +1014,7 @@ struct Attention {
       last[t] = std::max(start, first[t]);
       for (int64_t r = 0, count = 0; r < n.R; ++r)
         if (n.visible[t * n.R + r]) {
-          slots[t * n.R + count++] = std::min(start + r, n.S - 1);
+          slots[t * n.R + count++] = std::min(start + r, n.trash(t / n.T));
           ++last[t];
         }
       chunks = std::max(chunks, (last[t] + CHUNK - 1) / CHUNK);
@@ -1057,7 +1057,7 @@ struct Attention {
 
   void weigh(const Piece& p, int64_t chunk) const {
     int64_t rows[CHUNK];
-    const char* keys = n.cache.at + (p.token / n.T * n.kv_heads + p.head) * n.S * n.cache.row;
+    const char* keys = n.cache.at + n.first(p.token / n.T, p.head) * n.cache.row;
     for (int64_t i = 0; i < p.count; ++i) {
       const int64_t t = p.token + i, seen = rows_of(t, chunk, rows);
       const float* queries = q + (t * n.kv_heads + p.head) * group * n.hd;
@@ -1076,7 +1076,7 @@ struct Attention {
   // The columns from `begin` to `end` of the piece's output.
   void add_up(const Piece& p, int64_t begin, int64_t end) const {
     const int64_t hd = n.hd, queries = p.count * group;
-    const char* values = n.cache.at + n.cache.values + (p.token / n.T * n.kv_heads + p.head) * n.S * n.cache.row;
+    const char* values = n.cache.at + n.cache.values + n.first(p.token / n.T, p.head) * n.cache.row;
     std::vector<float> sums(queries * 2 * hd), shares(queries * chunks), whole(queries);
     for (int64_t i = 0; i < queries; ++i) {
       const float* totals = p.totals + i * chunks * 2;
@@ -1184,10 +1184,11 @@ void show(Nodes& n, const Tensor& start, const Tensor& visible, const Tensor& po
 
 Tensor tree_attention(const Tensor& q, const Tensor& kv, const Tensor& start, const Tensor& visible,
                       const Tensor& positions, int64_t window, double scale, double cap,
-                      const std::optional<Tensor>& sinks) {
+                      const std::optional<Tensor>& sinks, const std::optional<Tensor>& segments) {
   Nodes n = nodes_of(q.size(0), q.size(1), q.size(2), kv);
   STD_TORCH_CHECK(visible.size(0) == n.B && visible.size(1) == n.T, "every query needs to know which nodes it sees");
   show(n, start, visible, positions, window);
+  if (segments) n.segments = integers(*segments);
   Tensor out = torch::stable::empty_like(q);
   attend(n, floats(q), (float)scale, (float)cap, floats(sinks), floats(out));
   return out;
@@ -1286,6 +1287,7 @@ std::tuple<Tensor, Tensor> layers(const Tensor& x, const std::optional<Tensor>& 
   const int64_t H = all[0].o.n, W = taps.size();
   Nodes n{B, T, all[0].qkv.n / hd - 2 * kv_heads, kv_heads, hd, kv.size(4), 0, 0, nullptr, nullptr, 0, cache};
   place(n, shared.cos, shared.sin, shared.slots, stack.eps);
+  if (shared.segments.numel()) n.segments = integers(shared.segments);
   Tensor out = torch::stable::new_empty(x, {B, T, H}), tapped = torch::stable::new_empty(x, {B, T, W * H});
   const std::unique_ptr<float[]> memory(new float[M * (3 * widest + H)]);
   float* const buffer[3] = {memory.get(), memory.get() + M * widest, memory.get() + 2 * M * widest};
@@ -1322,7 +1324,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(eaglet_cpu, m) {
   m.def("rope_write_kv(Tensor qkv, Tensor cos, Tensor sin, Tensor(a!) kv, Tensor slots, Tensor? q_weight, "
         "Tensor? k_weight, float eps) -> Tensor");
   m.def("tree_attention(Tensor q, Tensor kv, Tensor start, Tensor visible, Tensor positions, int window, float scale, float cap, "
-        "Tensor? sinks) -> Tensor");
+        "Tensor? sinks, Tensor? segments) -> Tensor");
   m.def("stack_layers(Tensor[] weights, Tensor? norm, int[] windows, int[] rotations, int gate, float eps, float scale, "
         "float cap) -> Tensor");
   m.def("layers(Tensor x, Tensor? residual, Tensor stacked, Tensor[] nodes, Tensor(a!) kv, bool round, int[] taps) "

@@ -164,10 +164,11 @@ void norm_rows(const float* x, const float* weight, int64_t rows, int64_t size, 
 // (`quantize_rows` in kernels/kv.py).
 enum class Stored { FLOAT, HALF, BYTES };
 
-// The keys and values of one layer, [2,B,kv_heads,S,row].
+// The keys and values of one layer, [2,B,kv_heads,S,row], or [2,1,kv_heads,S,row], which all sequences share.
 struct Cache {
   Stored as;
   int64_t hd, row, values;  // row: its bytes; values: bytes from the keys to the values
+  int64_t apart;            // heads from one sequence to the next
   char* at;
 
   explicit Cache(const Tensor& kv) : Cache(kv, kv.dim() - 5) {}
@@ -187,6 +188,7 @@ struct Cache {
     row = kv.size(first + 4) * size;
     hd = as == Stored::BYTES ? row - 4 : row / size;
     values = kv.stride(first) * size;
+    apart = kv.size(first + 1) > 1 ? kv.size(first + 2) : 0;
     at = (char*)kv.data_ptr();
   }
 };
@@ -200,6 +202,11 @@ struct Nodes {
   const int64_t *slots, *start, *positions;
   const bool* visible;
   float eps;
+  const int64_t* segments = nullptr;  // [B,2], as of model.Nodes
+
+  // The row of the cache in which slot 0 of a head of sequence b lies, and the slot that takes every write past the end.
+  int64_t first(int64_t b, int64_t head) const { return (b * cache.apart + head) * S + (segments ? segments[2 * b] : 0); }
+  int64_t trash(int64_t b) const { return segments ? segments[2 * b + 1] : S - 1; }
 };
 
 // The weights of a decoder layer. Norms are null where the layer has none.

@@ -243,7 +243,7 @@ std::tuple<Tensor, Tensor> draft_topk(const Tensor& logits, const std::optional<
 // Positions, slots, cos, sin and the tokens of `fed` rows that are fed again and of those at `depth` [B or 1,T].
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> place_rows(
     const Tensor& n, const Tensor& depth, std::vector<Tensor> tables, int64_t slots, int64_t fed,
-    const std::optional<Tensor>& count, const std::optional<Tensor>& tokens, int64_t lead) {
+    const std::optional<Tensor>& count, const std::optional<Tensor>& tokens, int64_t lead, const std::optional<Tensor>& segments) {
   const auto [cos, sin] = record<tensors::Rotary>(tables);
   const int64_t B = n.size(0), T = depth.size(1), R = fed + T, half = cos.size(1), S = tokens ? tokens->size(1) : 0;
   Tensor positions = new_empty(n, {B, R}), places = new_empty(n, {B, R}), again = new_empty(n, {B, fed});
@@ -254,7 +254,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> place_rows(
     const int64_t position = base + (r < fed ? r : integers(depth)[(depth.size(0) > 1 ? b * T : 0) + place]);
     if (r < fed) integers(again)[b * fed + r] = integers(*tokens)[b * S + std::min(base - lead + 1 + r, S - 1)];
     integers(positions)[row] = position;
-    integers(places)[row] = std::min(base + place, slots - 1);
+    const int64_t* segment = segments ? integers(*segments) + 2 * b : nullptr;
+    integers(places)[row] = segment ? segment[0] + std::min(base + place, segment[1]) : std::min(base + place, slots - 1);
     rotary_row(floats(cos), floats(sin), cos.size(0), half, position, floats(cosines) + row * half, floats(sines) + row * half);
   }
   return {positions, places, cosines, sines, again};
@@ -320,14 +321,14 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> commit(std::vector<Tensor> walk, cons
   for (int64_t b = 0; b < B; ++b) {
     bool& finished = booleans(buffers.done)[b];
     const bool live = !finished;
-    const int64_t start = integers(buffers.n)[b], many = live ? integers(accepted.count)[b] : 0;
+    const int64_t *segment = integers(buffers.segments) + 2 * b, start = integers(buffers.n)[b], many = live ? integers(accepted.count)[b] : 0;
     int64_t* row = integers(buffers.ring) + step * buffers.ring.stride(0) + b * width;
     for (int64_t level = 0; level < P; ++level) {
       const int64_t at = b * P + level, node = integers(path)[at], token = integers(accepted.emitted)[at];
       const bool is_new = level < many, good = booleans(usable)[b * N + node] || !is_new;
       const float* feature = floats(features) + (b * N + node) * F;
-      integers(source)[at] = std::min(start + node, S - 1);
-      integers(target)[at] = is_new ? start + level : S - 1;
+      integers(source)[at] = segment[0] + std::min(start + node, segment[1]);
+      integers(target)[at] = is_new ? segment[0] + start + level : integers(source)[at];
       booleans(finite)[at] = good;
       row[2 + 2 * level] = token;
       row[3 + 2 * level] = good;
@@ -352,10 +353,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> commit(std::vector<Tensor> walk, cons
   return {count, finite, source, target};
 }
 
-// `kernels.commit_kv` of a cache [L,2,B,Hkv,S,row]: rows move from source to target [B,P]. A row whose
-// target is the last slot goes nowhere, because nobody reads that slot. The cache may be the first rows of a larger one.
+// `kernels.commit_kv` of a cache [L,2,B,Hkv,S,row], or [L,2,1,Hkv,S,row]: rows move from source to target [B,P]. A row
+// whose target is the last slot goes nowhere, because nobody reads that slot. The cache may be the first rows of a larger one.
 void commit_kv(Tensor kv, const Tensor& source, const Tensor& target) {
-  const int64_t B = kv.size(2), heads = kv.size(3), S = kv.size(4), P = source.size(1);
+  const int64_t B = source.size(0), heads = kv.size(3), S = kv.size(4), P = source.size(1);
   const Cache cache(kv);
   std::vector<std::pair<int64_t, int64_t>> moves;
   std::vector<char> rows;
@@ -366,7 +367,7 @@ void commit_kv(Tensor kv, const Tensor& source, const Tensor& target) {
         moves.emplace_back(integers(source)[p] * cache.row, integers(target)[p] * cache.row);
     rows.resize(moves.size() * cache.row);
     for (int64_t i = 0; i < kv.size(0) * 2 * heads && !moves.empty(); ++i) {
-      char* head = cache.at + i / heads * cache.values + (b * heads + i % heads) * S * cache.row;
+      char* head = cache.at + i / heads * cache.values + (b * cache.apart + i % heads) * S * cache.row;
       for (size_t m = 0; m < moves.size(); ++m) std::memcpy(&rows[m * cache.row], head + moves[m].first, cache.row);
       for (size_t m = 0; m < moves.size(); ++m) std::memcpy(head + moves[m].second, &rows[m * cache.row], cache.row);
     }
@@ -380,7 +381,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(eaglet_cpu, m) {
   m.def("choose(Tensor logits, Tensor? noise, Tensor? depth, Tensor temperature) -> (Tensor, Tensor)");
   m.def("draft_topk(Tensor logits, Tensor? noise, Tensor? ids, Tensor temperature, bool noisy, int count) -> (Tensor, Tensor)");
   m.def("place_rows(Tensor n, Tensor depth, Tensor[] rotary, int slots, int fed, Tensor? count, Tensor? tokens, "
-        "int lead) -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
+        "int lead, Tensor? segments) -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
   m.def("join_rows(Tensor embedding, Tensor features, Tensor? source, Tensor? table_norm, Tensor? feature_norm, float eps, "
         "bool keep_normed) -> (Tensor, Tensor)");
   m.def("accept(Tensor tokens, Tensor parent, Tensor depth, Tensor ancestors, Tensor valid, Tensor choice, int D) "

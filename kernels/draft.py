@@ -18,8 +18,8 @@ from kernels.records import Accepted, Rotary, StepBuffers
 
 @jit
 def place_kernel(
-    n, count, depth, tokens, cos_table, sin_table, positions, slots, cos, sin, fed, R, FED, S, LAST_SLOT, LENGTH, LEAD,
-    DEPTH_STRIDE, HALF: tl.constexpr, BLOCK: tl.constexpr,
+    n, count, depth, tokens, cos_table, sin_table, segments, positions, slots, cos, sin, fed, R, FED, S, LAST_SLOT,
+    LENGTH, LEAD, DEPTH_STRIDE, HALF: tl.constexpr, BLOCK: tl.constexpr, POOLED: tl.constexpr,
 ):  # fmt: skip
     """`place_rows` of one row. Grid (B R,)."""
     pid = tl.program_id(0)
@@ -35,7 +35,10 @@ def place_kernel(
     else:
         position = base + tl.load(depth + b * DEPTH_STRIDE + place)
     tl.store(positions + pid, position)
-    tl.store(slots + pid, tl.minimum(base + place, LAST_SLOT))
+    if POOLED:
+        tl.store(slots + pid, tl.load(segments + 2 * b) + tl.minimum(base + place, tl.load(segments + 2 * b + 1)))
+    else:
+        tl.store(slots + pid, tl.minimum(base + place, LAST_SLOT))
     d = tl.arange(0, BLOCK)
     at = tl.minimum(position, LENGTH - 1) * HALF + d
     tl.store(cos + pid * HALF + d, tl.load(cos_table + at, mask=d < HALF), mask=d < HALF)
@@ -53,14 +56,15 @@ def place_shapes(
 
 def _place_triton(
     n: Tensor, depth: Tensor, rotary: Rotary, slots: int, fed: int, count: Tensor | None, tokens: Tensor | None,
-    lead: int,
+    lead: int, segments: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     out = place_shapes(n, depth, rotary, slots, fed)
     (B, R), T, (length, half) = out[0].shape, depth.shape[1], rotary.cos.shape
     known = n if tokens is None else tokens
     place_kernel[B * R,](
-        n, n if count is None else count, depth.contiguous(), known, *rotary, *out, R, fed, known.shape[-1], slots - 1,
-        length, lead, T * (depth.shape[0] > 1), HALF=half, BLOCK=triton.next_power_of_2(half), num_warps=1,
+        n, n if count is None else count, depth.contiguous(), known, *rotary, n if segments is None else segments, *out,
+        R, fed, known.shape[-1], slots - 1, length, lead, T * (depth.shape[0] > 1), HALF=half,
+        BLOCK=triton.next_power_of_2(half), POOLED=segments is not None, num_warps=1,
     )  # fmt: skip
     return out
 
@@ -73,7 +77,7 @@ def _place_triton(
 )  # fmt: skip
 def place_rows(
     n: Tensor, depth: Tensor, rotary: Rotary, slots: int, fed: int = 0, count: Tensor | None = None,
-    tokens: Tensor | None = None, lead: int = 0,
+    tokens: Tensor | None = None, lead: int = 0, segments: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """(positions, slots, cos, sin, tokens) of `fed` rows that are fed again, and then of T others. No host sync.
 
@@ -81,7 +85,7 @@ def place_rows(
     and slot n + lead - count + r, and its token is the one at n - count + 1 + r.
 
     n, count int64 [B]; depth int64 [B or 1,T]; tokens int64 [B,S]; slots: of the cache, whose last one takes all
-    rows past the end.
+    rows past the end. segments: as of `Nodes`, where sequences share a cache. Slots are then places of that cache.
     Returns int64 [B,fed+T], int64 [B,fed+T], [B,fed+T,hd/2] twice, and int64 [B,fed].
     """
     T = depth.shape[1]
@@ -94,7 +98,8 @@ def place_rows(
         again = tokens.gather(1, (first + 1).clamp(max=tokens.shape[1] - 1))
         place, positions = (torch.cat((first + lead, rest), 1) if T else first + lead for rest in (place, positions))
     flat = positions.clamp(max=rotary.cos.shape[0] - 1)
-    return positions, place.clamp(max=slots - 1), rotary.cos[flat], rotary.sin[flat], again
+    place = place.clamp(max=slots - 1) if segments is None else segments[:, :1] + place.minimum(segments[:, 1:])
+    return positions, place, rotary.cos[flat], rotary.sin[flat], again
 
 
 @jit
@@ -373,7 +378,7 @@ def accept_shapes(tokens: Tensor, *rest) -> tuple[Tensor, Tensor, Tensor, Tensor
 @jit
 def commit_kernel(
     path, count, bonus, emitted, usable, tokens, n, root, valid_rows, produced, limit, done, stop_ids, ring, step,
-    out_count, finite, source, target, N, P, S, RING, WIDTH, STRIDE, STOPS: tl.constexpr, PP: tl.constexpr,
+    segments, out_count, finite, source, target, N, P, S, RING, WIDTH, STRIDE, STOPS: tl.constexpr, PP: tl.constexpr,
 ):  # fmt: skip
     """The small part of `step.commit` for one sequence. Grid (B,)."""
     b = tl.program_id(0)
@@ -386,8 +391,10 @@ def commit_kernel(
     new = level < many
     node = tl.load(path + b * P + level, mask=inside, other=0)
     token = tl.load(emitted + b * P + level, mask=inside, other=0)
-    tl.store(source + b * P + level, tl.minimum(start + node, S - 1), mask=inside)
-    tl.store(target + b * P + level, tl.where(new, start + level, S - 1), mask=inside)
+    first = tl.load(segments + 2 * b)
+    before = first + tl.minimum(start + node, tl.load(segments + 2 * b + 1))
+    tl.store(source + b * P + level, before, mask=inside)
+    tl.store(target + b * P + level, tl.where(new, first + start + level, before), mask=inside)
     tl.store(tokens + b * S + start + 1 + level, token, mask=new)
     tl.store(root + b, tl.load(bonus + b), mask=finished == 0)
     tl.store(n + b, start + many)
@@ -411,7 +418,7 @@ def commit_kernel(
 
 @jit
 def keep_kernel(
-    features, path, count, target, buffer, history, step, N, P, ROWS, F, HISTORY, KEEP: tl.constexpr,
+    features, path, count, n, buffer, history, step, N, P, ROWS, F, HISTORY, KEEP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Keep the features of one accepted node, and count the step. Grid (B P, blocks of F)."""
@@ -426,7 +433,7 @@ def keep_kernel(
     value = tl.load(features + (b * N + node) * F + d, mask=d < F)
     tl.store(buffer + (b * ROWS + level) * F + d, value, mask=d < tl.where(many > 0, F, 0))
     if KEEP:
-        place = tl.load(target + row) % HISTORY
+        place = (tl.load(n + b) - many + level) % HISTORY  # n has grown already
         tl.store(history + (b * (HISTORY + 1) + place) * F + d, value, mask=d < tl.where(level < many, F, 0))
 
 
@@ -447,14 +454,15 @@ def commit(
         path, accepted.count.contiguous(), accepted.bonus.contiguous(), accepted.emitted.contiguous(),
         usable.contiguous(),
         buffers.tokens, buffers.n, buffers.root, buffers.count, buffers.produced, buffers.limit, buffers.done,
-        buffers.stop_ids, ring, buffers.step, count, finite, source, target, N, P, buffers.tokens.shape[1], ring.shape[0],
-        ring.shape[2], ring.stride(0), STOPS=buffers.stop_ids.shape[1], PP=triton.next_power_of_2(P), num_warps=1,
+        buffers.stop_ids, ring, buffers.step, buffers.segments, count, finite, source, target, N, P,
+        buffers.tokens.shape[1], ring.shape[0], ring.shape[2], ring.stride(0), STOPS=buffers.stop_ids.shape[1],
+        PP=triton.next_power_of_2(P), num_warps=1,
     )  # fmt: skip
     block = min(1024, triton.next_power_of_2(F))
     keep = history.shape[1] > 0
     keep_kernel[B * P, triton.cdiv(F, block)](
-        features.contiguous(), path, count, target, buffers.features, history if keep else buffers.features, buffers.step,
-        N, P, buffers.features.shape[1], F, history.shape[1] - 1 if keep else 1, KEEP=keep, BLOCK=block,
+        features.contiguous(), path, count, buffers.n, buffers.features, history if keep else buffers.features,
+        buffers.step, N, P, buffers.features.shape[1], F, history.shape[1] - 1 if keep else 1, KEEP=keep, BLOCK=block,
     )  # fmt: skip
     return count, finite, source, target
 

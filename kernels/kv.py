@@ -78,20 +78,22 @@ def cpu_problem(heads: Tensor, kv: Tensor) -> str:
 def write_kv(kv_layer: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
     """Write the rows of one forward into the cache of one layer, in place.
 
-    kv_layer [2,B,Hkv,S,hd], or int8 [...,hd+4]; k, v [B,Hkv,T,hd], which are cast to the dtype of the cache
-    or quantized; slots [B,T] int64 in 0..S-1. The caller clamps slots to the trash row S-1, the only row that
-    may occur twice. No host sync, traceable.
+    kv_layer [2,B,Hkv,S,hd], or int8 [...,hd+4], or [2,1,Hkv,S,hd], which all sequences share; k, v [B,Hkv,T,hd], which
+    are cast to the dtype of the cache or quantized; slots [B,T] int64 in 0..S-1. The caller clamps slots to a trash row,
+    the only row that may occur twice. No host sync, traceable.
     """
     rows = torch.stack((k, v))
     rows = quantize_rows(rows) if kv_layer.dtype == torch.int8 else rows.to(kv_layer.dtype)
-    if slots.shape[0] == 1:
-        kv_layer.index_copy_(3, slots[0], rows)
+    if kv_layer.shape[1] == 1:
+        kv_layer.index_copy_(3, slots.flatten(), rows.transpose(1, 2).flatten(2, 3)[:, None])
     else:
         kv_layer.scatter_(3, slots[None, :, None, :, None].expand(rows.shape), rows)
 
 
 @jit
-def move_kernel(kv, source, target, BH, H, S, P, ROW, STRIDE, PP: tl.constexpr, BLOCK: tl.constexpr):
+def move_kernel(
+    kv, source, target, BH, H, S, P, ROW, STRIDE, PP: tl.constexpr, BLOCK: tl.constexpr, POOLED: tl.constexpr
+):
     """`commit_kv` for one head of one layer. Grid (L 2 B H,). All rows are read before any is written."""
     pid = tl.program_id(0)
     b = pid % BH // H
@@ -100,7 +102,7 @@ def move_kernel(kv, source, target, BH, H, S, P, ROW, STRIDE, PP: tl.constexpr, 
     there = p < P
     before = tl.load(source + b * P + p, mask=there, other=0)
     after = tl.load(target + b * P + p, mask=there, other=0)
-    kv += (pid // BH).to(tl.int64) * STRIDE + (pid % BH).to(tl.int64) * S * ROW
+    kv += (pid // BH).to(tl.int64) * STRIDE + (pid % (H if POOLED else BH)).to(tl.int64) * S * ROW
     mask = there[:, None] & (d < ROW)
     rows = tl.load(kv + before[:, None] * ROW + d, mask=mask)
     tl.debug_barrier()
@@ -108,12 +110,12 @@ def move_kernel(kv, source, target, BH, H, S, P, ROW, STRIDE, PP: tl.constexpr, 
 
 
 def _move_triton(kv: Tensor, source: Tensor, target: Tensor) -> None:
-    layers, _, batch, heads, slots, row = kv.shape
-    count = source.shape[1]
+    layers, _, _, heads, slots, row = kv.shape
+    batch, count = source.shape
     wide = triton.next_power_of_2(count)
     move_kernel[layers * 2 * batch * heads,](
         kv, source.contiguous(), target.contiguous(), batch * heads, heads, slots, count, row, kv.stride(1),
-        PP=wide, BLOCK=triton.next_power_of_2(row), num_warps=4,
+        PP=wide, BLOCK=triton.next_power_of_2(row), POOLED=kv.shape[2] < batch, num_warps=4,
     )  # fmt: skip
 
 
@@ -136,13 +138,13 @@ def commit_kv(kv: Tensor, source: Tensor, target: Tensor) -> None:
     """Move the rows of the accepted path to their final slots in all layers, in place.
 
     All rows are gathered before any is written, so source and target may overlap. kv [L,2,B,Hkv,S,hd], which may be
-    the first rows of a larger batch;
+    the first rows of a larger batch, or [L,2,1,Hkv,S,hd], which all sequences share;
     source, target [B,P] int64 slots, with a fixed P (= D+1). A row past the accepted count should have the
     same slot in both, or the trash row as its target. No host sync.
     """
     layers, _, batch, heads, _, dim = kv.shape
     if batch == 1:
-        kv.index_copy_(4, target[0], kv.index_select(4, source[0]))
+        kv.index_copy_(4, target.flatten(), kv.index_select(4, source.flatten()))
         return
     shape = (layers, 2, batch, heads, source.shape[1], dim)
     rows = kv.gather(4, source[None, None, :, None, :, None].expand(shape))

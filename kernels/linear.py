@@ -36,7 +36,7 @@ from kernels.tuned import SMALL_M, TILE_M, LinearConfig
 # What may gate a product whose second half is multiplied with an activation of the first: its number in the kernels.
 # The third is gpt-oss's, of which no kernel is the epilogue.
 GATES = {"silu": 1, "gelu_tanh": 2, "swiglu_clamped": 3}
-NO_HEADS = dict(HQ=0, HKV=0, HD=0, LEVELS=0, QK_NORM=False, INT8=False)  # of a linear that turns no heads
+NO_HEADS = dict(HQ=0, HKV=0, HD=0, LEVELS=0, QK_NORM=False, INT8=False, POOLED=False)  # of a linear that turns no heads
 
 
 @jit
@@ -243,7 +243,8 @@ def linear_kernel(
     k_weight, arrived, M, N, K, N_OUT, T, S, v_offset, arrivals, eps, BITS: tl.constexpr, GROUP: tl.constexpr,
     ZEROS: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, GATED: tl.constexpr, NORM: tl.constexpr,
     TOPK: tl.constexpr, HQ: tl.constexpr, HKV: tl.constexpr, HD: tl.constexpr, LEVELS: tl.constexpr,
-    QK_NORM: tl.constexpr, INT8: tl.constexpr, EVEN_K: tl.constexpr, BN: tl.constexpr, BT: tl.constexpr,
+    QK_NORM: tl.constexpr, INT8: tl.constexpr, POOLED: tl.constexpr,
+    EVEN_K: tl.constexpr, BN: tl.constexpr, BT: tl.constexpr,
     SPLIT: tl.constexpr, ACC: tl.constexpr, NATIVE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """out[M, N_OUT], or the best of it if TOPK > 0 (`_finish_topk`). Grid (token tiles, row tiles, SPLIT).
@@ -327,7 +328,7 @@ def linear_kernel(
                 for begin in range(slab * BT, tl.minimum(slab * BT + BT, M), FEW):
                     rows = begin + tl.arange(0, FEW)
                     turn_rows(out, rows, rows < M, head, cos, sin, kv, kv_scales, slots, q_weight, k_weight, normed,
-                              v_offset, T, S, eps, HQ, HKV, HD, LEVELS, QK_NORM, INT8)  # fmt: skip
+                              v_offset, T, S, eps, HQ, HKV, HD, LEVELS, QK_NORM, INT8, POOLED)  # fmt: skip
                 tl.store(finished + head, 0)
 
 

@@ -82,7 +82,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def turn_rows(
     qkv, rows, live, head, cos, sin, kv, kv_scales, slots, q_weight, k_weight, out, v_offset, T, S, eps,
     HQ: tl.constexpr, HKV: tl.constexpr, HD: tl.constexpr, LEVELS: tl.constexpr, QK_NORM: tl.constexpr,
-    INT8: tl.constexpr,
+    INT8: tl.constexpr, POOLED: tl.constexpr,
 ):  # fmt: skip
     """Norm one head of the rows (b T + t) [R] if QK_NORM, rotate it, and write it to q, the key cache or the value cache.
 
@@ -95,7 +95,8 @@ def turn_rows(
     at = qkv + ((rows * (HQ + 2 * HKV) + head) * HD)[:, None]
     x = tl.load(at + d[None, :], mask=ok, other=0, cache_modifier=".cg")
     slot = tl.load(slots + rows, mask=live, other=0)
-    cache = ((b * HKV + (head - HQ) % HKV).to(tl.int64) * S + slot) * (HD + 4 * INT8)
+    of_all = (0 if POOLED else b * HKV) + (head - HQ) % HKV  # the head among those of all sequences
+    cache = (of_all.to(tl.int64) * S + slot) * (HD + 4 * INT8)
     if head >= HQ + HKV:
         store_rows(kv, kv_scales, cache + v_offset, d, x.to(tl.float32), live, HD, INT8)
     else:
@@ -127,7 +128,7 @@ def turn_rows(
 def rope_kernel(
     qkv, cos, sin, kv, kv_scales, slots, q_weight, k_weight, out, arrived, tiles, v_offset, T, S, eps,
     HQ: tl.constexpr, HKV: tl.constexpr, HD: tl.constexpr, LEVELS: tl.constexpr, QK_NORM: tl.constexpr,
-    INT8: tl.constexpr, OVERLAP: tl.constexpr,
+    INT8: tl.constexpr, POOLED: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """`turn_rows` with one program per head of one token. The first programs set a counter to zero.
     Grid (B T, HQ + 2 HKV)."""
@@ -138,14 +139,14 @@ def rope_kernel(
     tl.store(arrived + number, 0, mask=number < tiles)
     one = row + tl.arange(0, 1)
     turn_rows(qkv, one, one >= 0, head, cos, sin, kv, kv_scales, slots, q_weight, k_weight, out, v_offset, T, S, eps,
-              HQ, HKV, HD, LEVELS, QK_NORM, INT8)  # fmt: skip
+              HQ, HKV, HD, LEVELS, QK_NORM, INT8, POOLED)  # fmt: skip
 
 
 def rope_constants(qkv: Tensor, kv: Tensor, norm: bool) -> dict:
     """The constants of `turn_rows` for qkv [B,T,Hq+2Hkv,hd] and the cache kv."""
     heads, dim, kv_heads = *qkv.shape[2:], kv.shape[2]
     sizes = dict(HQ=heads - 2 * kv_heads, HKV=kv_heads, HD=dim, LEVELS=(dim - 1).bit_length())
-    return sizes | dict(QK_NORM=norm, INT8=kv.dtype == torch.int8)
+    return sizes | dict(QK_NORM=norm, INT8=kv.dtype == torch.int8, POOLED=kv.shape[1] < qkv.shape[0])
 
 
 def rope_outputs(qkv: Tensor, kv: Tensor) -> tuple[Tensor, Tensor]:
@@ -204,7 +205,8 @@ def rope_write_kv(
 
     qkv [B,T,Hq+2Hkv,hd].
     cos, sin [B,T,hd/2] float32: dimension i is paired with i + hd/2.
-    kv [2,B,Hkv,S,hd] or int8 [2,B,Hkv,S,hd+4] (`quantize_rows`): keys and values must each be contiguous.
+    kv [2,B,Hkv,S,hd] or int8 [2,B,Hkv,S,hd+4] (`quantize_rows`), or [2,1,Hkv,S,...], which all sequences share: keys and
+    values must each be contiguous.
     slots [B,T] int64: where the cache takes the rows.
     q_weight, k_weight [hd]: weights of an RMS norm of each head of q and k before they are rotated.
     """

@@ -32,6 +32,10 @@ class Nodes(NamedTuple):
     start: Tensor  # [B] int64: the first slot of the region, the cache rows after the visible history
     visible: Tensor  # [B, T, R] bool: whether row t may see region row r
     visible_window: Tensor  # the same within the sliding window (without a window the same tensor)
+    # [B, 2] int64, where sequences share one cache: the first place of each, and the number of places behind it, the last
+    # of which takes every write past the end
+    segments: Tensor | None = None
+    longest: int = 0  # slots of a sequence at most; 0: those of the cache
 
 
 class Accepted(NamedTuple):
@@ -58,6 +62,7 @@ class StepBuffers(NamedTuple):
     features: Tensor  # [B, P, F] of the accepted nodes
     history: Tensor  # [B, HISTORY + 1, F] features by position, or [B, 0, F]: not wanted
     step: Tensor  # [1] number of steps of this request
+    segments: Tensor  # [B, 2] as of Nodes; only read
 
 
 class LinearWeights(NamedTuple):
@@ -137,9 +142,12 @@ RECORDS = (
 
 
 def flat(record: tuple) -> list[Tensor]:
-    """The tensors of a record, and of the records in it, in the order of its C++ struct. None is an empty tensor."""
+    """The tensors of a record, and of the records in it, in the order of its C++ struct. None is an empty tensor, and
+    numbers are left out."""
     tensors: list[Tensor] = []
     for value in record:
+        if isinstance(value, int):
+            continue
         tensors += flat(value) if isinstance(value, tuple) else [torch.empty(0) if value is None else value]
     return tensors
 
@@ -156,6 +164,8 @@ def _struct(record: type, sizes: dict[type, int]) -> str:
     """The struct of a record. sizes: the number of tensors of the records before it; its own is added."""
     members, values, at = [], [], 0
     for name, kind in get_type_hints(record).items():
+        if kind is int:
+            continue
         inner = sizes.get(kind)
         members.append(f"  const {'Tensor&' if inner is None else kind.__name__} {name};\n")
         values.append(f"{name}({f't[{at}]' if inner is None else f't + {at}'})")

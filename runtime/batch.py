@@ -1,9 +1,10 @@
 """Continuous batching: which requests have a row of the engine, and what runs next.
 
-A request waits until a row is free. Its prompt is read in parts, between the steps of the others, and then its row joins
-the steps. It leaves when its text ends, and the others go on. What a row holds stays there, so that a later request that
-begins alike need not read it again. The tokens of a request do not depend on the others: a row's bits do not, its noise
-has its own seed, and a tree only decides how many tokens a step emits.
+A request waits until a row is free, and the cache has room for its prompt and answer. Its prompt is read in parts,
+between the steps of the others, and then its row joins the steps. It leaves when its text ends, and the others go on.
+What a row holds stays there while nobody else needs the room, so that a later request that begins alike need not read it
+again. The tokens of a request do not depend on the others: a row's bits do not, its noise has its own seed, and a tree
+only decides how many tokens a step emits.
 
 The rows that decode are the first ones of the engine, and a step runs those alone. So a row that becomes free among them
 changes places with the last one.
@@ -21,6 +22,7 @@ from typing import Any, NamedTuple
 import torch
 
 from runtime.grammar import GrammarError
+from runtime.pool import Pool
 from runtime.prefill import CHUNKS, not_finite
 from runtime.prompt_cache import WORTHWHILE, PromptCache, Saved, Text, cache_rows, common_length, kept_ids, usable
 from runtime.request import Request
@@ -55,6 +57,7 @@ class Batch:
         self.rows: list[Request | None] = [None] * engine.batch_size
         self.texts = [Text() for _ in self.rows]
         self.choice = choice_of(engine.model)  # among several adapters
+        self.pool = Pool(engine.state)
         self.prompt_cache = PromptCache()  # keeps texts that no row holds any more; this one keeps none
         self.waiting: deque[Request] = deque()
         self._write_settings = write_settings
@@ -123,12 +126,18 @@ class Batch:
         """Forget what the caches hold of texts that have ended."""
         self.texts = [Text() for _ in self.rows]
 
+    @property
+    def full(self) -> bool:
+        """Whether a request of a whole context would have to wait."""
+        return None not in self.rows or not self._fits(self.engine.ctx)
+
     def free_row(self) -> int:
-        """A row that no request has, whose text is forgotten. Iterates until there is one."""
-        while None not in self.rows:
+        """A row without a request or a text, with room for a whole context. Iterates until there is one."""
+        while self.full:
             self.iterate()
         row = self.rows.index(None)
         self.texts[row] = Text()
+        self._make_room(row, self.engine.ctx, [])
         return row
 
     # ---- ends ------------------------------------------------------------------------------------------------
@@ -172,6 +181,7 @@ class Batch:
                 self.prompt_cache.distrust(request.restored)
             self._tell_end(request, error)
         self.engine.state.done.fill_(True)
+        self.engine.state.lay_out()
         self.engine.runner.begin()
 
     # ---- prompts ---------------------------------------------------------------------------------------------
@@ -216,17 +226,20 @@ class Batch:
                 self._end(request)
 
     def _admit(self) -> bool:
-        """Give the first request that waits a row. False if there is none, or no free row."""
+        """Give the first request that waits a row. False if there is none, or no free row, or no room in the cache."""
         if not self.waiting or None not in self.rows:
+            return False
+        request = self.waiting[0]
+        tokens = len(request.prompt) + request.params.max_new_tokens
+        if not self._fits(tokens):
             return False
         self._close_gaps()
         if not self.running:
             self._begin()
-        request = self.waiting[0]
         engine, state = self.engine, self.engine.state
         row = self.rows.index(None)
         kept = kept_ids(request.prompt, request.adapter)
-        request.restored = self._arrange(row, kept)
+        request.restored = self._arrange(row, kept, tokens)
         text = self.texts[row]
         start = min(common_length(text.ids, kept), len(request.prompt) - 1)
         if engine.drafter.D > 0:  # draft row i holds token i + 1, which must agree too
@@ -236,8 +249,8 @@ class Batch:
         self.waiting.popleft()
         request.result.cached_tokens = start
         self._write_settings(row, request.params, len(request.prompt))
-        # Until its prompt has been read, steps may run this row, too. What they write lies behind all prompts.
-        state.n[row] = engine.ctx - 1
+        # Until its prompt has been read, steps may run this row, too. What they write lies behind the prompt.
+        state.n[row] = tokens - 1
         state.count[row] = 1
         allowed = request.constraint.allowed() if request.constraint else None
         self._reading = request, engine.prefill.read(row, request.prompt, request.mode, start, allowed)
@@ -252,9 +265,41 @@ class Batch:
         self._speculating = True
         self._kind = None
 
-    def _arrange(self, row: int, prompt: list[int]) -> Saved | None:
+    def _fits(self, tokens: int) -> bool:
+        """Whether the cache has room for a request of so many tokens beside those that run."""
+        state = self.engine.state
+        free = [b for b, request in enumerate(self.rows) if request is None]
+        return not state.scarce or self._places(tokens) <= self.pool.room(free)
+
+    def _places(self, tokens: int) -> int:
+        """Places that a row needs for so many tokens, a tree behind them, and one trash row."""
+        return tokens + self.engine.drafter.N + 1
+
+    def _make_room(self, row: int, tokens: int, prompt: list[int]) -> None:
+        """Give the free row `row` places for so many tokens, which are there (`_fits`). The texts of other free rows go
+        where they stand in the way, the oldest first. prompt: what the row will hold."""
+        engine, pool, needed = self.engine, self.pool, self._places(tokens)
+        if not engine.state.scarce:
+            return
+        others = [b for b, request in enumerate(self.rows) if request is None and b != row]
+        for b in others:
+            pool.cut(b, len(self.texts[b].ids))
+        for b in sorted(others, key=lambda b: self.texts[b].used):
+            if pool.room([row]) >= needed:
+                break
+            self.prompt_cache.save(engine.state, engine.drafter, b, self.texts[b], [])
+            self.texts[b] = Text()
+            pool.cut(b, 0)
+        text = self.texts[row]
+        self.prompt_cache.save(engine.state, engine.drafter, row, text, prompt)
+        text.ids = text.ids[:tokens]
+        text.drafted = min(text.drafted, len(text.ids))
+        pool.extend(row, needed)
+        engine.state.write_spans()
+
+    def _arrange(self, row: int, prompt: list[int], tokens: int) -> Saved | None:
         """Have the free row `row` hold as much of a prompt as any row or kept text has, and lose no text that is newer
-        than another one. Returns the kept text that it got, if it got one."""
+        than another one. Returns the kept text that it got, if it got one. tokens: that the row needs room for."""
         drafter = self.engine.drafter
         held = [
             Text(*request.cached()) if request else text for request, text in zip(self.rows, self.texts, strict=True)
@@ -266,6 +311,7 @@ class Batch:
         if gains[own] < min(WORTHWHILE, max(1, len(self.texts[own].ids) // 2)):  # it may be worth more to others
             own = min(free, key=lambda b: (len(self.texts[b].ids) > 0, self.texts[b].used))
         self._swap(row, own)
+        self._make_room(row, tokens, prompt)
         text, state = self.texts[row], self.engine.state
         restored = self.prompt_cache.exchange(state, drafter, row, text, prompt)
         common = gains[best]
@@ -303,7 +349,7 @@ class Batch:
         # what the host does not know yet of steps under way
         ahead = RING * (engine.drafter.D + 1) + 1
         length = max(r.length if r else len(text.ids) for r, text in ((self.rows[i], self.texts[i]) for i in (a, b)))
-        engine.state.swap(a, b, length + ahead)
+        engine.state.swap(a, b)
         engine.drafter.swap(a, b, length + ahead)
         for held in (self.rows, self.texts):
             held[a], held[b] = held[b], held[a]

@@ -131,7 +131,7 @@ def _run(
     kv [L, 2, B, Hkv, S, hd] has the keys and values of each layer side by side.
     """
     visible, windowed = (seen.expand(len(x), -1, -1) for seen in (nodes.visible, nodes.visible_window))
-    shared = [t.contiguous() for t in nodes._replace(visible=visible, visible_window=windowed)]
+    shared = [t.contiguous() for t in flat(nodes._replace(visible=visible, visible_window=windowed))]
     residual = None if residual is None else residual.contiguous()
     run = torch.ops.eaglet_cpu.layers.default
     return run(x.contiguous(), residual, stacked, shared, kv, kernels.round_activations(), taps)

@@ -126,9 +126,8 @@ class Prefill:
             chunk[0, :take] = ids[start : start + take]
             nexts[0, :take] = ids[start + 1 : start + take + 1]
             where = torch.tensor([start], device=device)
-            kv = state.kv[:, :, row : row + 1]
             hidden_states, features = self.forward(
-                self.model, self.drafter, kv, row, chunk.to(device), nexts.to(device), where
+                self.model, self.drafter, state, row, chunk.to(device), nexts.to(device), where
             )
             start += take
             if start < P:
@@ -184,7 +183,7 @@ def _result(parts: Generator[None, None, Any]) -> Any:
 
 
 def _run_chunk(
-    model: Transformer, drafter: Drafter, kv: Tensor, row: int, tokens: Tensor, nexts: Tensor, start: Tensor,
+    model: Transformer, drafter: Drafter, state: DecodeState, row: int, tokens: Tensor, nexts: Tensor, start: Tensor,
     layers: Callable | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """A chunk of known tokens [1, T] from position start [1] -> hidden_states [1, T, H], features [1, T, F].
@@ -193,8 +192,9 @@ def _run_chunk(
     """
     T = tokens.shape[1]
     depth = torch.arange(T, device=tokens.device)[None]
-    nodes = model.nodes(start, depth, chain_ancestors(1, T, tokens.device), kv.shape[4])
-    hidden_states, taps = model(tokens, nodes, kv, drafter.taps, layers)
+    seen = chain_ancestors(1, T, tokens.device), state.slots, state.segments.narrow(0, row, 1)
+    nodes = model.nodes(start, depth, *seen)
+    hidden_states, taps = model(tokens, nodes, state.kv, drafter.taps, layers)
     features = hidden_states if taps is None else taps
     drafter.prefill(row, torch.cat((tokens, nexts[:, -1:]), 1), features, start)
     return hidden_states, features

@@ -57,7 +57,7 @@ class Saved(Text):
 
 def cache_rows(state: DecodeState, drafter: Drafter, row: int, length: int, drafted: int) -> Iterator[Tensor]:
     """The live part of every cache of a row, [..., tokens, width]: the target's first, then the drafter's."""
-    yield state.kv.narrow(-4, row, 1).narrow(-2, 0, length)
+    yield state.kv.narrow(-2, state.spans[row][0], length)
     for drafts in drafter.caches:
         yield drafts.narrow(-4, row, 1).narrow(-2, 0, drafted)
 
@@ -105,23 +105,32 @@ class PromptCache:
         `text` is afterwards, or None."""
         if not (self.limit or self.disk_limit):
             return None
-        if len(text.ids) - common_length(text.ids, prompt) >= WORTHWHILE:
-            self._save(state, drafter, row, text.ids, text.drafted)
+        self.save(state, drafter, row, text, prompt)
         best = max(self.entries, key=lambda saved: usable(saved, prompt, drafter), default=None)
         if best is None or usable(best, prompt, drafter) - usable(text, prompt, drafter) < WORTHWHILE:
             return None
         if not self._fetch(best):
             return None
-        places = list(cache_rows(state, drafter, row, len(best.ids), best.drafted))
-        if [place.shape for place in places] != [part.shape for part in best.rows]:  # a file of another engine
+        length = min(len(best.ids), state.spans[row][1])
+        drafted = min(best.drafted, length)
+        places = list(cache_rows(state, drafter, row, length, drafted))
+        parts = [part[..., : place.shape[-2], :] for place, part in zip(places, best.rows, strict=False)]
+        alike = [place.shape for place in places] == [part.shape for part in parts]
+        if not alike or len(parts) < len(best.rows):  # a file of another engine
             self._drop(best)
             return None
-        for place, part in zip(places, best.rows, strict=True):
+        for place, part in zip(places, parts, strict=True):
             place.copy_(part)
         self.hits += 1
-        text.ids, text.drafted = list(best.ids), best.drafted
+        text.ids, text.drafted = best.ids[:length], drafted
         self._shrink()
         return best
+
+    def save(self, state: DecodeState, drafter: Drafter, row: int, text: Text, prompt: list[int]) -> None:
+        """Copy a row, which holds `text`, if that is worth it: the row is about to hold this prompt instead."""
+        wanted = len(text.ids) - common_length(text.ids, prompt) >= WORTHWHILE
+        if wanted and (self.limit or self.disk_limit):
+            self._save(state, drafter, row, text.ids, text.drafted)
 
     def distrust(self, saved: Saved) -> None:
         """Drop a text that a request got back, because the request failed: what it went on from may be wrong."""

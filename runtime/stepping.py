@@ -44,6 +44,7 @@ class EngineConfig:
         eagle_always: False: measure at the first request whether speculation pays, and decode plainly while it does not.
             The tokens are the same up to the rounding of forwards of other widths.
         kv_dtype: of the target's cache: None for the model's, torch.int8, or torch.float16 with the CPU kernels.
+        pool: tokens that the target's cache has room for, of all rows together; default: ctx for each.
         options, plan, head, generation: what `load.load` decided, planned and read (generation is the model's
             generation_config.json). The engine only keeps them, for reports and command lines.
     """
@@ -56,6 +57,7 @@ class EngineConfig:
     lag: int | None = None
     eagle_always: bool = True
     kv_dtype: torch.dtype | None = None
+    pool: int | None = None
     options: LoadOptions | None = None
     plan: MemoryPlan | None = None
     head: EagleHead | BlockHead | None = None
@@ -68,7 +70,7 @@ class EngineConfig:
         """The configuration that resolved options ask for."""
         return cls(
             options.slots, options.ctx, options.compile, options.compile_mode, backend,
-            eagle_always=options.eagle_always, kv_dtype=KV_DTYPES.get(options.kv),
+            eagle_always=options.eagle_always, kv_dtype=KV_DTYPES.get(options.kv), pool=options.pool,
             options=options, head=head,
         )  # fmt: skip
 
@@ -93,6 +95,7 @@ class Stepper:
         on_gpu = model.device.type == "cuda"
         self.batch_size = config.batch_size
         self.ctx = config.ctx or model.config.max_positions
+        self.pool_tokens = config.pool or self.batch_size * self.ctx  # room of the target's cache
         self.backend = config.backend or kernels.KernelBackend("auto", model.device.type)
         self.lag = (LAG if on_gpu else 0) if config.lag is None else config.lag
         self._check_config()
@@ -133,7 +136,8 @@ class Stepper:
 
     def _allocate(self) -> DecodeState:
         history = self.fallback is not None
-        return DecodeState(self.model, self.drafter, self.batch_size, self.ctx, history, self.config.kv_dtype)
+        config = self.config
+        return DecodeState(self.model, self.drafter, self.batch_size, self.ctx, history, config.kv_dtype, config.pool)
 
     def _compile(self, mode: CompileMode, on_gpu: bool) -> None:
         """Set up the functions that steps and prefill run. Nothing is compiled before their first call."""

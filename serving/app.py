@@ -129,7 +129,7 @@ class Metrics:
         engine, cache = scheduler.engine, scheduler.engine.prompt_cache
         now = dict(self.counts) | {"requests_running": scheduler.running, "requests_waiting": scheduler.waiting}
         now |= {"slots": engine.batch_size, "slots_tokens": engine.batch.tokens}
-        now |= {"slots_tokens_max": engine.batch_size * engine.ctx, "tokens_per_second": scheduler.tokens_per_second}
+        now |= {"slots_tokens_max": engine.pool_tokens, "tokens_per_second": scheduler.tokens_per_second}
         now |= {"prompt_cache_entries": len(cache.entries), "prompt_cache_hits_total": cache.hits}
         now |= {"prompt_cache_bytes": cache.held_bytes, "prompt_cache_disk_bytes": cache.disk_bytes}
         lines: list[str] = []

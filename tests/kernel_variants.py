@@ -127,7 +127,8 @@ def linear(bits: int, dtype: str, tokens: int, form: str, arch: int = 86) -> Var
         int8 = "int8-cache" in words
         pointers |= dict(cos="*fp32", sin="*fp32", slots="*i64", arrived="*i32")
         pointers |= dict(kv="*i8", kv_scales="*fp32") if int8 else {}
-        constants |= dict(HQ=16, HKV=8, HD=128, LEVELS=7, QK_NORM="qk-norm" in words, INT8=int8, RESIDUAL=False)
+        constants |= dict(HQ=16, HKV=8, HD=128, LEVELS=7, QK_NORM="qk-norm" in words, INT8=int8, POOLED=True)
+        constants["RESIDUAL"] = False
     name = f"{'experts' if expert else 'linear'} w{bits} {dtype} M<={tokens}" + f" g{group}" * (bits == 4)
     name = " ".join([name, *(word for word in words if word not in ("experts", f"g{group}"))])
     weights = block * 128 / (options["num_warps"] * 32) * (1 + gated)
@@ -151,13 +152,15 @@ def attention(
 ) -> Variant:  # fmt: skip
     """The kernel as `tree_attention` launches it on sm_`arch`."""
     act = f"*{dtype}"
-    pointers = dict(q=act, kv="*i8" if int8 else act, kv_scales="*fp32" if int8 else act, start="*i64", out=act)
+    pointers = dict(
+        q=act, kv="*i8" if int8 else act, kv_scales="*fp32" if int8 else act, segments="*i64", start="*i64", out=act
+    )
     pointers |= dict(sinks=act, visible="*u8", positions="*i64", acc_part="*fp32", ml_part="*fp32", arrived="*i32")
     label = f"{dtype}{' prefill' if region else ''}{f' window {window}' if window else ''}"
     label += " int8 cache" * int8 + f" hd {dim}" * (dim != 128) + f" {nodes} nodes" * (not region)
     tiles = attention_tiles(dim, region, int8, window, not lacks_fences(divmod(arch, 10)))
     constants = dict(HKV=8, HD=dim, HDP=dim, RP=1 if region else nodes, WINDOW=window, REGION=region, INT8=int8)
-    constants |= dict(CAP=0.0, SINKS=False)
+    constants |= dict(CAP=0.0, SINKS=False, POOLED=True)
     constants |= {key: value for key, value in tiles.items() if key.isupper()} | dict(NATIVE=True, OVERLAP=False)
     options = {key: value for key, value in tiles.items() if key.islower()}
     return Variant(f"attention {label}", attend_kernel, pointers, constants, options)
@@ -173,7 +176,7 @@ def norm_and_rope() -> list[Variant]:
     for norms, int8 in ((False, False), (True, False), (False, True)):
         name = "rope + kv write" + " + q/k norm" * norms + " int8 cache" * int8
         cache = dict(kv="*i8" if int8 else half, kv_scales="*fp32" if int8 else half)
-        constants = dict(HQ=32, HKV=8, HD=128, LEVELS=7, QK_NORM=norms, INT8=int8, OVERLAP=False)
+        constants = dict(HQ=32, HKV=8, HD=128, LEVELS=7, QK_NORM=norms, INT8=int8, POOLED=True, OVERLAP=False)
         found.append(Variant(name, rope_kernel, pointers | cache, constants, dict(num_warps=1)))
     return found
 
@@ -229,8 +232,8 @@ def launch_small_work(B: int, V: int, K: int, N: int, half: torch.dtype) -> None
     choice.draft_topk(new(B, K, V, kind=wide), None, None, settings, False, False, K)
     choice.merge_topk(new(V // 128, B * K, K + 2, kind=wide), new(V // 128, B * K, K, kind=torch.int32))
     rotary = records.Rotary(new(S, 64, kind=wide), new(S, 64, kind=wide))
-    draft.place_rows.triton(new(B), new(1, N), rotary, S, 0, None, None, 0)
-    draft.place_rows.triton(new(B), new(1, 0), rotary, S, D, new(B), new(B, S), 1)
+    draft.place_rows.triton(new(B), new(1, N), rotary, S, 0, None, None, 0, new(B, 2))
+    draft.place_rows.triton(new(B), new(1, 0), rotary, S, D, new(B), new(B, S), 1, None)
     table, feature = new(V, H, kind=half), new(B, D, H, kind=half)
     for source, norm, keep in (
         (new(B, K), None, False),
@@ -262,12 +265,12 @@ def launch_small_work(B: int, V: int, K: int, N: int, half: torch.dtype) -> None
     accepted = records.Accepted(new(B, D + 1), new(B), new(B), new(B, D + 1))
     state = dict(tokens=new(B, S), ring=new(8, B, 2 + 2 * (D + 1)), stop_ids=new(B, 8), step=new(1))
     state |= dict.fromkeys(("n", "root", "count", "produced", "limit"), new(B)) | dict(done=new(B, kind=flag))
-    state["features"] = new(B, D + 1, 3 * H, kind=half)
+    state |= dict(features=new(B, D + 1, 3 * H, kind=half), segments=new(B, 2))
     for rows in (0, 65):
         buffers = records.StepBuffers(**state, history=new(B, rows, 3 * H, kind=half))
         draft.commit(accepted, new(B, N, kind=flag), new(B, N, 3 * H, kind=half), buffers)
     for row, kind in ((128, half), (132, torch.int8)):
-        kv.commit_kv.triton(new(32, 2, B, 8, S, row, kind=kind), new(B, D + 1), new(B, D + 1))
+        kv.commit_kv.triton(new(32, 2, 1, 8, S, row, kind=kind), new(B, D + 1), new(B, D + 1))
     for (E, k), kind in itertools.product(((8, 2), (128, 8)), (half, wide) if B == 1 else ()):
         for rows in (1, 200):
             experts.route.triton(new(rows, E, kind=kind), k, True)

@@ -29,7 +29,7 @@ def listening(pid: int) -> list[str]:
 
 
 def requests() -> dict:
-    several = load(DEMO, tp=2, eagle=str(DEMO / "eagle1"), **OPTIONS)
+    several = load(DEMO, tp=2, slots=2, pool=300, eagle=str(DEMO / "eagle1"), **OPTIONS)
     alone = load(DEMO, eagle=str(DEMO / "eagle1"), eagle_always=True, **OPTIONS)
     sampled = SamplingParams(temperature=1.0, seed=4, max_new_tokens=24)
     texts = [[engine.generate(PROMPT, sampled).run()[0].token_ids for engine in (several, alone)]]

@@ -1,6 +1,7 @@
 """Files of requests: `generate.py --input FILE --output FILE`."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -8,7 +9,7 @@ import generate
 import load as loading
 from drafting import DraftFiles
 from engine import Engine
-from load import fit_slots, load
+from load import fit_pool, fit_slots, load
 from memory_plan import plan_memory
 from options import DEMO, LoadOptions
 from runtime.results import GenerationResult
@@ -110,16 +111,31 @@ def test_what_does_not_go_with_a_file_is_refused(capsys, arguments, said):
     assert said in capsys.readouterr().err
 
 
-def test_slots_are_as_many_as_memory_holds(monkeypatch):
-    """A server that does not start because eight caches do not fit, or that has one slot where eight fit."""
+def test_slots_and_pool_are_as_large_as_memory_holds(monkeypatch):
+    """A server that does not start because eight contexts do not fit, or that has one slot where eight fit; a pool
+    that is larger than memory, or smaller than one context."""
     checkpoint = Checkpoint.open(DEMO)
     options = LoadOptions(ctx=512, device="cpu", dtype="float32", slots=0)
-    room = {
-        n: plan_memory(checkpoint, DraftFiles(), LoadOptions(ctx=512, device="cpu", dtype="float32", slots=n)).total
-        for n in (1, 4, 8)
-    }
-    for free, slots in ((room[8], 8), (room[8] - 1, 4), (room[4] - 1, 2), (room[1] - 1, 1)):
+
+    def total(slots: int, pool: int | None) -> int:
+        return plan_memory(checkpoint, DraftFiles(), replace(options, slots=slots, pool=pool)).total
+
+    cases = [
+        (total(8, None), 8, 4096),
+        (total(8, 3000), 8, 512 + 2488 * 9 // 10),  # of what is left a tenth stays free
+        (total(8, 1024), 8, 972),
+        (total(8, 1024) - 1, 4, None),
+        (total(4, 512), 4, 512),
+        (total(4, 512) - 1, 2, None),
+        (total(1, 512) - 1, 1, 512),
+    ]
+    for free, slots, pool in cases:
         monkeypatch.setattr(loading, "free_memory", lambda device, free=free: free)
         assert fit_slots(checkpoint, DraftFiles(), options, None) == slots
+        sized = replace(options, slots=slots)
+        found = fit_pool(checkpoint, DraftFiles(), sized, None)
+        assert 512 <= found <= 512 * slots and (pool is None or found == pool)
+        assert total(slots, found) <= free or found == 512
     monkeypatch.undo()
-    assert load(DEMO, ctx=128, slots=0).batch_size == 8
+    engine = load(DEMO, ctx=128, slots=0)
+    assert (engine.batch_size, engine.pool_tokens, engine.options.pool) == (8, 1024, 1024)

@@ -192,7 +192,7 @@ def commit_case(seed: int, history: bool) -> tuple[tuple, records.StepBuffers]:
         "stop_ids": numbers(5, 30, 2, 3), "ring": numbers(0, 9, step.RING, 2, 2 + 2 * P),
         "features": torch.randn(2, P, F, generator=g),
         "history": torch.randn(2, step.HISTORY + 1 if history else 0, F, generator=g),
-        "step": torch.tensor([seed]),
+        "step": torch.tensor([seed]), "segments": torch.tensor([[50, 39], [7, 35]]),
     }  # fmt: skip
     return given, records.StepBuffers(**state)
 
@@ -218,13 +218,14 @@ def test_a_commit_writes_what_the_plain_code_writes(history):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.int8])
 def test_rows_of_the_cache_move_as_in_the_plain_code(dtype):
     """A row that is overwritten before it has moved, or a row of another layer, head or sequence."""
-    kv = (torch.randn(3, 2, 2, 2, 20, 12) * 50).to(dtype)
     source, target = torch.tensor([[5, 7, 6, 9], [3, 4, 8, 19]]), torch.tensor([[5, 6, 7, 19], [3, 4, 5, 19]])
-    mine = kv.clone()
-    kernels.commit_kv(kv, source, target)
-    with backend().active() as active:
-        kernels.commit_kv(mine, source, target)
-    assert not active.declined and torch.equal(mine[..., :-1, :], kv[..., :-1, :])
+    for batch, apart in ((2, 0), (1, 21)):  # a cache for each sequence, and one for both
+        kv = (torch.randn(3, 2, batch, 2, 20 + apart, 12) * 50).to(dtype)
+        mine, places = kv.clone(), torch.tensor([[0], [apart]])
+        kernels.commit_kv(kv, source + places, target + places)
+        with backend().active() as active:
+            kernels.commit_kv(mine, source + places, target + places)
+        assert not active.declined and torch.equal(mine[..., :-1, :], kv[..., :-1, :])
 
 
 def test_layers_cannot_be_read_from_another_tensor():
@@ -232,7 +233,7 @@ def test_layers_cannot_be_read_from_another_tensor():
     x, nothing = torch.zeros(1, 1, 64), torch.zeros(1, 1, dtype=torch.int64)
     visible = nothing[None].bool()
     rotary, kv = [torch.zeros(1, 1, 8)] * 2, torch.zeros(1, 2, 1, 1, 4, 16)
-    nodes = records.Nodes(*rotary, nothing, nothing, nothing[0], visible, visible)
+    nodes = records.flat(records.Nodes(*rotary, nothing, nothing, nothing[0], visible, visible))
     with backend().active():
         copied = torch.ops.eaglet_cpu.stack_layers.default([], torch.ones(64), [], [], 0, 1e-5, 1.0, 0.0).clone()
     for other in (torch.tensor([1]), copied):

@@ -997,7 +997,8 @@ def draws(tree, params, multi_round="", shared_noise=True, rows=ROWS, ctx=24):
         engine.prefill.first_token(0, prompt, sampling.SamplingMode())
         for buffer in (state.tokens, state.n, state.root, state.count, state.features):
             buffer.copy_(buffer[:1].expand_as(buffer))
-        state.kv.copy_(state.kv[:, :, :1].expand_as(state.kv))
+        by_row = state.kv.unflatten(-2, (rows, -1))
+        by_row.copy_(by_row[..., :1, :, :].expand_as(by_row))
         drafter.cache.copy_(drafter.cache[:, :1].expand_as(drafter.cache))
         state.done.fill_(False)
         state.limit.fill_(999)

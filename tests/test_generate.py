@@ -274,11 +274,16 @@ def test_weights_rounded_at_load_are_named(flags, capsys):
 
 
 def test_a_plan_that_does_not_fit_names_the_change_that_does(capsys, monkeypatch):
-    """A plan that does not fit is exit code 4 and names a --ctx that would."""
-    monkeypatch.setattr("load.free_memory", lambda device: 30_000_000)
-    code = main(["--ctx", "2048", "--slots", "4"])
-    err = capsys.readouterr().err
-    assert code == 4 and re.search(r"Try --ctx \d+", err), err
+    """A plan that does not fit is exit code 4 and names a --ctx, or a --pool, that would."""
+    for free, words, hint in (
+        (20_000_000, ["--ctx", "2048", "--slots", "4"], r"Try --ctx (\d+)"),
+        (30_000_000, ["--ctx", "2048", "--slots", "4", "--pool", "8000"], r"Try --pool (\d+)"),
+    ):
+        monkeypatch.setattr("load.free_memory", lambda device, free=free: free)
+        code = main(words)
+        err = capsys.readouterr().err
+        assert code == 4 and re.search(hint, err), err
+    assert main([*words[:-1], re.search(hint, err)[1], "-p", "hi", "--max-new-tokens", "1", "-q"]) == 0
 
 
 @pytest.mark.parametrize("kv", ["auto", "model", "int8"])

@@ -28,6 +28,7 @@ from eagle_draft import EagleDrafter, EagleHead
 from kernels import KernelBackend, LinearConfig, packed_experts, packed_linear
 from kernels.experts import mix, sort_pairs
 from kernels.packing import decode_ptx, from_planes, to_planes
+from kernels.records import Rotary
 from kernels.tuned import partial_bytes, resident, unsplit, without_wgmma
 from load import open_backend
 from model import Experts
@@ -483,6 +484,43 @@ def test_attention_single_row_and_empty_history():
     assert not out.any()
 
 
+def check_shared_cache(backend, dtype, stored, window=0):
+    """Rows are placed, turned, written and attended in one cache for three sequences, with the bits of a cache for each.
+    The last sequence reaches its end. What belongs to none of them stays as it is."""
+    torch.manual_seed(window)
+    n, segments = torch.tensor([140, 3, 37]), torch.tensor([[40, 149], [200, 11], [0, 39]])
+    pool = torch.randn(2, 1, 2, 215, 16)
+    pool = kernels.quantize_rows(pool) if stored == torch.int8 else pool.to(stored)
+    rotary, qkv = Rotary(torch.randn(150, 8), torch.randn(150, 8)), torch.randn(3, 6, 8, 16).to(dtype)
+    visible = TREE & (TREE_DEPTH[:, None] - TREE_DEPTH < window if window else True)
+
+    def attend(rows, kv, slots, shared=None):
+        with backend.active():
+            given = n[rows], TREE_DEPTH[None], rotary, slots, 0, None, None, 0, shared
+            positions, places, cos, sin, _ = kernels.place_rows(*given)
+            q, arrived = kernels.rope_write_kv(qkv[rows], cos, sin, kv, places)
+            seen = n[rows], visible.expand(len(q), -1, -1), positions, window
+            return kernels.tree_attention(q, kv, *seen, 0.3, arrived, 0.0, None, shared, slots)
+
+    spans = [slice(first, first + behind + 1) for first, behind in segments.tolist()]
+    caches = [pool[:, :, :, span].clone() for span in spans]
+    alone = [attend(slice(b, b + 1), kv, kv.shape[3]) for b, kv in enumerate(caches)]
+    nobodys = [slice(190, 200), slice(212, 215)]
+    before = [pool[:, :, :, part].clone() for part in nobodys]
+    assert torch.equal(attend(slice(0, 3), pool, 150, segments), torch.cat(alone))
+    for part, kept in zip(spans + nobodys, caches + before, strict=True):
+        assert torch.equal(pool[:, :, :, part], kept)
+
+
+@pytest.mark.parametrize("mode", ["reference", "cpu"])
+def test_a_shared_cache_gives_the_bits_of_a_cache_for_each(mode):
+    """A row that is written to, or read from, the places of another sequence, and a clamp at the end of the wrong one."""
+    if mode == "cpu" and kernels.cpu_problem():
+        pytest.skip("the CPU kernels do not run here")
+    for stored, window in ((torch.float32, 0), (torch.float32, 7), (torch.int8, 0)):
+        check_shared_cache(KernelBackend(mode, "cpu"), torch.float32, stored, window)
+
+
 def check_poison(run, dtype, kinds):
     q, kv, start, visible, positions = attention_case(dtype, [33], 60, heads=(2, 1))
     clean = run(q, kv, start, visible, positions, 0, 0.3)
@@ -905,6 +943,13 @@ def test_interpreted_attention_ignores_how_large_the_cache_is():
         wide = torch.full((2, 1, 1, 9000, 16), float("nan"), dtype=kv.dtype)
         wide[:, :, :, : n + 20] = kv
         assert torch.equal(triton_attention(q, wide, *rest, 0, 0.3), small)
+
+
+@interpreted
+def test_interpreted_shared_cache_gives_the_bits_of_a_cache_for_each():
+    """The same for the Triton kernels, whose grid follows the longest sequence and not the cache."""
+    for stored, window in ((torch.float16, 0), (torch.float16, 7), (torch.int8, 0)):
+        check_shared_cache(TRITON, torch.float16, stored, window)
 
 
 @interpreted

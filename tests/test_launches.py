@@ -265,8 +265,9 @@ def test_interpreted_rows_are_placed(ours):
     for lead in (0, 1):
         given = (n, torch.tensor([[0, 0, 1, 1, 2]]), rotary, 34, 3, count, tokens, lead)
         same(kernels.place_rows(*given), draft.place_rows.reference(*given))
-    target = (n, torch.randint(0, 3, (3, 5)), rotary, 34, 0, None, None, 0)
-    same(kernels.place_rows(*target), draft.place_rows.reference(*target))
+    for segments in (None, torch.tensor([[40, 33], [3, 14], [90, 20]])):
+        target = (n, torch.randint(0, 3, (3, 5)), rotary, 34, 0, None, None, 0, segments)
+        same(kernels.place_rows(*target), draft.place_rows.reference(*target))
 
 
 @interpreted
@@ -332,6 +333,7 @@ def settle(choice_of_nodes, accepted):
     state |= dict(done=torch.tensor([False, True, False]), stop_ids=torch.tensor([[-1, 3], [2, -1], [-1, -1]]))
     state |= dict(ring=torch.zeros(8, B, 2 + 2 * P + 4, dtype=torch.int64), features=torch.zeros(B, P, 40))
     state |= dict(history=torch.zeros(B, step.HISTORY + 1, 40), step=torch.tensor([9]))
+    state |= dict(segments=torch.tensor([[70, 59], [0, 40], [130, 59]]))
     state = records.StepBuffers(**state)
     plain = records.StepBuffers(*(tensor.clone() for tensor in state))
     got, launches = launched(lambda: torch.ops.eaglet.commit(accepted, usable, features, state))
@@ -342,11 +344,13 @@ def settle(choice_of_nodes, accepted):
             pair = [tensor[:, :-1] for tensor in pair]
         same(pair[:1], pair[1:])
     for dtype in (torch.float32, torch.int8):
-        kv = (torch.randn(2, 2, B, 3, S, 12) * 9).to(dtype)
-        moved = kv.clone()
+        kv = (torch.randn(2, 2, 1, 3, 190, 12) * 9).to(dtype)  # which all sequences share
+        moved, first = kv.clone(), state.segments[:, :1]
+        own = torch.cat([kv.narrow(4, int(at), S) for at in first], 2)
         kernels.commit_kv(kv, got[2], got[3])
         kernels.commit_kv.reference(moved, got[2], got[3])
-        same([kv[..., :-1, :]], [moved[..., :-1, :]])
+        kernels.commit_kv(own, got[2] - first, got[3] - first)
+        same([kv, own], [moved, torch.cat([kv.narrow(4, int(at), S) for at in first], 2)])
 
 
 @interpreted

@@ -38,6 +38,7 @@ TYPED = {
     "sha256": ("stored", "stored"),
     "slots": ("3", 3),
     "ctx": ("256", 256),
+    "pool": ("600", 600),
     "device": ("cpu", "cpu"),
     "dtype": ("bfloat16", "bfloat16"),
     "quant": ("int4", "int4"),

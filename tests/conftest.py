@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -14,6 +15,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: on tiny matrices 
 # The tests speak to their own servers without TLS. Each httpx.post would read the certificates of the world, for 45 ms.
 os.environ["SSL_CERT_DIR"] = str(Path(__file__).parent)
 os.environ.pop("SSL_CERT_FILE", None)
+
+with contextlib.suppress(ImportError):  # before the kernels, which import it only where something runs it
+    import triton  # noqa: F401
 
 import interpreting  # noqa: E402
 import torch  # noqa: E402

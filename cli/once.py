@@ -9,8 +9,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
-
 from cli import prove
 from cli.chat import chat, texts_of
 from cli.prompt import Prompt
@@ -26,7 +24,6 @@ from sampling import SamplingParams
 from sampling_params import with_suggestions
 from support.errors import INTERRUPTED, BadFileError, UsageError
 from support.files import read_json
-from support.machine import default_device
 from tokenizer import BUILTIN_SYSTEM
 
 NEW_TOKENS = 200  # of a continuation, which may never end by itself
@@ -50,8 +47,6 @@ def run_request(args: argparse.Namespace, prompt: Prompt) -> int:
         options["slots"] = args.batch_size
     # what compares or shows speculative steps needs all of them
     options["eagle_always"] |= bool(args.prove or args.show_tree or args.html or args.gauge)
-    if (args.device or default_device()) == "cpu":
-        report.measure(torch.device("cpu"))
     engine = report.load(args, options)
     if args.chat:
         return chat(engine, settings_given(args), args.system, report, args.when_full == "drop-oldest")

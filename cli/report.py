@@ -94,10 +94,7 @@ class Report:
         self.alone = 0.0  # of `kernels.seconds_alone`, what was reported already
 
     def measure(self, device: torch.device) -> None:
-        """Measure the bandwidth that reports compare with, unless it is known or nothing is reported.
-
-        Do this on a CPU before the model is loaded: the copies would be the peak of a small model's memory.
-        """
+        """Measure the bandwidth that reports compare with, unless it is known or nothing is reported."""
         if not self.quiet and not self.bandwidth:
             self.bandwidth = copy_bandwidth(device)
 

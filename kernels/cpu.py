@@ -65,7 +65,7 @@ class Source(NamedTuple):
     turned: int = 0  # bits of a code that are the other way round
 
 
-CODES = Source(32, 32, Place(0, 8))  # rows of bytes that are the codes
+CODES = Source(32, 32, Place(0, 8, 32))  # rows of bytes that are the codes
 
 
 def put_codes(rows: Tensor, source: Source, out: Tensor, low: int, high: int = 0) -> None:

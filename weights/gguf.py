@@ -215,8 +215,11 @@ class GGUFFile:
         return cls(path, parts[0].metadata, tensors, [part.mapped for part in parts], tiles)
 
     @cached_property
-    def tokenizer_files(self) -> Mapping[str, bytes]:
-        """The tokenizer as files of a Hugging Face directory, by name. Empty if the file holds no tokenizer."""
+    def tokenizer_files(self) -> dict[str, Any]:
+        """The tokenizer as files of a Hugging Face directory, by name. Empty if the file holds no tokenizer.
+
+        A tokenizer.json is the object that its text stands for.
+        """
         with _one_line_errors(self.path):
             files = tokenizer_files(self.metadata, str(self.path))
         for key in TOKEN_LISTS:  # tens of thousands of Python objects, which nobody reads from now on

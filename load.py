@@ -142,6 +142,10 @@ def _load(
     options = resolve(asked, checkpoint, files.head)
     if asked.compile and not options.compile:
         say("note    nothing to compile: the C++ kernels run (--kernels reference --compile compiles the reference)")
+    if asked.kernels != "reference":
+        for opened in (checkpoint, files.model):
+            if opened:
+                opened.check_floats(DTYPES[options.dtype])
     backend = open_backend(options, say)
     if not options.slots:
         options = replace(options, slots=fit_slots(checkpoint, files, options, ranks))

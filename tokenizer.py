@@ -253,6 +253,10 @@ class Tokenizer:
         self.chat_template_source = f"{'built-in' if name in BUILTIN_SYSTEM else 'named'} {name}"
         self._template = name
 
+    def render_with(self, worker: TemplateWorker) -> None:
+        """Render chat templates with a worker that may have begun before there was a tokenizer."""
+        self._worker = worker
+
     def render_chat(self, messages: list, add_generation_prompt: bool = True) -> str:
         """Prompt text of `messages`, which are dicts of `role` and `content`. Failures are one-line ValueErrors."""
         _check_messages(messages)

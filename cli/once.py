@@ -9,6 +9,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
+
+from chat_template import TemplateWorker
 from cli import prove
 from cli.chat import chat, texts_of
 from cli.prompt import Prompt
@@ -24,6 +27,7 @@ from sampling import SamplingParams
 from sampling_params import with_suggestions
 from support.errors import INTERRUPTED, BadFileError, UsageError
 from support.files import read_json
+from support.machine import default_device
 from tokenizer import BUILTIN_SYSTEM
 
 NEW_TOKENS = 200  # of a continuation, which may never end by itself
@@ -43,11 +47,18 @@ def run_request(args: argparse.Namespace, prompt: Prompt) -> int:
     """Load the model, then chat or decode the prompt. Returns the exit code."""
     report = Report(args.quiet or args.json)
     options = options_from(args)
+    worker = TemplateWorker()
+    if args.chat or prompt.message:
+        worker.begin()  # while the model is loaded
     if options["slots"] is None:  # all answers together
         options["slots"] = args.batch_size
     # what compares or shows speculative steps needs all of them
     options["eagle_always"] |= bool(args.prove or args.show_tree or args.html or args.gauge)
+    if (args.device or default_device()) == "cpu":
+        report.measure(torch.device("cpu"))
     engine = report.load(args, options)
+    if engine.tokenizer is not None:
+        engine.tokenizer.render_with(worker)
     if args.chat:
         return chat(engine, settings_given(args), args.system, report, args.when_full == "drop-oldest")
     return decode(engine, make_request(engine, prompt, args), prompt, args, report)

@@ -144,6 +144,11 @@ class Checkpoint:
         """What `tokenizer.load_tokenizer` reads: the directory, or files made from GGUF's metadata."""
         return self.gguf.tokenizer_files if self.gguf else self.directory
 
+    def check_floats(self, dtype: torch.dtype) -> None:
+        """Raise UsageError if what a GGUF file has quantized would take much memory as floats of this dtype."""
+        if self.gguf and not self.spec:
+            self.gguf.check_floats(self._packed, dtype)
+
     def forget_texts(self) -> None:
         """Drop what only a tokenizer is made of: of a large vocabulary, tens of megabytes of Python objects."""
         if self.gguf:

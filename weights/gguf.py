@@ -45,6 +45,7 @@ LENGTH = struct.Struct("<Q")  # of a text
 BLOCK = 32  # values of a row that share a scale in Q4_0, Q4_1 and Q8_0
 # More than any real model has. Every element becomes a Python object, so a false count could fill the memory.
 MOST_ELEMENTS, MOST_TENSORS = 2_000_000, 100_000
+SMALL = 64 << 20  # bytes of floats that a quantized file may become at least; else a twentieth of its size
 TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 LAYER = {
     "attn_q": "self_attn.q_proj",
@@ -409,10 +410,22 @@ class GGUFFile:
         kinds = {self.sources[name][0].kind for names in packed.values() for name in names}
         return " ".join(f"int{FORMATS[kind].low + FORMATS[kind].high} ({kind})" for kind in sorted(kinds)) or None
 
+    def become_floats(self, packed: Mapping[str, list[str]]) -> list[GGUFTensor]:
+        """The quantized tensors that do not stay quantized."""
+        used = {self.sources[name][0].name for names in packed.values() for name in names}
+        return [tensor for name, tensor in self.tensors.items() if name not in used and tensor.kind in FORMATS]
+
+    def check_floats(self, packed: Mapping[str, list[str]], dtype: torch.dtype) -> None:
+        """Raise UsageError if the tensors that do not stay quantized would take much memory in `dtype`."""
+        left = self.become_floats(packed)
+        size = dtype.itemsize * sum(math.prod(tensor.shape) for tensor in left)
+        if size > max(SMALL, sum(tensor.data.nbytes for tensor in self.tensors.values()) // 20):
+            note = self.float_note(packed).replace("became floats", f"would become {size_text(size)} of floats")
+            raise UsageError(f"{note} Take a file of another type; or --kernels reference accepts the floats.")
+
     def float_note(self, packed: Mapping[str, list[str]]) -> str:
         """A line on quantized tensors that do not stay quantized, or ''."""
-        used = {self.sources[name][0].name for names in packed.values() for name in names}
-        left = [tensor for name, tensor in self.tensors.items() if name not in used and tensor.kind in FORMATS]
+        left = self.become_floats(packed)
         if not left:
             return ""
         kinds = [tensor.kind for tensor in left]

@@ -202,7 +202,7 @@ def stop_ids(metadata: Mapping[str, Any]) -> list[int]:
     texts = token_texts(metadata)
     named = [metadata.get(f"{KEY}{name}_token_id") for name in ("eos", "eot", "eom")]
     types = metadata.get(f"{KEY}token_type") or [NORMAL] * len(texts)
-    ids = {text: i for i, (text, kind) in enumerate(zip(texts, types, strict=False)) if kind == CONTROL}
+    ids = {texts[i]: i for i, kind in enumerate(types[: len(texts)]) if kind == CONTROL}
     ends = [*named, *(ids.get(text) for text in ENDS)]
     return list(dict.fromkeys(i for i in ends if is_a(i, int) and 0 <= i < max(1, len(texts))))
 

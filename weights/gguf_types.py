@@ -108,27 +108,26 @@ def read_blocks(kind: str, rows: np.ndarray, stored: bool = False) -> Blocks:
     """The codes and factors of rows [N, bytes of a row] uint8 in one of FORMATS. stored: the rows in place of codes."""
     _, _, size, form = BY_NAME[kind]
     data = rows.reshape(len(rows), -1, size)
-    at = 2 * form.minima + 2  # where the rest begins, behind a block's scale and min
-    scales, mins, small = data[..., :2], data[..., 2:at], None
+    halves = data.view(np.uint16)  # blocks have an even number of bytes
+    at, small = (0, 1), None  # of the scale and the min of a block, in halves
     if kind == "Q2_K":
-        small, scales, mins = (data[..., :16] & 15, data[..., :16] >> 4), data[..., 80:82], data[..., 82:]
+        at, small = (40, 41), (data[..., :16] & 15, data[..., :16] >> 4)
     elif kind == "Q3_K":
-        small = ((_bits(data[..., 96:104], 4, 8) | _bits(data[..., 104:108], 2, 4) << 4) - 32,)
-        scales = data[..., 108:]
+        at, small = (54, 0), ((_bits(data[..., 96:104], 4, 8) | _bits(data[..., 104:108], 2, 4) << 4) - 32,)
     elif kind in ("Q4_K", "Q5_K"):
         small = _six_bits(data[..., 4:16])
     elif kind == "Q6_K":
-        small, scales = (data[..., 192:208],), data[..., 208:]
+        at, small = (104, 0), (data[..., 192:208],)
     elif kind == "IQ4_XS":
         small = ((_bits(data[..., 4:8], 4, 1) | _bits(data[..., 2:4], 2, 1) << 4) - 32,)
 
     def tensor(values: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
-        flat = np.ascontiguousarray(values).reshape(len(rows), -1)
-        return torch.from_numpy(flat if flat.flags.writeable else flat.copy()).view(dtype)
+        return torch.from_numpy(np.array(values, order="C").reshape(len(rows), -1)).view(dtype)
 
-    floats = tensor(mins, torch.float16) if form.minima else None
+    scales, mins = (tensor(halves[..., i], torch.float16) for i in at)
+    floats = mins if form.minima else None
     codes = without_copy(rows) if stored else torch.from_numpy(read_codes(kind, rows))
-    found = Blocks(codes, tensor(scales, torch.float16), floats)
+    found = Blocks(codes, scales, floats)
     if small is None:
         return found
     sub_mins = tensor(small[1], torch.uint8) if form.minima else None  # they are subtracted

@@ -54,6 +54,13 @@ class TemplateWorker:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._child: subprocess.Popen | None = None
+        self._ready = False  # whether the child has answered
+
+    def begin(self) -> None:
+        """Start the child, without waiting for it, where a request is going to come."""
+        with self._lock:
+            if self._child is None:
+                self._child = self._start()
 
     def render(self, template: str, variants: list[list[dict]], variables: dict) -> list[str]:
         """One prompt per list of messages. Raises ValueError for a template that fails or runs over a limit."""
@@ -73,10 +80,13 @@ class TemplateWorker:
         if self._child is None:
             self._child = self._start()
         try:
+            if not self._ready:
+                _exchange(self._child, b"", START_SECONDS)  # it answers when it is ready
+                self._ready = True
             return json.loads(_exchange(self._child, request, RENDER_SECONDS))
         except BaseException as error:  # after Ctrl-C the child's answer would be taken for that to the next request
             _end(self._child)
-            self._child = None
+            self._child, self._ready = None, False
             if not isinstance(error, ValueError):
                 raise
             limits = f"{RENDER_CPU_SECONDS} s of CPU, {RENDER_SECONDS} s, {RENDER_MEMORY >> 20} MB"
@@ -89,7 +99,6 @@ class TemplateWorker:
             [sys.executable, "-P", __file__], stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, start_new_session=True
         )
         weakref.finalize(self, _end, child)
-        _exchange(child, b"", START_SECONDS)  # it answers when it is ready
         return child
 
 

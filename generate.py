@@ -36,6 +36,7 @@ from options import DEMO, FULL, LoadKeywords, add_options, add_sampling, samplin
 from support import cache
 from support.errors import Parser, UsageError, run_command
 from support.files import check_folder
+from support.startup import without_collector
 
 if TYPE_CHECKING:
     from engine import Engine
@@ -130,7 +131,8 @@ def run(args: argparse.Namespace) -> int:
 
         return run_file(args)
     prompt = Prompt("") if args.chat else read_prompt(args)
-    from cli.once import run_request
+    with without_collector(freeze=__name__ == "__main__"):
+        from cli.once import run_request
 
     return run_request(args, prompt)
 

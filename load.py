@@ -48,6 +48,7 @@ from support.machine import (
     freed_memory_returns,
     release_threads,
 )
+from support.startup import without_collector
 from tokenizer import load_tokenizer
 from weights.checkpoint import Checkpoint
 from weights.files import Progress, check_sha256, local_path
@@ -127,19 +128,24 @@ def _load(
     asked: LoadOptions, progress: Progress | None, say: Callable[[str], None], ranks: Ranks | None = None
 ) -> Engine:
     use_threads(asked, ranks.size if ranks else 1)
-    with bad_files(), freed_memory_returns():
+    with bad_files(), freed_memory_returns(), without_collector():
         if asked.sha256 and not (ranks and ranks.rank):  # one rank is enough, and it reads the whole file
             check_sha256(local_path(asked.checkpoint), asked.sha256)
         checkpoint = asked.open_checkpoint()
         if ranks:
             checkpoint = checkpoint.sharded(Shard(ranks.rank, ranks.size))
         tokenizer = load_tokenizer(checkpoint.tokenizer_source, checkpoint.config.vocab_size)
+        checkpoint.forget_texts()
         files = read_drafter(asked, checkpoint.config, tokenizer)
     if ranks and files.head and drafts_blocks(files.head.config):
         raise UsageError(f"--tp splits no {files.head.config.kind} head yet; leave out --tp, or take an EAGLE head.")
     options = resolve(asked, checkpoint, files.head)
     if asked.compile and not options.compile:
         say("note    nothing to compile: the C++ kernels run (--kernels reference --compile compiles the reference)")
+    if asked.kernels != "reference":
+        for opened in (checkpoint, files.model):
+            if opened:
+                opened.check_floats(DTYPES[options.dtype])
     backend = open_backend(options, say)
     if not options.slots:
         options = replace(options, slots=fit_slots(checkpoint, files, options, ranks))

@@ -38,7 +38,12 @@ CONFIG |= {"added_tokens_decoder?": ({"*": TOKEN[1]}, None), "additional_special
 CONFIG |= {"extra_special_tokens?": ([TOKEN], {"*": TOKEN}, None)}
 CONFIG |= {"chat_template?": (str, [{"name": str, "template": str}], None)}
 VOCABULARY = {"model": {"vocab": ({"*": int}, list)}, "added_tokens?": ([TOKEN[1] | {"id": int}], None)}
-Reader = Callable[[str], bytes | None]  # the contents of a file by its name, None if there is no such file
+# The byte that each character of byte-level BPE stands for. Printable Latin-1 characters stand for themselves, and the
+# other bytes are written as characters 256, 257, ..., so that they stand for none.
+SHOWN = [*range(33, 127), *range(161, 173), *range(174, 256)]
+HIDDEN = [byte for byte in range(256) if byte not in SHOWN]
+ALPHABET = {256 + i: byte for i, byte in enumerate(HIDDEN)} | dict.fromkeys(HIDDEN, "\ue000")
+Reader = Callable[[str], Any]  # the contents of a file by its name, None if there is no such file
 TOOL_KEYS = {"tool_calls", "tool_call_id", "name"}  # what a message may have beside its role and content
 BUILTIN_SYSTEM = {"vicuna": VICUNA_SYSTEM, "llama-2-chat": LLAMA2_SYSTEM, "mixtral": ""}
 # What paper benchmarks pass to encode_chat as `suffix`.
@@ -70,7 +75,7 @@ def builtin_prompt(name: str, messages: list[dict], add_generation_prompt: bool 
     return prompt
 
 
-def load_tokenizer(source: str | Path | Mapping[str, bytes], vocab_size: int | None = None) -> "Tokenizer | None":
+def load_tokenizer(source: str | Path | Mapping[str, Any], vocab_size: int | None = None) -> "Tokenizer | None":
     """Tokenizer of a model directory, or None without tokenizer files, where prompts are ids.
 
     `tokenizer.json` is preferred to sentencepiece's `tokenizer.model`, which in Meta's layout lies beside `params.json`
@@ -78,7 +83,8 @@ def load_tokenizer(source: str | Path | Mapping[str, bytes], vocab_size: int | N
     tokenizer's own EOS.
 
     Args:
-        source: the directory, or the contents of its files by name (`weights.gguf` makes such files).
+        source: the directory, or the contents of its files by name (`weights.gguf` makes such files); a tokenizer.json
+            may be the object that its text stands for.
         vocab_size: rows of the model's embedding. Ids must be below it, except for special tokens that nothing uses, such
             as a stray <pad>.
 
@@ -246,6 +252,10 @@ class Tokenizer:
             raise ValueError(f"there is no chat template {name!r}. Choose one of: {', '.join(known)}")
         self.chat_template_source = f"{'built-in' if name in BUILTIN_SYSTEM else 'named'} {name}"
         self._template = name
+
+    def render_with(self, worker: TemplateWorker) -> None:
+        """Render chat templates with a worker that may have begun before there was a tokenizer."""
+        self._worker = worker
 
     def render_chat(self, messages: list, add_generation_prompt: bool = True) -> str:
         """Prompt text of `messages`, which are dicts of `role` and `content`. Failures are one-line ValueErrors."""
@@ -439,13 +449,30 @@ class StreamDecoder:
         return self._utf8.decode(b"", final=True)
 
 
-def _load_json(data: bytes, tokens: dict[str, dict], named: dict[str, str]) -> _Files:
+def _from_parts(value: dict[str, Any]) -> Any:
+    """A tokenizers.Tokenizer of a tokenizer.json that is not text. With a BPE of many words, its text takes longer."""
+    import tokenizers
+
+    model = value["model"]
+    rest = value | {"added_tokens": [], "model": model | {"vocab": {}, "merges": []}}
+    rust = tokenizers.Tokenizer.from_str(json.dumps(rest))
+    rust.model = tokenizers.models.BPE(model["vocab"], model["merges"], ignore_merges=model["ignore_merges"])
+    for token in value["added_tokens"]:
+        added = tokenizers.AddedToken(token["content"], special=token["special"], normalized=False)
+        (rust.add_special_tokens if token["special"] else rust.add_tokens)([added])
+    return rust
+
+
+def _load_json(data: bytes | dict[str, Any], tokens: dict[str, dict], named: dict[str, str]) -> _Files:
     """Reads a tokenizer.json. `tokens` and `named` come from the files beside it."""
     import tokenizers
 
-    if not check(parse_json(data, "tokenizer.json"), VOCABULARY, "tokenizer.json", "the file")["model"]["vocab"]:
+    if isinstance(data, dict):
+        rust = _from_parts(data)
+    elif not check(parse_json(data, "tokenizer.json"), VOCABULARY, "tokenizer.json", "the file")["model"]["vocab"]:
         raise ValueError("its vocabulary is empty")
-    rust = tokenizers.Tokenizer.from_buffer(data)
+    else:
+        rust = tokenizers.Tokenizer.from_buffer(data)
     rust.no_truncation()
     rust.no_padding()
     known = {t.content: t.special for t in rust.get_added_tokens_decoder().values()}
@@ -457,16 +484,14 @@ def _load_json(data: bytes, tokens: dict[str, dict], named: dict[str, str]) -> _
     added = rust.get_added_tokens_decoder()
     vocab = rust.get_vocab()
     decoder = rust.decoder.__getstate__().decode() if rust.decoder else ""
-    alphabet = _byte_alphabet() if '"ByteLevel"' in decoder else {}
+    alphabet = '"ByteLevel"' in decoder
     if not alphabet and "▁" not in decoder:
         raise ValueError("its decoder is neither byte-level nor sentencepiece-like.")
     leading_space = '"Strip"' in decoder or ('"Metaspace"' in decoder and '"never"' not in decoder)
-    pieces = {i: _sentencepiece_bytes(token) for token, i in vocab.items()}
-    if alphabet:
-        # Added tokens and characters outside the alphabet stand for themselves.
-        for token, i in vocab.items():
-            plain = i in added or not alphabet.keys() >= set(token)
-            pieces[i] = token.encode() if plain else bytes(alphabet[char] for char in token)
+    spell = _spelled_bytes if alphabet else _sentencepiece_bytes
+    pieces = {i: spell(token) for token, i in vocab.items()}
+    if alphabet:  # added tokens stand for themselves
+        pieces |= {i: token.content.encode() for i, token in added.items()}
     # The anchor is a random added token. Text behind it does not start the sequence, so it gets no dummy space. Encoding
     # the anchor alone shows what the post-processor puts around a text.
     anchor = f"\ue000{secrets.token_hex(12)}\ue001"
@@ -517,14 +542,12 @@ def _load_sentencepiece(data: bytes, tokens: dict[str, dict], named: dict[str, s
     return _Files(encode, vocab, pieces, special, named, model.encode("a") != inner.encode("a"), None)
 
 
-def _byte_alphabet() -> dict[str, int]:
-    """The byte that each character of byte-level BPE stands for.
-
-    Printable Latin-1 characters stand for themselves. The other bytes are written as characters 256, 257, ...
-    """
-    shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    hidden = [byte for byte in range(256) if byte not in shown]
-    return {chr(byte): byte for byte in shown} | {chr(256 + i): byte for i, byte in enumerate(hidden)}
+def _spelled_bytes(token: str) -> bytes:
+    """The bytes that a token of byte-level BPE stands for. One with characters outside of ALPHABET stands for itself."""
+    try:
+        return token.translate(ALPHABET).encode("latin-1")
+    except UnicodeEncodeError:
+        return token.encode()
 
 
 def _sentencepiece_bytes(token: str) -> bytes:

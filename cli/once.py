@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 
+from chat_template import TemplateWorker
 from cli import prove
 from cli.chat import chat, texts_of
 from cli.prompt import Prompt
@@ -46,6 +47,9 @@ def run_request(args: argparse.Namespace, prompt: Prompt) -> int:
     """Load the model, then chat or decode the prompt. Returns the exit code."""
     report = Report(args.quiet or args.json)
     options = options_from(args)
+    worker = TemplateWorker()
+    if args.chat or prompt.message:
+        worker.begin()  # while the model is loaded
     if options["slots"] is None:  # all answers together
         options["slots"] = args.batch_size
     # what compares or shows speculative steps needs all of them
@@ -53,6 +57,8 @@ def run_request(args: argparse.Namespace, prompt: Prompt) -> int:
     if (args.device or default_device()) == "cpu":
         report.measure(torch.device("cpu"))
     engine = report.load(args, options)
+    if engine.tokenizer is not None:
+        engine.tokenizer.render_with(worker)
     if args.chat:
         return chat(engine, settings_given(args), args.system, report, args.when_full == "drop-oldest")
     return decode(engine, make_request(engine, prompt, args), prompt, args, report)

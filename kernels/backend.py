@@ -6,6 +6,8 @@ import contextlib
 import contextvars
 import functools
 import inspect
+import os
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import get_type_hints
@@ -17,6 +19,8 @@ import kernels.cpu as cpu
 from kernels.tuned import LinearConfig
 
 try:
+    if not (torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") or "triton" in sys.modules):
+        raise ImportError("nothing here would run its kernels, and it takes a quarter of a second")
     import triton
     import triton.language as tl
 except ImportError:  # A machine without Triton runs every reference.
@@ -80,13 +84,13 @@ class KernelBackend:
         elif self.mode == "auto" and self.device_type != "cuda":
             why = cpu.problem() if self.device_type == "cpu" else f"'{self.device_type}' has no Triton target"
             choice = ("reference", f"auto: {why or 'neither compiled steps nor other dtypes than float32 use C++'}")
-        elif triton is None:
-            raise ValueError("kernels: triton is not installed. Use pip install triton or --kernels reference.")
         elif self.device_type != "cuda" and not INTERPRETED:
             raise ValueError(
                 f"kernels: Triton runs on '{self.device_type}' only under its interpreter. "
                 "Set TRITON_INTERPRET=1 before the start or use --kernels reference."
             )
+        elif triton is None:
+            raise ValueError("kernels: triton is not installed. Use pip install triton or --kernels reference.")
         else:
             choice = ("triton", "asked for" if self.mode == "triton" else "auto: the device is CUDA")
         why = "the device is a CPU" + ", float activations" * (self.activations == "float")

@@ -53,7 +53,7 @@ class Format(NamedTuple):
 class Blocks(NamedTuple):
     """Some rows of a quantized weight. Factors that the format lacks are None."""
 
-    codes: Tensor  # [N, K] uint8
+    codes: Tensor  # [N, K] uint8, or the rows of a file that hold the codes
     scales: Tensor  # [N, K / unit] fp16
     mins: Tensor | None = None  # [N, K / unit] fp16
     sub_scales: Tensor | None = None  # [N, K / group] int8
@@ -82,6 +82,7 @@ class Part(NamedTuple):
     n: int
     k: int
     pieces: Iterable[Blocks]
+    source: cpu.Source = cpu.CODES  # where the pieces have their codes
 
 
 def fits_blocks(n: int, k: int, form: Format) -> bool:
@@ -92,8 +93,8 @@ def fits_blocks(n: int, k: int, form: Format) -> bool:
 def pack_blocks(parts: Sequence[Part]) -> PackedWeight:
     """The parts of one weight [N, K], whose codes and factors stay as they are, in layout 'tiles'."""
     table = [(*_numbers(part), *_words(part.form.table)) for part in parts]
-    whole = torch.empty(sum(form.bytes(n, k) for form, n, k, _ in parts), dtype=torch.uint8)
-    places = whole.split([form.bytes(n, k) for form, n, k, _ in parts])
+    whole = torch.empty(sum(part.form.bytes(part.n, part.k) for part in parts), dtype=torch.uint8)
+    places = whole.split([part.form.bytes(part.n, part.k) for part in parts])
     for part, place in zip(parts, places, strict=True):
         _fill(part, place)
     rows, bits = sum(part.n for part in parts), max(part.form.low + part.form.high for part in parts)
@@ -118,31 +119,15 @@ def _words(table: tuple[int, ...]) -> list[int]:
 
 def _fill(part: Part, place: Tensor) -> None:
     """Write a part's codes and factors."""
-    form, n, k, pieces = part
+    form, n, k, pieces, source = part
     size = n * k * (form.low + form.high) // 8
     codes, factors = place[:size].view(n // cpu.TILE, -1), place[size:].view(n // cpu.TILE, -1)
     tile = 0
     for piece in pieces:
         tiles = slice(tile, tile + len(piece.codes) // cpu.TILE)
-        codes[tiles] = _runs(piece.codes, form)
+        cpu.put_codes(piece.codes, source, codes[tiles], form.low, form.high)
         factors[tiles] = _factors(piece, form)
         tile = tiles.stop
-
-
-def _runs(codes: Tensor, form: Format) -> Tensor:
-    """uint8 [N, K] -> [N / 8, bytes of a tile]."""
-    n, k = codes.shape
-    columns = codes.view(n // 8, 8, k // 32, 8, 4).permute(0, 2, 3, 1, 4).reshape(n // 8, k // 32, 8, 32)
-
-    def plane(values: Tensor, bits: int) -> Tensor:
-        shared = values.unflatten(2, (bits, 8 // bits))
-        out = shared[:, :, :, 0].clone()
-        for i in range(1, 8 // bits):
-            out |= shared[:, :, :, i] << (bits * i)
-        return out
-
-    low = plane(columns & (2**form.low - 1), form.low)
-    return torch.cat((low, plane(columns >> form.low, form.high)) if form.high else (low,), 2).flatten(1)
 
 
 def _factors(piece: Blocks, form: Format) -> Tensor:

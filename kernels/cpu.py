@@ -1,7 +1,7 @@
 """The CPU backend: C++ kernels that are built once for this machine, and the layout of their weights.
 
-They are in cpu.cpp (linear layers, attention, whole decoder layers), cpu_step.cpp (the small work of a step) and
-cpu_draft.cpp (draft trees).
+They are in cpu.cpp (linear layers, attention, whole decoder layers), cpu_step.cpp (the small work of a step),
+cpu_draft.cpp (draft trees) and cpu_pack.cpp (codes from a file's rows to tiles).
 
 For int4 and int8 weights a row of activations is rounded to int8 with one scale per 32 columns, and products are summed
 as integers, or (--activations float) the row stays as it is. The bits of a row's result depend neither on the other rows
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,7 +20,8 @@ from torch import Tensor
 from kernels.records import header
 from support import native
 
-SOURCES = [Path(__file__).with_name(name) for name in ("cpu.cpp", "cpu_draft.cpp", "cpu_step.cpp", "cpu.h", "team.h")]
+FILES = ("cpu.cpp", "cpu_draft.cpp", "cpu_pack.cpp", "cpu_step.cpp", "cpu.h", "team.h")
+SOURCES = [Path(__file__).with_name(name) for name in FILES]
 BLOCK, TILE = 32, 8  # columns that share a scale of the activations; output rows of a tile. As in cpu.cpp
 NEEDED = ("avx2", "fma", "f16c")
 
@@ -42,6 +44,40 @@ def seconds_alone() -> float:
 def fits(n: int, k: int, group_size: int) -> bool:
     """Whether a weight [n, k] can be packed: whole tiles, and groups of whole blocks. group_size 0: one per row."""
     return n % TILE == 0 and k % BLOCK == 0 and group_size % BLOCK == 0
+
+
+class Place(NamedTuple):
+    """Where a block of a file has some bits of its codes. A run of bytes holds the lowest bits of its first columns, then
+    higher bits of the next ones."""
+
+    at: int = 0  # the first byte
+    bits: int = 0  # 0 for none
+    run: int = 1  # bytes
+
+
+class Source(NamedTuple):
+    """Where the codes of a file's rows are, which consist of blocks."""
+
+    values: int  # of a block, a multiple of 32 and at most 256
+    size: int  # bytes of a block
+    low: Place
+    high: Place = Place()  # the bits above those of `low`
+    turned: int = 0  # bits of a code that are the other way round
+
+
+CODES = Source(32, 32, Place(0, 8, 32))  # rows of bytes that are the codes
+
+
+def put_codes(rows: Tensor, source: Source, out: Tensor, low: int, high: int = 0) -> None:
+    """Write the codes of rows [N, bytes] uint8 into contiguous tiles out [N / 8, bytes of a tile] uint8.
+
+    low, high: bits of a code in the two kinds of runs that `kernels.blocks` describes. Raises ValueError where the
+    kernels cannot run.
+    """
+    if problem():
+        raise ValueError(f"no tiles without the C++ kernels, because {problem()}. Use --kernels reference.")
+    numbers = [source.values, source.size, *source.low, *source.high, source.turned]
+    torch.ops.eaglet_cpu.put_codes.default(rows, out, numbers, low, high)
 
 
 def to_tiles(codes: Tensor, bits: int) -> Tensor:

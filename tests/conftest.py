@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import signal
@@ -20,6 +21,9 @@ os.environ.pop("SSL_CERT_FILE", None)
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 gc.disable()  # until all files are imported, see `pytest_collection_finish`
+
+with contextlib.suppress(ImportError):  # before the kernels, which import it only where something runs it
+    import triton  # noqa: F401
 
 import interpreting  # noqa: E402
 import torch  # noqa: E402

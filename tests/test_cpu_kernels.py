@@ -43,7 +43,7 @@ from support import cache, native
 from support.files import written_whole
 from weights import mxfp4
 from weights.files import Entry
-from weights.gguf_types import FORMATS, read_blocks
+from weights.gguf_types import FORMATS, read_blocks, source_of
 from weights.quantized import QuantSpec, pack_
 from weights.rounding import quantize_
 
@@ -93,6 +93,17 @@ def stored_weight(kinds: tuple[str, ...], n: int = 96, k: int = 256) -> kernels.
     raw = [random_blocks(kind, rows, k, seed) for seed, (kind, rows) in enumerate(zip(kinds, heights, strict=True))]
     pieces = [[read_blocks(kind, rows)] for kind, rows in zip(kinds, raw, strict=True)]
     return pack_blocks([Part(FORMATS[kind], len(rows), k, p) for kind, rows, p in zip(kinds, raw, pieces, strict=True)])
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_codes_reach_their_tiles_from_the_rows_of_a_file(kind):
+    """Tiles are bit-equal whether C++ reads the codes off a file's rows or is given codes that numpy read."""
+    rows = random_blocks(kind, 24, 512, 5)
+    packed = [
+        pack_blocks([Part(FORMATS[kind], 24, 512, [read_blocks(kind, rows, stored)], source)])
+        for stored, source in ((True, source_of(kind)), (False, cpu.CODES))
+    ]
+    assert torch.equal(packed[0].weight, packed[1].weight) and packed[0].weight.any()
 
 
 def rounded(x: torch.Tensor) -> torch.Tensor:

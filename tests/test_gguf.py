@@ -714,6 +714,16 @@ def test_the_note_says_why_types_that_could_stay_became_floats(as_gguf, tmp_path
     assert not any(Checkpoint.open(p, tiles=True).notes for p in (path, as_gguf("llama", "Q5_0")))
 
 
+def test_many_floats_of_a_quantized_file_are_refused(as_gguf, monkeypatch):
+    """What cannot stay quantized is refused with its bytes where it is much, and taken where that was asked for."""
+    path = as_gguf("llama", "Q5_0")
+    monkeypatch.setattr("weights.gguf.SMALL", 0)
+    monkeypatch.setattr("kernels.cpu_problem", lambda: "this processor has no avx2")
+    with pytest.raises(ValueError, match=r"Q5_0 .*become [\d.]+ [kMG]B of floats .*--kernels reference"):
+        load(path, device="cpu", ctx=64)
+    assert load(path, device="cpu", ctx=64, kernels="reference").model.quant is None
+
+
 def test_flipped_bytes_never_cause_another_error(as_gguf, tmp_path):
     """Whatever byte of the header is changed: the file loads, or there is a ValueError of one line."""
     extra = {

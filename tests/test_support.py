@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import json
 import os
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from cli.report import Report
 from support import files, machine
 from support.errors import (
     BAD_FILE,
@@ -41,6 +43,7 @@ from support.files import (
 )
 from support.machine import freed_memory_returns, zeros
 from support.progress import Progress
+from support.startup import without_collector
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -577,3 +580,36 @@ def test_a_cpu_is_named_with_what_its_kernels_use(monkeypatch, flags, named):
     lines = ["processor : 0", "model name\t: AMD EPYC", f"flags\t\t: {flags}"]
     monkeypatch.setattr(machine, "_lines_of", lambda file: lines)
     assert machine.describe_device(torch.device("cpu")).startswith(named)
+
+
+def test_a_start_imports_only_what_it_needs():
+    """Triton, templates and grammars cost a start a second when every request imports them."""
+    code = "import cli.once, sys; print(*sorted({'triton', 'jinja2', 'llguidance', 'transformers'} & {*sys.modules}))"
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
+    expected = "triton" if torch.cuda.is_available() else ""
+    assert done.returncode == 0 and done.stdout.strip() == expected, done.stderr
+
+
+def test_the_collector_is_off_inside_and_back_after_an_error():
+    """A failed load must not leave a process that never frees cycles."""
+    with pytest.raises(ValueError, match="broken"), without_collector():
+        assert not gc.isenabled()
+        raise ValueError("broken")
+    assert gc.isenabled()
+
+
+def test_the_bandwidth_is_measured_once_an_hour(tmp_path, monkeypatch):
+    """A later start takes the figure that is kept, and measures again where it is damaged."""
+    measured = []
+    monkeypatch.setenv("EAGLET_CACHE", str(tmp_path))
+    monkeypatch.setattr("cli.report.copy_bandwidth", lambda device: measured.append(device) or 5e9)
+    for _ in range(2):
+        report = Report(quiet=False)
+        report.measure(torch.device("cpu"))
+        assert report.bandwidth == 5e9 and len(measured) == 1
+    (kept,) = (tmp_path / "bandwidth").iterdir()
+    kept.write_bytes(kept.read_bytes()[:-1])
+    Report(quiet=False).measure(torch.device("cpu"))
+    assert len(measured) == 2

@@ -5,6 +5,7 @@ To add a format, give it a kind, let `open` recognise it, and let `load` fill th
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -139,9 +140,19 @@ class Checkpoint:
         return self.gguf.packed_parameters(build_model(self.config))
 
     @property
-    def tokenizer_source(self) -> Path | Mapping[str, bytes]:
+    def tokenizer_source(self) -> Path | Mapping[str, Any]:
         """What `tokenizer.load_tokenizer` reads: the directory, or files made from GGUF's metadata."""
         return self.gguf.tokenizer_files if self.gguf else self.directory
+
+    def check_floats(self, dtype: torch.dtype) -> None:
+        """Raise UsageError if what a GGUF file has quantized would take much memory as floats of this dtype."""
+        if self.gguf and not self.spec:
+            self.gguf.check_floats(self._packed, dtype)
+
+    def forget_texts(self) -> None:
+        """Drop what only a tokenizer is made of: of a large vocabulary, tens of megabytes of Python objects."""
+        if self.gguf:
+            self.gguf.tokenizer_files.pop("tokenizer.json", None)
 
     @cached_property
     def entries(self) -> dict[str, Entry]:
@@ -284,7 +295,7 @@ class Checkpoint:
     def copy_texts(self, destination: Path) -> None:
         """Copy the tokenizer's files, the chat template and the licence to another directory."""
         for name, data in (self.gguf.tokenizer_files if self.gguf else {}).items():
-            (destination / name).write_bytes(data)
+            (destination / name).write_bytes(data if isinstance(data, bytes) else json.dumps(data).encode())
         files = [self.directory / name for name in TEXTS.split()]
         if self.kind == "meta" and not (self.directory / "tokenizer.json").is_file():
             # Meta keeps tokenizer.model one folder up, beside several models. One in the folder itself replaces it.

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from kernels import PackedWeight
 from kernels.blocks import NUMBERS_OF_PART, Blocks, Part, fits_blocks, pack_blocks, stack_blocks
+from kernels.cpu import TILE, put_codes
 from model import Transformer
 from model_config import ModelConfig
 from support.errors import UsageError, UserError
@@ -32,7 +33,7 @@ from support.machine import size_text
 from support.reader import is_a
 from weights.files import Destination, Entries, Entry, Spans, check_entries, check_finite
 from weights.gguf_metadata import ARCHITECTURES, REORDERED, TOKEN_LISTS, hf_config, tokenizer_files
-from weights.gguf_types import BY_NAME, FLOAT_TYPES, FORMATS, TYPES, read_blocks
+from weights.gguf_types import BY_NAME, FLOAT_TYPES, FORMATS, TYPES, read_blocks, source_of
 from weights.hf import (
     EXPERT_NAMES,
     FUSED_GATE_UP,
@@ -49,9 +50,11 @@ from weights.stored import install
 
 NUMBERS = dict(zip((*range(8), 10, 11, 12), "BbHhIif?Qqd", strict=True))  # kinds of values, as `struct` calls them
 TEXT, ARRAY = 8, 9  # the other kinds
+LENGTH = struct.Struct("<Q")  # of a text
 BLOCK = 32  # values of a row that share a scale in Q4_0, Q4_1 and Q8_0
 # More than any real model has. Every element becomes a Python object, so a false count could fill the memory.
 MOST_ELEMENTS, MOST_TENSORS = 2_000_000, 100_000
+SMALL = 64 << 20  # bytes of floats that a quantized file may become at least; else a twentieth of its size
 TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 LAYER = {
     "attn_q": "self_attn.q_proj",
@@ -128,7 +131,18 @@ class _Parser:
         self.elements += count
         if self.elements > MOST_ELEMENTS:
             raise ValueError(f"its metadata claims {self.elements:,} elements, more than {MOST_ELEMENTS:,}")
-        return [self.text() for _ in range(count)] if item == TEXT else list(self.numbers(NUMBERS[item], count))
+        return self._texts(count) if item == TEXT else list(self.numbers(NUMBERS[item], count))
+
+    def _texts(self, count: int) -> list[str]:
+        """The next texts. There may be hundreds of thousands, so this is `text` with as few steps as possible."""
+        data, at, end, length, texts = self.mapped, self.at, len(self.mapped), LENGTH.unpack_from, []
+        for _ in range(count):
+            first = at + 8
+            if first > end or (at := first + length(data, at)[0]) > end:
+                raise ValueError(f"it ends before byte {max(first, at):,}")
+            texts.append(data[first:at].decode())
+        self.at = at
+        return texts
 
     def _place(self) -> tuple[int, str, str, tuple[int, ...], int]:
         """The next tensor's first byte after the header, name, type, shape, and bytes of a row."""
@@ -212,8 +226,11 @@ class GGUFFile:
         return cls(path, parts[0].metadata, tensors, [part.mapped for part in parts], tiles)
 
     @cached_property
-    def tokenizer_files(self) -> Mapping[str, bytes]:
-        """The tokenizer as files of a Hugging Face directory, by name. Empty if the file holds no tokenizer."""
+    def tokenizer_files(self) -> dict[str, Any]:
+        """The tokenizer as files of a Hugging Face directory, by name. Empty if the file holds no tokenizer.
+
+        A tokenizer.json is the object that its text stands for.
+        """
         with _one_line_errors(self.path):
             files = tokenizer_files(self.metadata, str(self.path))
         for key in TOKEN_LISTS:  # tens of thousands of Python objects, which nobody reads from now on
@@ -403,10 +420,22 @@ class GGUFFile:
         kinds = {self.sources[name][0].kind for names in packed.values() for name in names}
         return " ".join(f"int{FORMATS[kind].low + FORMATS[kind].high} ({kind})" for kind in sorted(kinds)) or None
 
+    def become_floats(self, packed: Mapping[str, list[str]]) -> list[GGUFTensor]:
+        """The quantized tensors that do not stay quantized."""
+        used = {self.sources[name][0].name for names in packed.values() for name in names}
+        return [tensor for name, tensor in self.tensors.items() if name not in used and tensor.kind in FORMATS]
+
+    def check_floats(self, packed: Mapping[str, list[str]], dtype: torch.dtype) -> None:
+        """Raise UsageError if the tensors that do not stay quantized would take much memory in `dtype`."""
+        left = self.become_floats(packed)
+        size = dtype.itemsize * sum(math.prod(tensor.shape) for tensor in left)
+        if size > max(SMALL, sum(tensor.data.nbytes for tensor in self.tensors.values()) // 20):
+            note = self.float_note(packed).replace("became floats", f"would become {size_text(size)} of floats")
+            raise UsageError(f"{note} Take a file of another type; or --kernels reference accepts the floats.")
+
     def float_note(self, packed: Mapping[str, list[str]]) -> str:
         """A line on quantized tensors that do not stay quantized, or ''."""
-        used = {self.sources[name][0].name for names in packed.values() for name in names}
-        left = [tensor for name, tensor in self.tensors.items() if name not in used and tensor.kind in FORMATS]
+        left = self.become_floats(packed)
         if not left:
             return ""
         kinds = [tensor.kind for tensor in left]
@@ -446,15 +475,15 @@ class GGUFFile:
             members = list(group)
             shapes = [self._place(name)[0] for name in members]
             pieces = itertools.chain.from_iterable(map(self._pieces, members))
-            parts.append(Part(FORMATS[kind], sum(n for n, _ in shapes), shapes[0][1], pieces))
+            parts.append(Part(FORMATS[kind], sum(n for n, _ in shapes), shapes[0][1], pieces, source_of(kind)))
         return parts
 
     def _pieces(self, name: str) -> Iterator[Blocks]:
-        """The codes and factors of a matrix, some thousand rows at a time."""
+        """The stored rows of a matrix and its factors, some thousand rows at a time."""
         tensor, expert = self.sources[name]
         rows = self._rows(tensor, expert, self._place(name)[1])
         for first in range(0, len(rows), 4096):
-            piece = read_blocks(tensor.kind, rows[first : first + 4096])
+            piece = read_blocks(tensor.kind, rows[first : first + 4096], stored=True)
             if piece.scales.dtype != torch.float16:
                 raise ValueError(f"{self.path}: {tensor.name} has scales outside fp16. Use --kernels reference.")
             for part in (piece.scales, piece.mins):
@@ -462,6 +491,31 @@ class GGUFFile:
                     check_finite(part, tensor.name, self.path.name)
             yield piece
             self.forget()
+
+    def tiles_of(self, names: list[str]) -> PackedWeight | None:
+        """A weight whose rows are these tensors, which becomes our int4 or int8, in the tiles of the CPU kernels.
+
+        None where they do not hold it.
+        """
+        shapes = [self._place(name)[0] for name in names]
+        n, k = sum(rows for rows, _ in shapes), shapes[0][1]
+        bits = FORMATS[self._kinds(names)[0]].low
+        if not self.tiles or any(rows % TILE for rows, _ in shapes):
+            return None
+        weight = torch.empty(n // TILE, k // BLOCK, BLOCK * bits, dtype=torch.uint8)
+        scales = torch.empty(n // TILE, k // BLOCK, TILE, dtype=torch.float16)
+        mins = torch.empty_like(scales) if self.has_minima(names) else None
+        tile = 0
+        for name in names:
+            source = source_of(self.sources[name][0].kind)
+            for piece in self._pieces(name):
+                tiles = slice(tile, tile := tile + len(piece.codes) // TILE)
+                put_codes(piece.codes, source, weight[tiles].flatten(1), bits)
+                scales[tiles] = piece.scales.unflatten(0, (-1, TILE)).mT
+                if mins is not None:
+                    lowest = -8 * piece.scales if piece.mins is None else piece.mins
+                    mins[tiles] = lowest.unflatten(0, (-1, TILE)).mT
+        return PackedWeight("tiles", bits, BLOCK, n, k, weight, scales, None, mins)
 
     def _stored_rows(self, rows: np.ndarray, kind: str, name: str) -> dict[str, Tensor]:
         """Some rows of a matrix. weight = code * scale + min; in Q4_0 the min is -8 * scale, and Q8_0 has none."""
@@ -526,7 +580,7 @@ def fill_gguf(
             experts = model.config.num_local_experts if slot.dim() == 3 else 0
             if file.in_blocks(names):
                 weight = _weight_in_blocks(file, names, experts)
-            else:
+            elif (weight := file.tiles_of(names)) is None:
                 weight = {k: v.to(to.device) for k, v in _stored_weight(file, names, experts).items()}
             if ours == "embed_tokens.weight":
                 model.embed_tokens = QuantEmbedding(weight)

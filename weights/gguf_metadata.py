@@ -210,7 +210,7 @@ def stop_ids(metadata: Mapping[str, Any]) -> list[int]:
     texts = token_texts(metadata)
     named = [metadata.get(f"{KEY}{name}_token_id") for name in ("eos", "eot", "eom")]
     types = metadata.get(f"{KEY}token_type") or [NORMAL] * len(texts)
-    ids = {text: i for i, (text, kind) in enumerate(zip(texts, types, strict=False)) if kind == CONTROL}
+    ids = {texts[i]: i for i, kind in enumerate(types[: len(texts)]) if kind == CONTROL}
     if ids.keys() >= {"<|return|>", "<|call|>"}:
         ids.pop("<|end|>", None)  # which ends a part of an answer there
     ends = [*named, *(ids.get(text) for text in ENDS)]
@@ -222,8 +222,10 @@ def token_texts(metadata: Mapping[str, Any]) -> list[str]:
     return metadata.get(f"{KEY}tokens") or []
 
 
-def tokenizer_files(metadata: Mapping[str, Any], where: str) -> dict[str, bytes]:
+def tokenizer_files(metadata: Mapping[str, Any], where: str) -> dict[str, Any]:
     """File name -> contents, for `tokenizer.load_tokenizer`. {} if the file holds no tokenizer.
+
+    A tokenizer.json is the object that its text stands for.
 
     Raises ValueError in one line for a kind of tokenizer, or a pre-tokenizer, that is not known.
     """
@@ -253,7 +255,7 @@ def tokenizer_files(metadata: Mapping[str, Any], where: str) -> dict[str, bytes]
         ends = flags["add_eos_token"]
         around = [config.get("bos_token") if begins else None, config.get("eos_token") if ends else None]
         vocabulary = _byte_level_bpe(tokens, types, metadata.get(f"{KEY}merges") or [], pre, around)
-        files = {"tokenizer.json": json.dumps(vocabulary).encode()}
+        files: dict[str, Any] = {"tokenizer.json": vocabulary}
     elif model == "llama":
         config |= {key: flag for key, flag in flags.items() if flag is not None}
         files = {"tokenizer.model": _sentencepiece(metadata, tokens, types, where)}
@@ -291,7 +293,7 @@ def _byte_level_bpe(
         "type": "BPE",
         "vocab": vocabulary,
         # A space separates the two parts. The first part may begin with one.
-        "merges": [[merge[: merge.index(" ", 1)], merge[merge.index(" ", 1) + 1 :]] for merge in merges],
+        "merges": [(merge[: (at := merge.index(" ", 1))], merge[at + 1 :]) for merge in merges],
         "ignore_merges": pre in WHOLE_WORDS,
     }
     return {

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from kernels.blocks import Blocks, Format
+from kernels.cpu import Place, Source
 
 FLOAT_TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # What the codes of IQ4_NL and IQ4_XS stand for, with 128 added.
@@ -47,6 +49,36 @@ TYPES = {
 }
 BY_NAME = {kind.name: kind for kind in TYPES.values()}
 FORMATS = {kind.name: kind.form for kind in TYPES.values() if kind.form}
+# Where blocks have the low bits of their codes, and the bits above them: the first byte, and bytes of a run.
+PLACES = {
+    "Q4_0": [(2, 16)],
+    "Q4_1": [(4, 16)],
+    "Q5_0": [(6, 16), (2, 1)],
+    "Q5_1": [(8, 16), (4, 1)],
+    "Q8_0": [(2, 32)],
+    "Q2_K": [(16, 32)],
+    "Q3_K": [(32, 32), (0, 32)],
+    "Q4_K": [(16, 32)],
+    "Q5_K": [(48, 32), (16, 32)],
+    "Q6_K": [(0, 64), (128, 32)],
+    "IQ4_NL": [(2, 16)],
+    "IQ4_XS": [(8, 16)],
+    "MXFP4": [(1, 16)],
+}
+SIGNED = ("Q8_0",)  # types whose codes are signed, so that their highest bit is the other way round here
+
+
+def source_of(kind: str) -> Source:
+    """Where the codes are in rows of one of FORMATS."""
+    _, values, size, form = BY_NAME[kind]
+    bits = zip(PLACES[kind], (form.low, form.high), strict=False)
+    return Source(values, size, *(Place(at, count, run) for (at, run), count in bits), turned=128 * (kind in SIGNED))
+
+
+def without_copy(values: np.ndarray) -> torch.Tensor:
+    """The same memory as a tensor, which nobody may write to: torch has no word for that, and would warn."""
+    with warnings.catch_warnings(action="ignore"):
+        return torch.from_numpy(values)
 
 
 def _bits(data: np.ndarray, bits: int, run: int) -> np.ndarray:
@@ -74,46 +106,45 @@ def powers(exponents: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
     return scales.half() if 104 <= exponents.min() and exponents.max() <= 143 else scales
 
 
-def read_blocks(kind: str, rows: np.ndarray) -> Blocks:
-    """The codes and factors of rows [N, bytes of a row] uint8 in one of FORMATS."""
+def read_codes(kind: str, rows: np.ndarray) -> np.ndarray:
+    """The codes [N, K] uint8 of rows [N, bytes of a row] uint8 in one of FORMATS."""
+    source = source_of(kind)
+    data = rows.reshape(len(rows), -1, source.size)
+    codes, shift = np.uint8(source.turned), 0
+    for at, bits, run in (source.low, source.high):
+        if bits:
+            codes = codes ^ _bits(data[..., at : at + source.values * bits // 8], bits, run) << shift
+        shift = bits
+    return codes.reshape(len(rows), -1)
+
+
+def read_blocks(kind: str, rows: np.ndarray, stored: bool = False) -> Blocks:
+    """The codes and factors of rows [N, bytes of a row] uint8 in one of FORMATS. stored: the rows in place of codes."""
     _, _, size, form = BY_NAME[kind]
     data = rows.reshape(len(rows), -1, size)
-    at = 2 * form.minima + 2  # where the rest begins, behind a block's scale and min
-    scales, mins, small = data[..., :2], data[..., 2:at], None
-    if kind in ("Q4_0", "Q4_1", "IQ4_NL"):
-        codes = _bits(data[..., at:], 4, 16)
-    elif kind == "MXFP4":
-        codes = _bits(data[..., 1:], 4, 16)
-        flat = torch.from_numpy(codes.reshape(len(rows), -1))
-        return Blocks(flat, powers(torch.from_numpy(data[..., 0].copy()), flat))
-    elif kind in ("Q5_0", "Q5_1"):
-        codes = _bits(data[..., at + 4 :], 4, 16) | _bits(data[..., at : at + 4], 1, 1) << 4
-    elif kind == "Q8_0":
-        codes = data[..., at:] ^ 128
-    elif kind == "Q2_K":
-        small, scales, mins = (data[..., :16] & 15, data[..., :16] >> 4), data[..., 80:82], data[..., 82:]
-        codes = _bits(data[..., 16:80], 2, 32)
+    if kind == "MXFP4":
+        codes = torch.from_numpy(read_codes(kind, rows))
+        return Blocks(without_copy(rows) if stored else codes, powers(torch.from_numpy(data[..., 0].copy()), codes))
+    halves = data.view(np.uint16)  # blocks of all others have an even number of bytes
+    at, small = (0, 1), None  # of the scale and the min of a block, in halves
+    if kind == "Q2_K":
+        at, small = (40, 41), (data[..., :16] & 15, data[..., :16] >> 4)
     elif kind == "Q3_K":
-        small = ((_bits(data[..., 96:104], 4, 8) | _bits(data[..., 104:108], 2, 4) << 4) - 32,)
-        scales, codes = data[..., 108:], _bits(data[..., 32:96], 2, 32) | _bits(data[..., :32], 1, 32) << 2
-    elif kind == "Q4_K":
-        small, codes = _six_bits(data[..., 4:16]), _bits(data[..., 16:], 4, 32)
-    elif kind == "Q5_K":
+        at, small = (54, 0), ((_bits(data[..., 96:104], 4, 8) | _bits(data[..., 104:108], 2, 4) << 4) - 32,)
+    elif kind in ("Q4_K", "Q5_K"):
         small = _six_bits(data[..., 4:16])
-        codes = _bits(data[..., 48:], 4, 32) | _bits(data[..., 16:48], 1, 32) << 4
     elif kind == "Q6_K":
-        small, scales = (data[..., 192:208],), data[..., 208:]
-        codes = _bits(data[..., :128], 4, 64) | _bits(data[..., 128:192], 2, 32) << 4
-    else:  # IQ4_XS
+        at, small = (104, 0), (data[..., 192:208],)
+    elif kind == "IQ4_XS":
         small = ((_bits(data[..., 4:8], 4, 1) | _bits(data[..., 2:4], 2, 1) << 4) - 32,)
-        codes = _bits(data[..., 8:], 4, 16)
 
     def tensor(values: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
-        flat = np.ascontiguousarray(values).reshape(len(rows), -1)
-        return torch.from_numpy(flat if flat.flags.writeable else flat.copy()).view(dtype)
+        return torch.from_numpy(np.array(values, order="C").reshape(len(rows), -1)).view(dtype)
 
-    floats = tensor(mins, torch.float16) if form.minima else None
-    found = Blocks(tensor(codes, torch.uint8), tensor(scales, torch.float16), floats)
+    scales, mins = (tensor(halves[..., i], torch.float16) for i in at)
+    floats = mins if form.minima else None
+    codes = without_copy(rows) if stored else torch.from_numpy(read_codes(kind, rows))
+    found = Blocks(codes, scales, floats)
     if small is None:
         return found
     sub_mins = tensor(small[1], torch.uint8) if form.minima else None  # they are subtracted

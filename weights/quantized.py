@@ -245,7 +245,7 @@ class QuantLinear(SelfCounting):
 
 
 class FloatLinear(QuantLinear):
-    """A linear, or one matrix kind of all experts, kept in the layout of the kernels: floats, or a file's types."""
+    """A linear, or one matrix kind of all experts, kept in the layout of the kernels from the start."""
 
     def __init__(self, packed: kernels.PackedWeight, bias: nn.Parameter | None = None, per_token: int = 0):
         SelfCounting.__init__(self)
@@ -265,7 +265,8 @@ class FloatLinear(QuantLinear):
 
     def weight_bytes_read(self, nodes: int) -> float:
         share = 1 - (1 - self.per_token / self.experts) ** nodes if self.experts else 1.0
-        return share * self.packed.weight.nbytes + sum(p.nbytes for p in self.parameters())
+        parts = (self.packed.weight, self.packed.scales, self.packed.mins)
+        return share * sum(t.nbytes for t in parts if t is not None) + sum(p.nbytes for p in self.parameters())
 
     def _apply(self, fn, recurse: bool = True):
         return nn.Module._apply(self, fn, recurse)

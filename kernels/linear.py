@@ -31,6 +31,7 @@ from kernels.backend import (
 from kernels.choice import merge_topk
 from kernels.norm_rope import norm_row, rms_norm, turn_rows
 from kernels.packing import PackedTensors, PackedWeight, decode, dequantize, from_parts, kernel_views, panel_words
+from kernels.panels import kernel_forms, panel_sums
 from kernels.tuned import SMALL_M, TILE_M, LinearConfig
 
 # What may gate a product whose second half is multiplied with an activation of the first: its number in the kernels.
@@ -243,8 +244,8 @@ def linear_kernel(
     k_weight, arrived, M, N, K, N_OUT, T, S, v_offset, arrivals, eps, BITS: tl.constexpr, GROUP: tl.constexpr,
     ZEROS: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, GATED: tl.constexpr, NORM: tl.constexpr,
     TOPK: tl.constexpr, HQ: tl.constexpr, HKV: tl.constexpr, HD: tl.constexpr, LEVELS: tl.constexpr,
-    QK_NORM: tl.constexpr, INT8: tl.constexpr, EVEN_K: tl.constexpr, BN: tl.constexpr, BT: tl.constexpr,
-    SPLIT: tl.constexpr, ACC: tl.constexpr, NATIVE: tl.constexpr, OVERLAP: tl.constexpr,
+    QK_NORM: tl.constexpr, INT8: tl.constexpr, FORMS: tl.constexpr, EVEN_K: tl.constexpr, BN: tl.constexpr,
+    BT: tl.constexpr, SPLIT: tl.constexpr, ACC: tl.constexpr, NATIVE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """out[M, N_OUT], or the best of it if TOPK > 0 (`_finish_topk`). Grid (token tiles, row tiles, SPLIT).
 
@@ -274,8 +275,12 @@ def linear_kernel(
         if slab + tile + split == 0:
             for i in range(0, arrivals, 128):
                 tl.store(arrived + i + tl.arange(0, 128), 0, mask=i + tl.arange(0, 128) < arrivals)
-    acc, up = main_loop(x, w, s, z, rm, live, rn, first, last, K, N, N_OUT,
-                        BN, BT, BITS, GROUP, ZEROS, GATED, EVEN_K, ACC, NATIVE)  # fmt: skip
+    if len(FORMS) > 0:
+        acc, up = panel_sums(x, w, s, z, rm, live, rn, tile, first, last, K, N, N_OUT,
+                             FORMS, BN, BT, GATED, EVEN_K, NATIVE)  # fmt: skip
+    else:
+        acc, up = main_loop(x, w, s, z, rm, live, rn, first, last, K, N, N_OUT,
+                            BN, BT, BITS, GROUP, ZEROS, GATED, EVEN_K, ACC, NATIVE)  # fmt: skip
     if SPLIT > 1:
         STORED: tl.constexpr = 65536  # what a program adds to the counter after its sums are stored
         width = tl.num_programs(1) * BN
@@ -338,7 +343,13 @@ def no_rope(x: Tensor) -> dict:
 
 
 def launch_tile(
-    config: LinearConfig, tokens: int, gated: int, group: int = 0, zeros: bool = False, bits: int = 4
+    config: LinearConfig,
+    tokens: int,
+    gated: int,
+    group: int = 0,
+    zeros: bool = False,
+    bits: int = 4,
+    forms: bool = False,
 ) -> tuple[int, int, dict]:
     """(output columns BN and tokens BT of a program, compiler options) of a launch on `tokens` rows.
 
@@ -370,14 +381,16 @@ def launch_arguments(
     config = weight.config
     n_out = weight.n // 2 if gated else weight.n
     zeros = weight.has_zeros
-    block_n, tile, options = launch_tile(config, tokens, gated, weight.group_size, zeros, weight.bits)
+    block_n, tile, options = launch_tile(
+        config, tokens, gated, weight.group_size, zeros, weight.bits, bool(weight.forms)
+    )
     grid = triton.cdiv(x.shape[0], tile), triton.cdiv(n_out, block_n), config.split_k
     room = math.prod(grid) * (1 + (gated > 0)) * block_n * tile if config.split_k > 1 else 0
     partial = x.new_empty(room, dtype=torch.float32)
     half = config.accumulate == "float16" and x.dtype == torch.float16
     constants = dict(
-        BITS=weight.bits, GROUP=weight.group_size, ZEROS=zeros, GATED=gated, EVEN_K=weight.k % 128 == 0, BN=block_n,
-        BT=tile, ACC=tl.float16 if half else tl.float32, NATIVE=native(x.dtype), **overlapping(),
+        BITS=0 if weight.forms else weight.bits, GROUP=weight.group_size, ZEROS=zeros, GATED=gated,
+        FORMS=kernel_forms(weight.forms), EVEN_K=weight.k % 128 == 0, BN=block_n, BT=tile, ACC=tl.float16 if half else tl.float32, NATIVE=native(x.dtype), **overlapping(),
     )  # fmt: skip
     return grid, partial, options | constants
 
@@ -433,8 +446,8 @@ def packed_linear(
         y = packed_linear(x, replace(weight, correction=None, mins=None, perm=None), residual=own)
         return _widened(epilogue(y, None, residual, gated), wide)
     if weight.layout == "planes":
-        # In one program two tiles and their zero points would spill registers.
-        apart = gated and weight.has_zeros
+        # In one program two tiles and their zero points would spill registers, and two formats are two loops.
+        apart = gated and (weight.has_zeros or len(weight.forms) > 1)
         own = None if apart else residual
         y = planes_linear(x, *weight.parts(), bias, own, 0 if apart else gated, wide and not apart)
         return _widened(epilogue(y, None, residual, gated), wide) if apart else y

@@ -1,10 +1,10 @@
 """Weights as a file has quantized them, in tiles for the CPU kernels.
 
-A weight (`kernels.formats`) has one or more parts, which lie one behind the other: rows that share a format. In each part the codes of all
-tiles come first. A block of 32 columns of 8 rows has runs of 32 bytes, whose byte (r, c) belongs to row r and column
-4 j + c. The first `low` runs hold the low bits of codes: as many j as fit into a byte, the first in the lowest bits.
-`high` more runs hold the bits above them. Behind the codes lie the factors of every unit of 8 rows: scales, mins, and for
-each group its small factors of 8 rows.
+A weight (`kernels.formats`) has one or more parts, one behind the other: rows that share a format. In each part the codes
+of all tiles come first. A block of 32 columns of 8 rows has runs of 32 bytes, whose byte (r, c) belongs to row r and
+column 4 j + c. The first `low` runs hold the low bits of codes: as many j as fit into a byte, the first in the lowest
+bits. `high` more runs hold the bits above them. Behind the codes lie the factors of every unit of 8 rows: scales, mins,
+and for each group its small factors of 8 rows.
 """
 
 from __future__ import annotations
@@ -40,8 +40,10 @@ def pack_blocks(parts: Sequence[Part]) -> PackedWeight:
 
 def stack_blocks(experts: Sequence[PackedWeight]) -> PackedWeight:
     """One matrix kind of all experts, which have the same formats."""
-    weight, table = (torch.stack([getattr(e, name) for e in experts]) for name in ("weight", "scales"))
-    return replace(experts[0], weight=weight, scales=table)
+    weight = torch.stack([e.weight for e in experts])
+    return replace(
+        experts[0], weight=weight, scales=None if experts[0].forms else torch.stack([e.scales for e in experts])
+    )
 
 
 def _fill(part: Part, place: Tensor) -> None:

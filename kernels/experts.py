@@ -165,7 +165,6 @@ def expert_kernel(
             size = e.to(tl.int64) * weight_words(N, K, FORMS)
             w += size
             s += size * 2
-            z += size * 4
         elif BITS == 16:
             w += e.to(tl.int64) * N * K
         else:
@@ -174,7 +173,7 @@ def expert_kernel(
             s += size * 2 if BITS == 4 else e * N
             z += size * 4
         if len(FORMS) > 0:
-            acc, up = panel_sums(x, w, s, z, rows, live, rn, tl.program_id(1), 0, tl.cdiv(K, 128), K, N, N_OUT,
+            acc, up = panel_sums(x, w, s, rows, live, rn, tl.program_id(1), 0, tl.cdiv(K, 128), K, N, N_OUT,
                                  FORMS, BN, BT, GATED, EVEN_K, NATIVE)  # fmt: skip
         else:
             acc, up = main_loop(x, w, s, z, rows, live, rn, 0, tl.cdiv(K, 128), K, N, N_OUT,

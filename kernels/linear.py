@@ -276,7 +276,7 @@ def linear_kernel(
             for i in range(0, arrivals, 128):
                 tl.store(arrived + i + tl.arange(0, 128), 0, mask=i + tl.arange(0, 128) < arrivals)
     if len(FORMS) > 0:
-        acc, up = panel_sums(x, w, s, z, rm, live, rn, tile, first, last, K, N, N_OUT,
+        acc, up = panel_sums(x, w, s, rm, live, rn, tile, first, last, K, N, N_OUT,
                              FORMS, BN, BT, GATED, EVEN_K, NATIVE)  # fmt: skip
     else:
         acc, up = main_loop(x, w, s, z, rm, live, rn, first, last, K, N, N_OUT,
@@ -367,7 +367,7 @@ def launch_tile(
     stages = min(config.stages, 3) if tile == 64 else config.stages
     options = dict(num_warps=config.warps, num_stages=stages, maxnreg=None)
     if tile == 32 or small_groups:  # Without a number, ptxas would rather spill than use more than 128 registers.
-        options["maxnreg"] = 255 if small_groups or bits != 4 else 168
+        options["maxnreg"] = 255 if small_groups or bits != 4 or forms else 168
     return max(16, block_n), tile, options
 
 
@@ -390,7 +390,8 @@ def launch_arguments(
     half = config.accumulate == "float16" and x.dtype == torch.float16
     constants = dict(
         BITS=0 if weight.forms else weight.bits, GROUP=weight.group_size, ZEROS=zeros, GATED=gated,
-        FORMS=kernel_forms(weight.forms), EVEN_K=weight.k % 128 == 0, BN=block_n, BT=tile, ACC=tl.float16 if half else tl.float32, NATIVE=native(x.dtype), **overlapping(),
+        FORMS=kernel_forms(weight.forms), EVEN_K=weight.k % 128 == 0, BN=block_n, BT=tile,
+        ACC=tl.float16 if half else tl.float32, NATIVE=native(x.dtype), **overlapping(),
     )  # fmt: skip
     return grid, partial, options | constants
 

@@ -5,8 +5,8 @@ Word i holds the codes of k = i, i + KP, i + 2 KP, ..., the first one in its low
 feeds every matrix product of the block from registers. Codes are unsigned, with the zero point in the middle
 (8 or 128). A panel holds such a block of 32 rows: their words, then with int4 their fp16 scales and the bytes of their
 zero points, group after group. The panels of 128 rows lie side by side, and then come those of the next 128 k values,
-so that what a program reads in one turn is contiguous: [..., N / 128, K / 128, 4 panels]. A weight that keeps the types of a
-file lies in this layout as `kernels.panels` describes.
+so that what a program reads in one turn is contiguous: [..., N / 128, K / 128, 4 panels]. A weight with the types of a
+file (`PackedWeight.forms`) lies as `kernels.panels` describes.
 """
 
 from __future__ import annotations

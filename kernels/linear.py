@@ -356,7 +356,7 @@ def launch_tile(
     A gate-up layer halves BN, because two tiles share a program. With zero points a warp needs 32 output
     columns, otherwise decoded weights go through shared memory. Gate-up layers, groups below 128, two warps and
     int8 have so many sums, scales and addresses that more than 32 tokens would spill even with all 255 registers.
-    Gate-up layers in groups of 32 have room for 16.
+    Gate-up layers in groups of 32 have room for 16. forms: the weight keeps the types of a file.
     """
     block_n = max(config.block_n, 32 * config.warps if zeros else 16) // (1 + (gated > 0))
     small_groups = 0 < group < 128
@@ -366,7 +366,10 @@ def launch_tile(
     # With 64 tokens a fourth stage takes so much shared memory that a multiprocessor runs one program less.
     stages = min(config.stages, 3) if tile == 64 else config.stages
     options = dict(num_warps=config.warps, num_stages=stages, maxnreg=None)
-    if tile == 32 or small_groups:  # Without a number, ptxas would rather spill than use more than 128 registers.
+    # Without a number, ptxas would rather spill than use more than 128 registers.
+    if forms and tile == 16:
+        options["maxnreg"] = 168
+    elif tile == 32 or small_groups:
         options["maxnreg"] = 255 if small_groups or bits != 4 or forms else 168
     return max(16, block_n), tile, options
 

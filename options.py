@@ -196,6 +196,15 @@ class LoadOptions:
         return "cpu" if self.kernels == "auto" and on_cpu and not kernels.cpu_problem() else self.kernels
 
     @property
+    def on_triton(self) -> bool:
+        """Whether linear layers run on the Triton kernels."""
+        import kernels
+        from support.machine import default_device
+
+        on_gpu = self.kernels == "auto" and (self.device or default_device()) == "cuda"
+        return (self.kernels == "triton" or on_gpu) and kernels.triton is not None and self.dtype != "float64"
+
+    @property
     def can_prune(self) -> bool:
         """Whether nodes of the tree can be left out while it is drafted."""
         return self.drafter_kind == "eagle" and self.verify == "match" and self.kernel_mode == "cpu"
@@ -272,7 +281,7 @@ class LoadOptions:
         from weights.checkpoint import Checkpoint
 
         place = self.draft_checkpoint if draft else self.checkpoint
-        checkpoint = Checkpoint.open(place, tiles=self.kernel_mode == "cpu")
+        checkpoint = Checkpoint.open(place, tiles=self.kernel_mode == "cpu", panels=self.on_triton)
         checkpoint = checkpoint.rounded(self.quant) if self.quant and not draft else checkpoint
         folders = (self.lora,) if isinstance(self.lora, str) else self.lora or ()
         return checkpoint.adapted(*folders) if folders and not draft else checkpoint

@@ -13,6 +13,7 @@ from kernels.choice import NOTHING, rank_of
 from kernels.linear import GATES, epilogue, finish, launch_arguments, main_loop, packed_linear
 from kernels.norm_rope import norm_row, rms_norm, row_options
 from kernels.packing import PackedTensors, PackedWeight, dequantize, from_parts, kernel_views, panel_words
+from kernels.panels import panel_sums, weight_words
 from kernels.tuned import unsplit
 
 
@@ -141,8 +142,8 @@ def route(logits: Tensor, count: int, normalised: bool) -> Routes:
 @jit
 def expert_kernel(
     x, w, s, z, out, pairs, used, offsets, N, K, N_OUT, DIV, BITS: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr,
-    GATED: tl.constexpr, EVEN_K: tl.constexpr, BN: tl.constexpr, BT: tl.constexpr, ACC: tl.constexpr,
-    NATIVE: tl.constexpr, OVERLAP: tl.constexpr,
+    GATED: tl.constexpr, FORMS: tl.constexpr, EVEN_K: tl.constexpr, BN: tl.constexpr, BT: tl.constexpr,
+    ACC: tl.constexpr, NATIVE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """The products of all experts in one launch. Grid (token tiles, row tiles, experts in use at most).
 
@@ -160,15 +161,23 @@ def expert_kernel(
         pair = tl.load(pairs + at, mask=live, other=0)
         rows = pair // DIV
         rn = tl.program_id(1) * BN + tl.arange(0, BN)
-        if BITS == 16:
+        if len(FORMS) > 0:
+            size = e.to(tl.int64) * weight_words(N, K, FORMS)
+            w += size
+            s += size * 2
+        elif BITS == 16:
             w += e.to(tl.int64) * N * K
         else:
             size = e.to(tl.int64) * tl.cdiv(N, 128) * tl.cdiv(K, 128) * (4 * panel_words(BITS, GROUP, ZEROS))
             w += size
             s += size * 2 if BITS == 4 else e * N
             z += size * 4
-        acc, up = main_loop(x, w, s, z, rows, live, rn, 0, tl.cdiv(K, 128), K, N, N_OUT,
-                            BN, BT, BITS, GROUP, ZEROS, GATED, EVEN_K, ACC, NATIVE)  # fmt: skip
+        if len(FORMS) > 0:
+            acc, up = panel_sums(x, w, s, rows, live, rn, tl.program_id(1), 0, tl.cdiv(K, 128), K, N, N_OUT,
+                                 FORMS, BN, BT, GATED, EVEN_K, NATIVE)  # fmt: skip
+        else:
+            acc, up = main_loop(x, w, s, z, rows, live, rn, 0, tl.cdiv(K, 128), K, N, N_OUT,
+                                BN, BT, BITS, GROUP, ZEROS, GATED, EVEN_K, ACC, NATIVE)  # fmt: skip
         finish(acc, up, s, s, s, out, rn, pair, live, N, N_OUT, BITS, False, False, GATED, x.dtype.element_ty)
 
 
@@ -245,7 +254,9 @@ def packed_experts(
 
 def _experts(x: Tensor, routes: Routes, weight: PackedWeight, gated: int, bias: Tensor | None) -> Tensor:
     # as in `packed_linear`
-    apart = gated and (weight.has_zeros or bias is not None or gated == GATES["swiglu_clamped"])
+    apart = gated and (
+        weight.has_zeros or len(weight.forms) > 1 or bias is not None or gated == GATES["swiglu_clamped"]
+    )
     y = expert_linear(weight.reorder(x), routes, *weight.parts(), 0 if apart else gated)
     if bias is None and not apart:
         return y

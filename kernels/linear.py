@@ -31,6 +31,7 @@ from kernels.backend import (
 from kernels.choice import merge_topk
 from kernels.norm_rope import norm_row, rms_norm, turn_rows
 from kernels.packing import PackedTensors, PackedWeight, decode, dequantize, from_parts, kernel_views, panel_words
+from kernels.panels import kernel_forms, panel_sums
 from kernels.tuned import SMALL_M, TILE_M, LinearConfig
 
 # What may gate a product whose second half is multiplied with an activation of the first: its number in the kernels.
@@ -243,9 +244,9 @@ def linear_kernel(
     k_weight, arrived, M, N, K, N_OUT, T, S, v_offset, arrivals, eps, BITS: tl.constexpr, GROUP: tl.constexpr,
     ZEROS: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, GATED: tl.constexpr, NORM: tl.constexpr,
     TOPK: tl.constexpr, HQ: tl.constexpr, HKV: tl.constexpr, HD: tl.constexpr, LEVELS: tl.constexpr,
-    QK_NORM: tl.constexpr, INT8: tl.constexpr, POOLED: tl.constexpr,
-    EVEN_K: tl.constexpr, BN: tl.constexpr, BT: tl.constexpr,
-    SPLIT: tl.constexpr, ACC: tl.constexpr, NATIVE: tl.constexpr, OVERLAP: tl.constexpr,
+    QK_NORM: tl.constexpr, INT8: tl.constexpr, POOLED: tl.constexpr, FORMS: tl.constexpr, EVEN_K: tl.constexpr,
+    BN: tl.constexpr, BT: tl.constexpr, SPLIT: tl.constexpr, ACC: tl.constexpr, NATIVE: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """out[M, N_OUT], or the best of it if TOPK > 0 (`_finish_topk`). Grid (token tiles, row tiles, SPLIT).
 
@@ -275,8 +276,12 @@ def linear_kernel(
         if slab + tile + split == 0:
             for i in range(0, arrivals, 128):
                 tl.store(arrived + i + tl.arange(0, 128), 0, mask=i + tl.arange(0, 128) < arrivals)
-    acc, up = main_loop(x, w, s, z, rm, live, rn, first, last, K, N, N_OUT,
-                        BN, BT, BITS, GROUP, ZEROS, GATED, EVEN_K, ACC, NATIVE)  # fmt: skip
+    if len(FORMS) > 0:
+        acc, up = panel_sums(x, w, s, rm, live, rn, tile, first, last, K, N, N_OUT,
+                             FORMS, BN, BT, GATED, EVEN_K, NATIVE)  # fmt: skip
+    else:
+        acc, up = main_loop(x, w, s, z, rm, live, rn, first, last, K, N, N_OUT,
+                            BN, BT, BITS, GROUP, ZEROS, GATED, EVEN_K, ACC, NATIVE)  # fmt: skip
     if SPLIT > 1:
         STORED: tl.constexpr = 65536  # what a program adds to the counter after its sums are stored
         width = tl.num_programs(1) * BN
@@ -339,14 +344,20 @@ def no_rope(x: Tensor) -> dict:
 
 
 def launch_tile(
-    config: LinearConfig, tokens: int, gated: int, group: int = 0, zeros: bool = False, bits: int = 4
+    config: LinearConfig,
+    tokens: int,
+    gated: int,
+    group: int = 0,
+    zeros: bool = False,
+    bits: int = 4,
+    forms: bool = False,
 ) -> tuple[int, int, dict]:
     """(output columns BN and tokens BT of a program, compiler options) of a launch on `tokens` rows.
 
     A gate-up layer halves BN, because two tiles share a program. With zero points a warp needs 32 output
     columns, otherwise decoded weights go through shared memory. Gate-up layers, groups below 128, two warps and
     int8 have so many sums, scales and addresses that more than 32 tokens would spill even with all 255 registers.
-    Gate-up layers in groups of 32 have room for 16.
+    Gate-up layers in groups of 32 have room for 16. forms: the weight keeps the types of a file.
     """
     block_n = max(config.block_n, 32 * config.warps if zeros else 16) // (1 + (gated > 0))
     small_groups = 0 < group < 128
@@ -356,8 +367,11 @@ def launch_tile(
     # With 64 tokens a fourth stage takes so much shared memory that a multiprocessor runs one program less.
     stages = min(config.stages, 3) if tile == 64 else config.stages
     options = dict(num_warps=config.warps, num_stages=stages, maxnreg=None)
-    if tile == 32 or small_groups:  # Without a number, ptxas would rather spill than use more than 128 registers.
-        options["maxnreg"] = 255 if small_groups or bits != 4 else 168
+    # Without a number, ptxas would rather spill than use more than 128 registers.
+    if forms and tile == 16:
+        options["maxnreg"] = 168
+    elif tile == 32 or small_groups:
+        options["maxnreg"] = 255 if small_groups or bits != 4 or forms else 168
     return max(16, block_n), tile, options
 
 
@@ -371,14 +385,17 @@ def launch_arguments(
     config = weight.config
     n_out = weight.n // 2 if gated else weight.n
     zeros = weight.has_zeros
-    block_n, tile, options = launch_tile(config, tokens, gated, weight.group_size, zeros, weight.bits)
+    block_n, tile, options = launch_tile(
+        config, tokens, gated, weight.group_size, zeros, weight.bits, bool(weight.forms)
+    )
     grid = triton.cdiv(x.shape[0], tile), triton.cdiv(n_out, block_n), config.split_k
     room = math.prod(grid) * (1 + (gated > 0)) * block_n * tile if config.split_k > 1 else 0
     partial = x.new_empty(room, dtype=torch.float32)
     half = config.accumulate == "float16" and x.dtype == torch.float16
     constants = dict(
-        BITS=weight.bits, GROUP=weight.group_size, ZEROS=zeros, GATED=gated, EVEN_K=weight.k % 128 == 0, BN=block_n,
-        BT=tile, ACC=tl.float16 if half else tl.float32, NATIVE=native(x.dtype), **overlapping(),
+        BITS=0 if weight.forms else weight.bits, GROUP=weight.group_size, ZEROS=zeros, GATED=gated,
+        FORMS=kernel_forms(weight.forms), EVEN_K=weight.k % 128 == 0, BN=block_n, BT=tile,
+        ACC=tl.float16 if half else tl.float32, NATIVE=native(x.dtype), **overlapping(),
     )  # fmt: skip
     return grid, partial, options | constants
 
@@ -434,8 +451,8 @@ def packed_linear(
         y = packed_linear(x, replace(weight, correction=None, mins=None, perm=None), residual=own)
         return _widened(epilogue(y, None, residual, gated), wide)
     if weight.layout == "planes":
-        # In one program two tiles and their zero points would spill registers.
-        apart = gated and weight.has_zeros
+        # In one program two tiles and their zero points would spill registers, and two formats are two loops.
+        apart = gated and (weight.has_zeros or len(weight.forms) > 1)
         own = None if apart else residual
         y = planes_linear(x, *weight.parts(), bias, own, 0 if apart else gated, wide and not apart)
         return _widened(epilogue(y, None, residual, gated), wide) if apart else y

@@ -5,11 +5,15 @@ Word i holds the codes of k = i, i + KP, i + 2 KP, ..., the first one in its low
 feeds every matrix product of the block from registers. Codes are unsigned, with the zero point in the middle
 (8 or 128). A panel holds such a block of 32 rows: their words, then with int4 their fp16 scales and the bytes of their
 zero points, group after group. The panels of 128 rows lie side by side, and then come those of the next 128 k values,
-so that what a program reads in one turn is contiguous: [..., N / 128, K / 128, 4 panels].
+so that what a program reads in one turn is contiguous: [..., N / 128, K / 128, 4 panels]. A weight with the types of a
+file (`PackedWeight.forms`) lies as `kernels.panels` describes.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -18,7 +22,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import kernels.cpu as cpu
-from kernels.backend import active_backend, constexpr, constexpr_function, jit, native, tl, triton, use_cpu, use_triton
+import kernels.panels as panels
+from kernels.backend import (
+    active_backend,
+    constexpr,
+    constexpr_function,
+    jit,
+    native,
+    operation,
+    tl,
+    triton,
+    use_cpu,
+    use_triton,
+)
 from kernels.tuned import SMALL_M, LinearConfig, linear_config, shape_key, without_wgmma
 
 
@@ -173,18 +189,20 @@ class PackedWeight:
     # How many partial sums of a tile have arrived. All are zero between launches.
     counters: Tensor | None = None
     config: LinearConfig = LinearConfig()
+    forms: panels.Forms = ()  # how a file has quantized its rows, in layout 'planes'
 
     @property
     def has_zeros(self) -> bool:
         """Whether groups have zero points, wherever they lie."""
-        inside = self.layout == "planes" and self.bits == 4
+        inside = self.layout == "planes" and self.bits == 4 and not self.forms
         return self.weight.shape[-1] == 4 * panel_words(4, self.group_size, True) if inside else self.zeros is not None
 
     def parts(self) -> tuple[PackedTensors, list[int]]:
         """This weight for an operator, which `from_parts` turns back: without perm and correction."""
         numbers = [LAYOUTS.index(self.layout), self.bits, self.group_size, self.n, self.k]
         tiling = [*self.config[:4], int(self.config.accumulate == "float16")]
-        return PackedTensors(self.weight, self.scales, self.zeros, self.counters, self.mins), numbers + tiling
+        numbers += tiling + [number for form in self.forms for number in form]
+        return PackedTensors(self.weight, self.scales, self.zeros, self.counters, self.mins), numbers
 
     def reorder(self, x: Tensor) -> Tensor:
         """The columns of x [..., K] in the order in which the weight stores them."""
@@ -193,9 +211,10 @@ class PackedWeight:
 
 def from_parts(tensors: PackedTensors, numbers: list[int]) -> PackedWeight:
     """The weight of `PackedWeight.parts`."""
-    layout, bits, group_size, n, k, *tiling, half = numbers
+    layout, bits, group_size, n, k, *tiling, half = numbers[:10]
     config = LinearConfig(*tiling, "float16" if half else "float32")
-    return PackedWeight(LAYOUTS[layout], bits, group_size, n, k, **tensors._asdict(), config=config)
+    forms = tuple(tuple(numbers[at : at + panels.NUMBERS]) for at in range(10, len(numbers), panels.NUMBERS))
+    return PackedWeight(LAYOUTS[layout], bits, group_size, n, k, **tensors._asdict(), config=config, forms=forms)
 
 
 def _unpack_nibbles(qweight: Tensor) -> Tensor:
@@ -262,6 +281,10 @@ def dequantize(weight: PackedWeight, dtype: torch.dtype, fused: bool = False) ->
         return packed_rows(weight, torch.arange(weight.n)).to(dtype)
     if weight.layout == "tiles" and weight.bits >= 16:
         return weight.weight.mT.flatten(-3, -2)[..., : weight.n, :].to(dtype)
+    if weight.forms and fused:
+        return panels.triton_rows(weight.weight, weight.forms, weight.n, weight.k, None, dtype)
+    if weight.forms:
+        return panels.matrix(weight.weight, weight.forms, weight.n, weight.k).to(dtype)
     if weight.layout == "dense" or weight.bits == 16:
         return weight.weight.to(dtype)
     if fused:
@@ -369,15 +392,30 @@ def _tiling(plain: PackedWeight) -> LinearConfig:
         properties = torch.cuda.get_device_properties(device)
         multiprocessors, capability = properties.multi_processor_count, (properties.major, properties.minor)
         geforce = "GeForce" in properties.name
-    measured = backend.configs.get(shape_key(plain.n, plain.k, plain.bits)) if backend else None
-    if measured is None:
-        return linear_config(plain.n, plain.k, plain.bits, multiprocessors, capability, geforce)
-    return without_wgmma(measured, capability)
+    measured = backend.configs.get(shape_key(plain.n, plain.k, plain.bits)) if backend and not plain.forms else None
+    if measured is not None:
+        return without_wgmma(measured, capability)
+    config = linear_config(plain.n, plain.k, plain.bits, multiprocessors, capability, geforce and not plain.forms)
+    starts = itertools.accumulate(rows for rows, *_ in plain.forms[:-1])
+    rows = math.gcd(config.block_n, *starts)  # a tile lies in one format
+    return config._replace(block_n=rows, warps=min(config.warps, rows // 32)) if plain.forms else config
+
+
+def pack_panels(parts: Sequence[panels.Part], device: torch.device | str = "cpu") -> PackedWeight:
+    """The parts of one weight [N, K], whose codes and factors stay as they are, in layout 'planes'."""
+    forms = tuple((part.n, *part.form.numbers()) for part in parts)
+    rows, bits = sum(part.n for part in parts), max(part.form.low + part.form.high for part in parts)
+    weight = panels.pack(parts, device)
+    counters = torch.zeros(SMALL_M // 32 * -(-rows // 16), dtype=torch.int32, device=device)
+    plain = PackedWeight("planes", bits, 0, rows, parts[0].k, weight, counters=counters, forms=forms)
+    return replace(plain, config=_tiling(plain))
 
 
 def kernel_views(packed: PackedWeight) -> tuple[Tensor, Tensor, Tensor]:
     """(words, scales, zeros) as the kernels take a weight in layout 'planes'. What it lacks is a placeholder."""
     words = packed.weight
+    if packed.forms:
+        return panels.views(words)
     if packed.bits == 4:
         return words, words.view(torch.float16), words.view(torch.uint8)
     return words, words if packed.scales is None else packed.scales, words
@@ -480,8 +518,31 @@ def _float_tiles(weight: Tensor) -> PackedWeight:
     return PackedWeight("tiles", 8 * tiles.itemsize, 0, n, k, tiles)
 
 
-def packed_rows(weight: PackedWeight, ids: Tensor) -> Tensor:
-    """The rows ids [...] of a weight in layout 'tiles' or 'dense', or of one in 16 bits, float32 [..., K]."""
+def packed_rows(weight: PackedWeight, ids: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The rows ids [...] of a weight in layout 'tiles' or 'dense', of one in 16 bits, or of one with the types of a file,
+    [..., K] in `dtype`."""
+    if weight.forms:
+        return panel_rows(ids, *weight.parts(), dtype)
+    return _stored_rows(weight, ids).to(dtype)
+
+
+def _triton_rows(ids, tensors, numbers, dtype) -> Tensor:
+    weight = from_parts(tensors, numbers)
+    rows = panels.triton_rows(weight.weight, weight.forms, weight.n, weight.k, ids.reshape(-1).contiguous(), dtype)
+    return rows.view(*ids.shape, weight.k)
+
+
+def _row_shapes(ids, tensors, numbers, dtype) -> Tensor:
+    return tensors.weight.new_empty(*ids.shape, from_parts(tensors, numbers).k, dtype=dtype)
+
+
+@operation("panel_rows", "packed_linear", _triton_rows, _row_shapes)
+def panel_rows(ids: Tensor, tensors: PackedTensors, numbers: list[int], dtype: torch.dtype) -> Tensor:
+    """`packed_rows` of a weight with the types of a file."""
+    return dequantize(from_parts(tensors, numbers), dtype)[ids]
+
+
+def _stored_rows(weight: PackedWeight, ids: Tensor) -> Tensor:
     if weight.layout == "dense" or (weight.layout == "planes" and weight.bits == 16):
         return weight.weight[ids].float()
     rows = torch.ops.eaglet_cpu.rows.default(ids.flatten(), weight.weight, weight.scales, weight.mins)

@@ -17,7 +17,10 @@ from kernels.experts import expert_kernel
 from kernels.linear import NO_HEADS, launch_tile, linear_kernel
 from kernels.norm_rope import rms_norm_kernel, rope_kernel
 from kernels.packing import dequantize_kernel
+from kernels.panels import kernel_forms, panel_rows_kernel
 from kernels.tuned import linear_config
+from weights import mxfp4
+from weights.gguf_types import FORMATS
 
 ARCHITECTURES = (86, 89, 90, 120)
 QUICK_ARCHITECTURES = (86, 90)  # of tests that run without --slow
@@ -107,7 +110,7 @@ def linear(bits: int, dtype: str, tokens: int, form: str, arch: int = 86) -> Var
     act = f"*{dtype}"
     pointers = {"x": act, "w": act if bits == 16 else "*i32", "s": "*fp32" if bits == 8 else "*fp16", "z": "*u8"}
     pointers["out"] = "*fp32" if top else act
-    constants = dict(BITS=bits, GROUP=group, ZEROS=zeros, GATED=gated, EVEN_K=not ragged)
+    constants = dict(BITS=bits, GROUP=group, ZEROS=zeros, GATED=gated, FORMS=(), EVEN_K=not ragged)
     constants |= dict(
         OVERLAP="overlap" in words,
         BN=block,
@@ -179,6 +182,50 @@ def norm_and_rope() -> list[Variant]:
         constants = dict(HQ=32, HKV=8, HD=128, LEVELS=7, QK_NORM=norms, INT8=int8, POOLED=True, OVERLAP=False)
         found.append(Variant(name, rope_kernel, pointers | cache, constants, dict(num_warps=1)))
     return found
+
+
+# Weights with the types of a file: (dtype, numbers of tokens, forms). A form is types and words as `linear` takes them.
+PANELS = (
+    ("fp16", (16,), tuple(kind for kind in FORMATS if kind not in ("Q4_K", "Q6_K"))),
+    ("bf16", (16, 32, 64), ("Q4_K", "Q6_K", "Q5_K")),
+    ("bf16", (16, 64), ("MXFP4", "Q4_K gate-up", "Q4_K Q6_K", "Q5_K gate-up", "Q4_K norm", "Q4_K Q6_K qkv")),
+    ("fp16", (64,), ("Q3_K", "Q8_0", "IQ4_XS", "Q5_0 Q4_1 Q8_0 qkv", "Q6_K gate-up", "IQ4_XS gate-up")),
+    ("fp16", (32,), ("Q6_K top-10", "Q8_0 top-10")),
+    ("bf16", (16,), ("MXFP4 experts", "Q4_K experts gate-up", "Q6_K experts", "Q5_K experts gate-up")),
+)
+
+
+def panels(dtype: str, tokens: int, form: str, arch: int = 86) -> Variant:
+    """`linear` for a weight with the types that form begins with."""
+    types = FORMATS | {"MXFP4": mxfp4.FORM}
+    own, words = [], form.split()
+    while words and words[0] in types:
+        own.append((2048, *types[words.pop(0)].numbers()))
+    bits = max(low + high for _, low, high, *_ in own)
+    base = linear(4, dtype, tokens, " ".join(words), arch)
+    config = linear_config(4096, 4096, bits, capability=divmod(arch, 10))
+    gated = base.constants["GATED"]
+    block, tile, options = launch_tile(
+        config, min(32, tokens) if "top-10" in words else tokens, gated, bits=bits, forms=True
+    )
+    constants = base.constants | dict(BITS=0, GROUP=0, FORMS=kernel_forms(tuple(own)), BN=block, BT=tile)
+    pointers = base.pointers | dict(s="*i16", z="*i32")
+    # With a single high bit decoded weights do go through shared memory.
+    quantized = all(high != 1 for _, _, high, *_ in own)
+    weights = block * 128 / (options["num_warps"] * 32) * (1 + gated)
+    name = f"{'experts' if 'experts' in words else 'linear'} {dtype} M<={tokens} {form}"
+    return Variant(name, base.kernel, pointers, constants, options, weights, quantized=quantized)
+
+
+def panel_rows(kind: str, dtype: str, listed: bool) -> Variant:
+    """The kernel as `kernels.panels.triton_rows` launches it."""
+    pointers = dict(ids="*i64" if listed else "*i32", w="*i32", halves="*i16", out=f"*{dtype}")
+    facts = kernel_forms(((4096, *FORMATS[kind].numbers()),))
+    constants = dict(FORMS=facts, I=0, LISTED=listed, BLOCK_ROWS=4 if listed else 32)
+    name = f"panel rows {kind} {dtype}{' listed' * listed}"
+    return Variant(
+        name, panel_rows_kernel, pointers, constants, dict(num_warps=1 if listed else 4), uneven=("FIRST_ROW",)
+    )
 
 
 KINDS = {
@@ -287,6 +334,8 @@ def variants(quick: bool = False, arch: int = 86) -> list[Variant]:
     found = [
         linear(bits, dtype, m, form, arch) for bits, dtype, tokens, forms in rows for form in forms for m in tokens
     ]
+    found += [panels(dtype, m, form, arch) for dtype, tokens, forms in PANELS for form in forms for m in tokens]
+    found += [panel_rows(kind, "bf16", listed) for kind in FORMATS for listed in (False, True)]
     found += [dequantization(4, "fp16"), dequantization(4, "bf16", 32, True), dequantization(8, "fp16")]
     for int8, dim in itertools.product((False, True), (64, 128, 256)):
         found += [attention("bf16", int8=int8, dim=dim), attention("fp16", window=4096, int8=int8, dim=dim)]

@@ -395,8 +395,8 @@ def siblings_share_a_position(monkeypatch):
     """Node i at position n + i instead of n + depth: a slot is taken for a position."""
     real = Transformer.nodes
 
-    def nodes(self, n, depth, ancestors, slots):
-        return real(self, n, torch.arange(depth.shape[1]).expand_as(depth), ancestors, slots)
+    def nodes(self, n, depth, *rest):
+        return real(self, n, torch.arange(depth.shape[1]).expand_as(depth), *rest)
 
     monkeypatch.setattr(Transformer, "nodes", nodes)
 
@@ -959,8 +959,9 @@ MUTANT_ROWS = 1024  # a mutant lands 11 deviations away or more, and the limit i
 BUSH = trees.StaticTree(tuple(tuple(map(int, w)) for w in "0 1 2 00 01 10 000".split()))
 
 
-def dense_attention(q, kv, start, visible, positions, window, scale, arrived=None, cap=0.0, sinks=None):
-    """Attention for thousands of rows at once. The reference loops over the rows."""
+def dense_attention(q, kv, start, visible, positions, window, scale, arrived=None, cap=0.0, sinks=None, *pool):
+    """Attention for thousands of rows at once, of caches of their own. The reference loops over the rows."""
+    assert pool[:1] in ((), (None,))
     B, _, T, _ = q.shape
     S, R = kv.shape[3], visible.shape[2]
     group = q.shape[1] // kv.shape[2]

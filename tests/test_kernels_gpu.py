@@ -6,12 +6,16 @@ their neighbours.
 
 import pytest
 import test_launches
+import test_panels
 import torch
 
 import eagle_draft
 import kernels
 from kernels import packed_experts, packed_linear
+from kernels.blocks import stack_blocks
 from kernels.experts import mix, sort_pairs
+from kernels.packing import pack_panels
+from weights.gguf_types import FORMATS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 SHAPES = [(12288, 4096), (4096, 4096), (22016, 4096), (4096, 11008), (6144, 4096), (1000, 1120)]
@@ -335,3 +339,43 @@ def test_joined_rows_on_device(norms, pick):
     case = table, tokens, features, source if pick else None, *weights, 1e-5, norms
     for got, want in zip(eagle_draft.join_rows(*case), eagle_draft.join_rows.reference(*case), strict=True):
         torch.testing.assert_close(got, want, rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize("types", [[kind] for kind in [*FORMATS, "MXFP4"]] + [["Q4_K", "Q5_K", "Q6_K"]], ids="+".join)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_types_of_a_file_on_device(types, dtype):
+    """Every type of a file equals the float64 product of its values, plain and gated. A row has the same bits at every
+    width. Looked-up rows and the dequantized matrix are the values."""
+    parts = [test_panels.part(kind, 256, 1024, seed) for seed, kind in enumerate(types)]
+    packed, want = pack_panels(parts, "cuda"), test_panels.floats(*parts).cuda()
+    x = torch.randn(104, 1024, device="cuda").to(dtype) / 64
+    ids = torch.tensor([[3, 255], [0, 7]], device="cuda")
+    assert torch.equal(kernels.packed_rows(packed, ids, dtype), want[ids].to(dtype))
+    assert torch.equal(kernels.dequantize(packed, dtype, fused=True), want.to(dtype))
+    for gated in (0, 1):
+        y = x.double() @ want.to(dtype).double().mT
+        if gated:
+            gate, up = y.chunk(2, -1)
+            y = torch.nn.functional.silu(gate) * up
+        alone = torch.cat([packed_linear(x[i : i + 1], packed, gated=gated) for i in range(104)])
+        assert error(alone, y) < TOLERANCE[dtype] and not packed.counters.any()
+        assert all(torch.equal(packed_linear(x[:m], packed, gated=gated), alone[:m]) for m in (8, 17, 33, 64, 104))
+        assert error(packed_linear(torch.cat([x] * 3), packed, gated=gated)[:104], y) < TOLERANCE[dtype]  # by cuBLAS
+
+
+@pytest.mark.parametrize("kind,down", [("Q4_K", "Q6_K"), ("Q5_1", "MXFP4")])
+def test_experts_with_the_types_of_a_file_on_device(kind, down):
+    """The product with experts of a type equals that with each expert alone, and a row alone has the same bits."""
+    each = [(test_panels.part(kind, 1024, 512, e), test_panels.part(down, 512, 512, e)) for e in range(4)]
+    up, back = (stack_blocks([pack_panels([pair[i]], "cuda") for pair in each]) for i in (0, 1))
+    x, weights = torch.randn(26, 512, device="cuda").half() / 256, torch.rand(26, 2, device="cuda")
+    ids = torch.rand(26, 4, device="cuda").topk(2).indices
+    got, _ = packed_experts(x, sort_pairs(weights, ids, 4), up, back)
+    want = torch.zeros_like(x)
+    for e, pair in enumerate(each):
+        gate_up, own = (pack_panels([part], "cuda") for part in pair)
+        share = (weights * (ids == e)).sum(1, keepdim=True)
+        want += (share * packed_linear(packed_linear(x, gate_up, gated=1), own)).half()
+    assert error(got, want.double()) < 2 * TOLERANCE[torch.float16]
+    one, _ = packed_experts(x[:1], sort_pairs(weights[:1], ids[:1], 4), up, back)
+    assert torch.equal(got[:1], one)

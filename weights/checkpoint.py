@@ -64,20 +64,22 @@ class Checkpoint:
     whole: ModelConfig | None = None  # the config of the whole model, where there is a shard
     # generation_config.json: how the model wants to be sampled
     generation: dict[str, Any] = field(default_factory=dict)
-    tiles: bool = False  # whether experts in MXFP4 keep their bits
+    tiles: bool = False  # whether experts in MXFP4 keep their bits, for the CPU kernels
+    panels: bool = False  # the same for the Triton kernels
     adapters: tuple[Adapter, ...] = ()
 
     @classmethod
-    def open(cls, directory: str | Path, tiles: bool = False) -> Checkpoint:
+    def open(cls, directory: str | Path, tiles: bool = False, panels: bool = False) -> Checkpoint:
         """Read the config of a model directory, a GGUF file, or `org/name` in the Hugging Face cache (`local_path`).
 
         Raises ValueError in one line if it is unusable.
 
         tiles: keep every type of a GGUF file, and MXFP4, as it is, for the CPU kernels (`weights.gguf`, `weights.mxfp4`).
+        panels: the same for the Triton kernels.
         """
         directory = local_path(directory)
         if directory.is_file():
-            file = GGUFFile.open(directory, tiles)
+            file = GGUFFile.open(directory, tiles, panels)
             raw = file.config()
             return cls(directory, "gguf", raw, read_config(raw, directory), file)
         if not directory.is_dir():
@@ -99,7 +101,7 @@ class Checkpoint:
             generation = check(read_json(file), {"do_sample?": (bool, None)}, file, "the file")
             stops = token_ids(generation, "eos_token_id", str(file), config.vocab_size, directory)
             config = replace(config, eos_token_ids=stops or config.eos_token_ids)
-        return cls(directory, kind, raw, config, generation=generation, tiles=tiles)
+        return cls(directory, kind, raw, config, generation=generation, tiles=tiles, panels=panels)
 
     @property
     def config_file(self) -> Path:
@@ -116,7 +118,7 @@ class Checkpoint:
             return f"{self.spec.mode} (rounded at load)"
         if self.gguf:
             return self.gguf.quantization_name(self._packed)
-        if self.kind == "mxfp4" and self.tiles:
+        if self.keeps_mxfp4:
             return "int4 (mxfp4)"
         if self.kind not in QUANTIZED:
             return None
@@ -127,11 +129,16 @@ class Checkpoint:
         return f"int4 ({section['quant_method']})"
 
     @property
+    def keeps_mxfp4(self) -> bool:
+        """Whether experts in MXFP4 keep their bits."""
+        return self.kind == "mxfp4" and (self.tiles or self.panels)
+
+    @property
     def notes(self) -> list[str]:
         """What a user should know about how the weights are read, one line each."""
         note = self.gguf.float_note(self._packed) if self.gguf and not self.spec else ""
-        if self.kind == "mxfp4" and not self.tiles and not self.spec:
-            note = f"experts of {self.directory.name} became floats: only the CPU kernels keep MXFP4."
+        if self.kind == "mxfp4" and not self.keeps_mxfp4 and not self.spec:
+            note = f"experts of {self.directory.name} became floats: only the CPU and the Triton kernels keep MXFP4."
         return [text for text in (note, *(f"LoRA {adapter}" for adapter in self.adapters)) if text]
 
     @cached_property
@@ -199,8 +206,8 @@ class Checkpoint:
         """What a loaded model holds, without values: `entries`, or quantized tensors in place of floats or GGUF's."""
         if self.spec:
             return apply_spec_(self.empty(), self.spec).state_dict()
-        if self.kind == "mxfp4" and self.tiles:
-            experts = kept_experts(self._stored)
+        if self.keeps_mxfp4:
+            experts = kept_experts(self._stored, self.panels)
             names = {name.rpartition(".")[0] for name in experts}
             return {name: entry for name, entry in self.entries.items() if name not in names} | experts
         return self.gguf.kept(self.entries, self._packed) if self.gguf else self.entries
@@ -279,8 +286,8 @@ class Checkpoint:
             fill_gguf(model, self.gguf, self.entries, {} if floats else self._packed, to)
         elif self.kind == "published":
             fill_published(model, self.entries, self.raw["quantization_config"], file, to)
-        elif self.kind == "mxfp4" and self.tiles and not floats:
-            fill_mxfp4(model, self.entries, self._stored, where, to)
+        elif self.keeps_mxfp4 and not floats:
+            fill_mxfp4(model, self.entries, self._stored, where, to, self.panels)
         else:
             fill_hf(model, self.entries, where, to)
         if self.shard:

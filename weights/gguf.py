@@ -1,7 +1,8 @@
 """GGUF files (llama.cpp's format): metadata and tensors in, under the names of a Hugging Face directory.
 
-Matrices in Q4_0 and Q4_1 are taken over exactly as our int4 with groups of 32. For the CPU kernels those in Q8_0 become
-int8, and every other matrix keeps its types, mixed ones too (`weights.gguf_types`). What is left becomes floats.
+Matrices in Q4_0 and Q4_1 are taken over exactly as our int4 with groups of 32, and for the CPU kernels those in Q8_0 as
+int8. For these and for the Triton kernels every other matrix keeps its types, mixed ones too (`weights.gguf_types`). What
+is left becomes floats.
 Everything that a file claims is checked before memory is allocated for it.
 """
 
@@ -24,8 +25,11 @@ import torch
 from torch import Tensor
 
 from kernels import PackedWeight
-from kernels.blocks import NUMBERS_OF_PART, Blocks, Part, fits_blocks, pack_blocks, stack_blocks
-from kernels.cpu import TILE, put_codes
+from kernels.blocks import NUMBERS_OF_PART, fits_blocks, pack_blocks, stack_blocks
+from kernels.cpu import CODES, TILE, put_codes
+from kernels.formats import Blocks, Part
+from kernels.packing import SMALL_M, pack_panels
+from kernels.panels import fits_panels, panels_bytes
 from model import Transformer
 from model_config import ModelConfig
 from support.errors import UsageError, UserError
@@ -207,12 +211,13 @@ class GGUFFile:
     metadata: dict[str, Any]
     tensors: Mapping[str, GGUFTensor]  # by name
     mapped: list[mmap.mmap]  # the files
-    tiles: bool = False  # whether every type stays as it is, which only the CPU kernels read
+    tiles: bool = False  # whether every type stays as it is, for the CPU kernels
+    panels: bool = False  # the same for the Triton kernels
     shard: Shard | None = None  # the part that this process holds, and the config of the whole model
     whole: ModelConfig | None = None
 
     @classmethod
-    def open(cls, path: Path, tiles: bool = False) -> GGUFFile:
+    def open(cls, path: Path, tiles: bool = False, panels: bool = False) -> GGUFFile:
         """Parse a file and the other parts of a split one. Raises ValueError in one line if it cannot be used."""
         with _one_line_errors(path):
             parts = [_Parser(path)]
@@ -223,7 +228,7 @@ class GGUFFile:
                 if tensor.name in tensors:
                     raise ValueError(f"tensor {tensor.name!r:.80} is there twice")
                 tensors[tensor.name] = tensor
-        return cls(path, parts[0].metadata, tensors, [part.mapped for part in parts], tiles)
+        return cls(path, parts[0].metadata, tensors, [part.mapped for part in parts], tiles, panels)
 
     @cached_property
     def tokenizer_files(self) -> dict[str, Any]:
@@ -346,14 +351,14 @@ class GGUFFile:
         kinds = set(self._kinds(names))
         if any(".experts." in name for name in names):
             return kinds == {"Q4_0"} and not self.tiles
-        if not kinds or names == ["model.embed_tokens.weight"] and not self.tied_tiles:
+        if not kinds or names == ["model.embed_tokens.weight"] and not (self.tiles and self.tied_blocks):
             return False
         return kinds <= {"Q4_0", "Q4_1"} or (self.tiles and kinds == {"Q8_0"})
 
     def in_blocks(self, names: list[str]) -> bool:
-        """Whether a matrix keeps the types of its tensors for the CPU kernels: in whole tiles, and experts alike."""
+        """Whether a matrix keeps the types of its tensors: in whole tiles or panels, and experts alike."""
         kinds = self._kinds(names)
-        if not self.tiles or not kinds or not FORMATS.keys() >= set(kinds) or self.in_int4(names):
+        if not (self.tiles or self.panels) or not kinds or not FORMATS.keys() >= set(kinds) or self.in_int4(names):
             return False
         each = len({name.rpartition(".experts.")[2].partition(".")[2] for name in names})  # tensors of an expert
         if any(".experts." in name for name in names) and kinds != kinds[:each] * (len(kinds) // each):
@@ -361,9 +366,10 @@ class GGUFFile:
         if self.shard and names == ["model.embed_tokens.weight"]:
             return False
         try:
-            return all(
-                fits_blocks(*self._place(name)[0], FORMATS[kind]) for name, kind in zip(names, kinds, strict=True)
-            )
+            shapes, forms = [self._place(name)[0] for name in names], [FORMATS[kind] for kind in kinds]
+            if self.panels:
+                return fits_panels(shapes[:each], forms[:each])
+            return all(fits_blocks(*shape, form) for shape, form in zip(shapes, forms, strict=True))
         except UsageError:  # a block of columns belongs to two processes
             return False
 
@@ -379,9 +385,9 @@ class GGUFFile:
         return shape, spans
 
     @property
-    def tied_tiles(self) -> bool:
+    def tied_blocks(self) -> bool:
         """Whether a tied embedding reads its rows off the codes of the LM head."""
-        return self.tiles and not self.shard and "output.weight" not in self.tensors
+        return (self.tiles or self.panels) and not self.shard and "output.weight" not in self.tensors
 
     def packed_parameters(self, model: Transformer) -> dict[str, list[str]]:
         """Our parameters that stay quantized -> the Hugging Face tensors that each one is made of.
@@ -389,7 +395,7 @@ class GGUFFile:
         A tied embedding is called as the LM head, whose codes it reads.
         """
         sources = parameter_sources(model, views_for(model, self.sources))
-        if model.lm_head is None and self.tied_tiles:
+        if model.lm_head is None and self.tied_blocks:
             sources["lm_head.weight"] = sources.pop("embed_tokens.weight")
         elif model.lm_head is None:
             del sources["embed_tokens.weight"]
@@ -410,6 +416,10 @@ class GGUFFile:
                         "blocks": ((FORMATS[kind].bytes(N, K),), torch.uint8),
                         "formats": ((NUMBERS_OF_PART,), torch.int64),
                     }
+                    if self.panels:
+                        layout = {"blocks": ((panels_bytes(FORMATS[kind], N, K) // 4,), torch.int32)}
+                        if not re.search(r"experts\.[1-9]", name):  # the experts share them
+                            layout["counters"] = (SMALL_M // 32 * -(-N // 16),), torch.int32
                 base = (ours if ours == "lm_head.weight" else name).removesuffix("weight")
                 del kept[name]
                 kept |= {base + leaf: torch.empty(s, dtype=d, device="meta") for leaf, (s, d) in layout.items()}
@@ -445,10 +455,9 @@ class GGUFFile:
         why = "only matrices in Q4_0, Q4_1 stay quantized"
         if not counts.keys().isdisjoint(("Q4_0", "Q4_1")):
             why += ", but no embedding, and no fused matrices (q, k and v; gate and up; experts) whose types differ"
-        if self.tiles:
-            why = (
-                "no embedding of several processes stays quantized, and no matrix that does not divide into whole tiles"
-            )
+        if self.tiles or self.panels:
+            why = "no embedding of several processes stays quantized, and no matrix that does not divide into whole "
+            why += "tiles" if self.tiles else "panels of 32 rows"
         return f"{text} of {self.path.name} became floats ({size} in float32): {why}."
 
     def has_minima(self, names: list[str]) -> bool:
@@ -475,15 +484,16 @@ class GGUFFile:
             members = list(group)
             shapes = [self._place(name)[0] for name in members]
             pieces = itertools.chain.from_iterable(map(self._pieces, members))
-            parts.append(Part(FORMATS[kind], sum(n for n, _ in shapes), shapes[0][1], pieces, source_of(kind)))
+            source = source_of(kind) if self.tiles else CODES
+            parts.append(Part(FORMATS[kind], sum(n for n, _ in shapes), shapes[0][1], pieces, source))
         return parts
 
     def _pieces(self, name: str) -> Iterator[Blocks]:
-        """The stored rows of a matrix and its factors, some thousand rows at a time."""
+        """The codes of a matrix, for the CPU kernels its stored rows, and its factors: some thousand rows at a time."""
         tensor, expert = self.sources[name]
         rows = self._rows(tensor, expert, self._place(name)[1])
         for first in range(0, len(rows), 4096):
-            piece = read_blocks(tensor.kind, rows[first : first + 4096], stored=True)
+            piece = read_blocks(tensor.kind, rows[first : first + 4096], stored=self.tiles)
             if piece.scales.dtype != torch.float16:
                 raise ValueError(f"{self.path}: {tensor.name} has scales outside fp16. Use --kernels reference.")
             for part in (piece.scales, piece.mins):
@@ -579,11 +589,11 @@ def fill_gguf(
         if ours in packed:
             experts = model.config.num_local_experts if slot.dim() == 3 else 0
             if file.in_blocks(names):
-                weight = _weight_in_blocks(file, names, experts)
+                weight = _weight_in_blocks(file, names, experts, to.device)
             elif (weight := file.tiles_of(names)) is None:
                 weight = {k: v.to(to.device) for k, v in _stored_weight(file, names, experts).items()}
             if ours == "embed_tokens.weight":
-                model.embed_tokens = QuantEmbedding(weight)
+                model.embed_tokens = QuantEmbedding(weight, to.dtype)
             else:
                 install(model, ours, weight, slot, f"{where}: {ours}")
         else:
@@ -592,13 +602,14 @@ def fill_gguf(
         file.forget()
         to.progress(done + 1, len(sources), ours)
     if tied:
-        model.embed_tokens = TiedEmbedding(model.lm_head)
+        model.embed_tokens = TiedEmbedding(model.lm_head, to.dtype)
 
 
-def _weight_in_blocks(file: GGUFFile, names: list[str], experts: int) -> PackedWeight:
-    """The weight of the CPU kernels whose rows are these tensors, with a leading axis for experts."""
+def _weight_in_blocks(file: GGUFFile, names: list[str], experts: int, device: torch.device | str) -> PackedWeight:
+    """The weight of the kernels whose rows are these tensors, with a leading axis for experts."""
     each = len(names) // max(experts, 1)
-    packed = [pack_blocks(file.parts(names[first : first + each])) for first in range(0, len(names), each)]
+    pack = partial(pack_panels, device=device) if file.panels else pack_blocks
+    packed = [pack(file.parts(names[first : first + each])) for first in range(0, len(names), each)]
     return stack_blocks(packed) if experts else packed[0]
 
 

@@ -1,20 +1,23 @@
 """gpt-oss's experts in MXFP4: two 4-bit floats in a byte, and a power of two for each 32 of them.
 
 A tensor X of a layer's experts is stored as X_blocks [E, out, in / 32, 16] uint8, where the low half of a byte comes
-first, and X_scales [E, out, in / 32] uint8, the exponents plus 127. For the CPU kernels both stay as they are. Elsewhere
-they become floats, which hold the same values.
+first, and X_scales [E, out, in / 32] uint8, the exponents plus 127. For the CPU and the Triton kernels both stay as they
+are. Elsewhere they become floats, which hold the same values.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from kernels import PackedWeight
-from kernels.blocks import NUMBERS_OF_PART, Blocks, Part, fits_blocks, pack_blocks, stack_blocks
+from kernels.blocks import NUMBERS_OF_PART, fits_blocks, pack_blocks, stack_blocks
+from kernels.formats import Blocks, Part
+from kernels.packing import SMALL_M, pack_panels
+from kernels.panels import panels_bytes
 from model import Transformer
 from weights.files import Destination, Entries, Entry
 from weights.gguf_types import FORMATS, TWICE, powers
@@ -62,43 +65,48 @@ def float_entries(entries: Entries) -> dict[str, Entry]:
     return found
 
 
-def kept_experts(entries: Entries) -> dict[str, Tensor]:
-    """What the CPU kernels keep of the blocks and scales in `entries`, without values, for the plan of the memory."""
+def kept_experts(entries: Entries, panels: bool) -> dict[str, Tensor]:
+    """What the CPU kernels, or (panels) those of Triton, keep of the blocks and scales in `entries`, without values, for
+    the plan of the memory."""
     kept = {}
     for name, entry in entries.items():
         if name.endswith("_blocks"):
             E, rows, groups, _ = entry.shape
-            size = E * FORM.bytes(rows, 32 * groups)
-            kept[f"{name.removesuffix('_blocks')}.blocks"] = torch.empty(size, dtype=torch.uint8, device="meta")
-            formats = torch.empty(E * NUMBERS_OF_PART, dtype=torch.int64, device="meta")
-            kept[f"{name.removesuffix('_blocks')}.formats"] = formats
+            base, k = name.removesuffix("_blocks"), 32 * groups
+            size = E * (panels_bytes(FORM, rows, k) if panels else FORM.bytes(rows, k))
+            kept[f"{base}.blocks"] = torch.empty(size, dtype=torch.uint8, device="meta")
+            numbers = SMALL_M // 64 * -(-rows // 16) if panels else E * NUMBERS_OF_PART
+            kept[f"{base}.formats"] = torch.empty(numbers, dtype=torch.int64, device="meta")
     return kept
 
 
-def fill_mxfp4(model: Transformer, entries: Entries, stored: Entries, where: str, to: Destination) -> None:
+def fill_mxfp4(
+    model: Transformer, entries: Entries, stored: Entries, where: str, to: Destination, panels: bool
+) -> None:
     """Fill a meta model: its experts keep their 4 bits, everything else is cast.
 
     entries: as `float_entries` gives them, in the layout of our parameters; stored: the directory's own. Raises
-    ValueError in one line for tensors that do not match, or that the CPU kernels cannot hold.
+    ValueError in one line for tensors that do not match, or that the kernels cannot hold. panels: for Triton.
     """
+    pack = partial(pack_panels, device=to.device) if panels else pack_blocks
     sources, slots = parameter_sources(model, checked_views(model, entries, where)), dict(model.named_parameters())
     for done, (ours, names) in enumerate(sources.items()):
         slot = slots[ours]
         if slot.dim() == 3:
-            install(model, ours, _packed(stored, names[0]), slot, f"{where}: {ours}")
+            install(model, ours, _packed(stored, names[0], pack), slot, f"{where}: {ours}")
         else:
             set_tensor(model, ours, read_parameter(entries, names, slot.shape, where).to(to.device, to.dtype))
         to.progress(done + 1, len(sources), ours)
 
 
-def _packed(stored: Mapping[str, Entry], name: str) -> PackedWeight:
-    """The experts' matrix of this name for the CPU kernels, with our order of rows."""
+def _packed(stored: Mapping[str, Entry], name: str, pack: Callable[..., PackedWeight] = pack_blocks) -> PackedWeight:
+    """The experts' matrix of this name for the kernels that `pack` packs for, with our order of rows."""
     experts = []
     for blocks, exponents in zip(stored[f"{name}_blocks"].read(), stored[f"{name}_scales"].read(), strict=True):
         codes = _codes(blocks)
         scales = powers(exponents, codes)
         if scales.dtype != torch.float16 or not fits_blocks(*codes.shape, FORM):
-            raise ValueError(f"{name}: the CPU kernels cannot hold its shape or scales. Use --kernels reference.")
+            raise ValueError(f"{name}: the kernels cannot hold its shape or scales. Use --kernels reference.")
         codes, scales = (split_pairs(t[None], f"{name}_bias")[0].contiguous() for t in (codes, scales))
-        experts.append(pack_blocks([Part(FORM, *codes.shape, [Blocks(codes, scales)])]))
+        experts.append(pack([Part(FORM, *codes.shape, [Blocks(codes, scales)])]))
     return stack_blocks(experts)

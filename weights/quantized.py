@@ -273,24 +273,29 @@ class FloatLinear(QuantLinear):
 
 
 class QuantEmbedding(FloatLinear):
-    """An embedding of its own that is packed. It gives float32 rows."""
+    """An embedding of its own that is packed. It gives rows in `dtype`."""
+
+    def __init__(self, packed: kernels.PackedWeight, dtype: torch.dtype):
+        super().__init__(packed)
+        self.dtype = dtype
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return kernels.packed_rows(self.packed, tokens)
+        return kernels.packed_rows(self.packed, tokens, self.dtype)
 
     def weight_bytes_read(self, nodes: int) -> float:
         return 0.0  # as of every embedding
 
 
 class TiedEmbedding(SelfCounting):
-    """The embedding of a model whose LM head has the same weight and is packed. It reads float32 rows off that head."""
+    """The embedding of a model whose LM head has the same weight and is packed. It reads rows of that head in `dtype`."""
 
-    def __init__(self, head: QuantLinear):
+    def __init__(self, head: QuantLinear, dtype: torch.dtype = torch.float32):
         super().__init__()
+        self.dtype = dtype
         self.head = (head,)  # it belongs to the model, so it is no part of this module
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return kernels.packed_rows(self.head[0].pack(torch.float32), tokens)
+        return kernels.packed_rows(self.head[0].pack(torch.float32), tokens, self.dtype)
 
     def weight_bytes_read(self, nodes: int) -> float:
         return 0.0  # what is read is the LM head's, and `Transformer.weight_bytes` counts the rows

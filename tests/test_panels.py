@@ -1,0 +1,169 @@
+"""Weights with the types of a file in the Triton kernels: packing, and every kernel against plain code.
+
+Tests named `test_interpreted_*` need TRITON_INTERPRET=1 before Triton is imported. tests/test_interpreter.py runs them.
+"""
+
+import pytest
+import torch
+from test_model import run
+from tiny import held, random_blocks
+
+import kernels
+from kernels import KernelBackend, packed_linear
+from kernels.blocks import stack_blocks
+from kernels.experts import packed_experts, sort_pairs
+from kernels.formats import Blocks, Format, Part
+from kernels.packing import from_parts, pack_panels
+from kernels.panels import from_panels, panels_bytes, to_panels
+from load import load
+from weights.checkpoint import Checkpoint
+from weights.gguf_types import FORMATS, read_blocks
+from weights.mxfp4 import FORM
+
+interpreted = pytest.mark.skipif(not kernels.INTERPRETED, reason="run by tests/test_interpreter.py")
+FORMS = {**FORMATS, "MXFP4": FORM}
+TRITON = KernelBackend("triton", "cpu") if kernels.INTERPRETED else None
+
+
+def piece(kind: str, n: int, k: int, seed: int = 0) -> Blocks:
+    """Random rows of a type."""
+    if kind != "MXFP4":
+        return read_blocks(kind, random_blocks(kind, n, k, seed))
+    g = torch.Generator().manual_seed(seed)
+    exponents = torch.randint(-9, -3, (n, k // 32), generator=g)
+    return Blocks(torch.randint(0, 16, (n, k), dtype=torch.uint8, generator=g), (2.0**exponents).half())
+
+
+def part(kind: str, n: int, k: int, seed: int = 0) -> Part:
+    return Part(FORMS[kind], n, k, [piece(kind, n, k, seed)])
+
+
+def floats(*parts: Part) -> torch.Tensor:
+    """The values of the parts in float32, by the definition of the types."""
+    return torch.cat([part.pieces[0].floats(part.form) for part in parts])
+
+
+def plain_factors(rows: Blocks) -> Blocks:
+    """The rows with factors of few bits, whose sums are exact in any order. The interpreter uses NumPy, whose
+    order depends on the tile."""
+    scales, mins = (None if t is None else torch.full_like(t, 2**-7) for t in (rows.scales, rows.mins))
+    small, small_mins = (None if t is None else t & 3 for t in (rows.sub_scales, rows.sub_mins))
+    return Blocks(rows.codes, scales, mins, small, small_mins)
+
+
+def columns(*kinds: str) -> int:
+    """A small K that has several panels, the last of them not full where a type allows it."""
+    return 512 if any(FORMS[kind].unit == 256 for kind in kinds) else 160
+
+
+def error(got, want):
+    return ((got.double() - want).norm() / want.norm()).item()
+
+
+@pytest.mark.parametrize("kind", FORMS)
+def test_panels_hold_the_codes_and_factors_of_the_file(kind):
+    """A code or factor that lands elsewhere or loses a bit, and more bytes than the file has."""
+    n, k, form = 40, columns(kind), FORMS[kind]
+    rows = piece(kind, n, k)
+    for got, want in zip(from_panels(to_panels(rows, form), form, n, k), rows, strict=True):
+        assert got is want is None or torch.equal(got, want)
+    pieces = [Blocks(*(t if t is None else t[at] for t in rows)) for at in (slice(32), slice(32, n))]
+    packed = pack_panels([Part(form, n, k, pieces)])
+    assert torch.equal(kernels.dequantize(packed, torch.float32), rows.floats(form))
+    again = from_parts(*packed.parts())
+    assert again.forms == packed.forms and Format.from_numbers(again.forms[0][1:]) == form
+    # Where a scale of 256 columns has no min, a zero takes its place.
+    assert panels_bytes(form, 4096, 4096) <= 1.02 * form.bytes(4096, 4096)
+
+
+@interpreted
+@pytest.mark.parametrize("kind", FORMS)
+def test_interpreted_linear_of_every_type(kind):
+    """A wrong address, mask, shift, scale or min, and a row that depends on the forward's width or on its neighbours."""
+    own = part(kind, 40, columns(kind))
+    x = torch.randn(60, own.k).half()
+    with TRITON.active():
+        assert error(packed_linear(x[:3], pack_panels([own])), x[:3].double() @ floats(own).half().double().mT) < 1e-3
+        plain = plain_factors(own.pieces[0])
+        packed, x = pack_panels([own._replace(pieces=[plain])]), torch.randint(-4, 5, x.shape).half()
+        x[0], got = 1, packed_linear(x[:1].fill_(1), packed)
+        assert torch.equal(got[0].double(), plain.floats(own.form).double().sum(1).half().double())
+        x[1:] = float("nan")
+        assert torch.equal(packed_linear(x, packed)[:1], got) and not packed.counters.any()
+
+
+@interpreted
+@pytest.mark.parametrize("kind", ["Q2_K", "Q3_K", "Q5_1", "Q6_K", "Q8_0", "IQ4_XS"])
+def test_interpreted_rows_are_those_of_the_matrix(kind):
+    """Rows of an embedding that are decoded otherwise than the matrix, and a matrix that is not the float one's bits."""
+    own = part(kind, 40, columns(kind))
+    packed, want, ids = pack_panels([own]), floats(own), torch.tensor([[39, 0], [5, 5]])
+    with TRITON.active():
+        assert torch.equal(kernels.packed_rows(packed, ids), want[ids])
+        assert torch.equal(kernels.dequantize(packed, torch.float16, fused=True), want.half())
+    with KernelBackend("reference").active():
+        assert torch.equal(kernels.packed_rows(packed, ids), want[ids])
+
+
+@interpreted
+def test_interpreted_weights_of_several_types():
+    """Rows of one type decoded as those of another, a gate whose halves differ, and a best row of the second type."""
+    parts = [part("Q4_K", 32, 256), part("Q3_K", 32, 256, 1), part("Q6_K", 40, 256, 2)]
+    packed, want = pack_panels(parts), floats(*parts)
+    x, bias, residual = torch.randn(2, 256).half(), torch.randn(104).half(), torch.randn(2, 104).half()
+    exact = x.double() @ want.half().double().mT
+    with TRITON.active():
+        assert packed.config.block_n == 32
+        assert error(packed_linear(x, packed, bias, residual), exact + bias.double() + residual.double()) < 1e-3
+        got = packed_linear(x / 16, packed, gated=1)
+        gate, up = (exact / 16).chunk(2, -1)
+        assert error(got, gate * torch.sigmoid(gate) * up) < 2e-3
+        assert torch.equal(kernels.dequantize(packed, torch.float16, fused=True), want.half())
+        best = kernels.packed_topk(x, packed, 4)
+        assert torch.equal(best.ids[:, 0], exact.argmax(-1)) and (best.ids[0] >= 0).all()
+        y, normed = kernels.packed_linear_norm(x, packed, None, residual, bias, 1e-5)
+        assert torch.equal(normed, kernels.rms_norm(y, bias, 1e-5))
+
+
+@interpreted
+@pytest.mark.parametrize("kind,down,wide", [("Q4_K", "Q6_K", 256), ("Q4_1", "MXFP4", 64)])
+def test_interpreted_experts_of_a_type(kind, down, wide):
+    """An expert that begins elsewhere, gate rows without their up rows, and minima that are left out."""
+    ups, downs = [part(kind, 2 * wide, wide, e) for e in range(3)], [part(down, 40, wide, e) for e in range(3)]
+    gate_up, back = (stack_blocks([pack_panels([p]) for p in parts]) for parts in (ups, downs))
+    x, weights, ids = (
+        torch.randn(3, wide).half() / (wide - 48),
+        torch.rand(3, 2),
+        torch.tensor([[0, 2], [2, 0], [0, 2]]),
+    )
+    with TRITON.active():
+        got, _ = packed_experts(x, sort_pairs(weights, ids, 3), gate_up, back)
+    want = torch.zeros(3, 40, dtype=torch.float64)
+    for t, slot in ((t, slot) for t in range(3) for slot in range(2)):
+        e = ids[t, slot]
+        gate, up = (x[t].double() @ floats(ups[e]).half().double().mT).chunk(2, -1)
+        hidden = (gate * torch.sigmoid(gate) * up) @ floats(downs[e]).half().double().mT
+        want[t] += weights[t, slot].double() * hidden
+    assert error(got, want) < 3e-3
+
+
+@interpreted
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_interpreted_model_keeps_the_types_of_its_file(tiny_checkpoint, tmp_path, family):
+    """A file whose fused matrices mix types: floats in their place, a plan that counts something else, an embedding in
+    another dtype, and tokens that are not those of the float weights."""
+    kinds = {"attn_k": "Q4_0", "attn_v": "Q5_1", "ffn_gate": "Q4_1", "token_embd": "Q5_0", "ffn_down": "Q8_0"}
+    test_gguf = pytest.importorskip("test_gguf")  # which needs the gguf package
+    path = test_gguf.mixed_file(tmp_path / "m.gguf", Checkpoint.open(tiny_checkpoint(family)), kinds)
+    engine = load(path, kernels="triton", device="cpu", dtype="float16", ctx=64, compile=False)
+    layer = engine.model.layers[0]
+    kept = layer.attention.qkv, layer.mlp.gate_up, layer.mlp.down
+    assert [len(m.packed.forms) for m in kept] == [3, 2 if family == "llama" else 1, 1]
+    checkpoint = Checkpoint.open(path, panels=True)
+    assert checkpoint.notes == [] and engine.model.embed_tokens(torch.tensor([[3]])).dtype == torch.float16
+    assert engine.plan.weights == pytest.approx(held(engine.model) - held(engine.model.rotary), rel=0.01)
+    tokens = torch.randint(3, 128, (1, 5), generator=torch.Generator().manual_seed(0))
+    with engine.backend.active():
+        got = run(engine.model, tokens, 5)
+    want = run(checkpoint.load(dtype=torch.float32, floats=True), tokens, 5)
+    assert (want - got).abs().max() < 0.01 * want.abs().max()

@@ -30,7 +30,8 @@ from eagle_draft import EagleHead
 from engine import Engine, EngineConfig
 from generate import main as generate
 from kernels import cpu, records
-from kernels.blocks import Part, pack_blocks, stack_blocks
+from kernels.blocks import pack_blocks, stack_blocks
+from kernels.formats import Part
 from kernels.packing import dequantize
 from model import Transformer
 from model_config import ModelConfig, RopeConfig

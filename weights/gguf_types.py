@@ -8,8 +8,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from kernels.blocks import Blocks, Format
 from kernels.cpu import Place, Source
+from kernels.formats import Blocks, Format
 
 FLOAT_TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # What the codes of IQ4_NL and IQ4_XS stand for, with 128 added.

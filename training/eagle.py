@@ -93,11 +93,13 @@ class TrainHead(EagleHead):
 class TrainBlock(TrainHead, EagleBlockHead):
     """An E-block in training. Its LM head stays as it is, and with masks that have a layer of their own EAGLE-3 does."""
 
-    def freeze(self) -> None:
-        """Choose what is trained."""
+    def freeze(self, half: bool) -> None:
+        """Choose what is trained. half: under autocast, which would convert a frozen LM head anew for every chunk."""
         masks = ("mask_", "markov_", "mix.")
         for name, p in self.named_parameters():
             p.requires_grad_(name.startswith(masks) if self.config.form == "own" else name != "lm_head.weight")
+        if half:
+            self.lm_head.to(torch.bfloat16)
 
 
 def head_config(target: ModelConfig, args: argparse.Namespace) -> EagleConfig:
@@ -334,7 +336,7 @@ class EagleTraining(DrafterTraining):
         if isinstance(head, TrainBlock):
             if self.args.block:
                 head.init_masks(torch.Generator().manual_seed(self.args.seed))
-            head.freeze()
+            head.freeze(self.autocast)
         head.to(self.target.device)
         head.rotary.build(self.target.device, self.target.rotary.length)
         return head

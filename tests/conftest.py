@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -14,6 +15,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: on tiny matrices 
 # The tests speak to their own servers without TLS. Each httpx.post would read the certificates of the world, for 45 ms.
 os.environ["SSL_CERT_DIR"] = str(Path(__file__).parent)
 os.environ.pop("SSL_CERT_FILE", None)
+# Bytecode is kept, even where the environment says otherwise: the tests start a hundred programs of this project, and
+# every worker rewrites the assertions of every file.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+gc.disable()  # until all files are imported, see `pytest_collection_finish`
 
 import interpreting  # noqa: E402
 import torch  # noqa: E402
@@ -214,6 +220,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
         if item.get_closest_marker("slow") and not config.getoption("--slow") and "slow" not in wanted:
             item.add_marker(pytest.mark.skip(reason="slow: run with --slow"))
+
+
+def pytest_collection_finish() -> None:
+    """Have the garbage collector leave the modules alone. It went through their million objects again and again."""
+    gc.freeze()
+    gc.enable()
+
+
+def pytest_unconfigure() -> None:
+    """Libraries of C++ count their objects at the end, and report those that were never collected."""
+    gc.unfreeze()
 
 
 def pytest_terminal_summary(terminalreporter) -> None:

@@ -22,7 +22,7 @@ from unittest import mock
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 import drafting
 import kernels
@@ -39,7 +39,14 @@ from tree import TreeTables
 
 
 def tensors(*trees) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(trees) if isinstance(leaf, torch.Tensor)]
+    """The tensors in nested tuples, lists and dictionaries. Every operator asks, and torch's `tree_leaves` takes long."""
+    found = []
+    for nest in trees:
+        if isinstance(nest, torch.Tensor):
+            found.append(nest)
+        elif isinstance(nest, (tuple, list, dict)):
+            found += tensors(*(nest.values() if isinstance(nest, dict) else nest))
+    return found
 
 
 class Tape(TorchDispatchMode):
@@ -52,12 +59,12 @@ class Tape(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         for tensor in tensors(args, kwargs):
             memory = tensor.untyped_storage()
-            if memory.data_ptr() not in self.made | self.before.keys():
+            if memory.data_ptr() not in self.made and memory.data_ptr() not in self.before:
                 self.before[memory.data_ptr()] = memory, memory.clone()
         out = function(*args, **(kwargs or {}))
-        memories = {t.untyped_storage().data_ptr() for t in tensors(out)}
-        self.made |= memories - self.before.keys()
-        self.calls.append((function, args, kwargs or {}, out))
+        results = tensors(out)
+        self.made |= {t.untyped_storage().data_ptr() for t in results} - self.before.keys()
+        self.calls.append((function, args, kwargs or {}, results))
         return out
 
     def put_back(self) -> None:
@@ -65,9 +72,9 @@ class Tape(TorchDispatchMode):
             memory.copy_(copy)
 
     def play(self) -> None:
-        for function, args, kwargs, out in self.calls:
+        for function, args, kwargs, results in self.calls:
             new = function(*args, **kwargs)
-            for recorded, value in zip(tensors(out), tensors(new), strict=True):
+            for recorded, value in zip(results, tensors(new), strict=True):
                 if recorded.data_ptr() != value.data_ptr():
                     recorded.copy_(value)
 

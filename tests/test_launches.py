@@ -27,7 +27,10 @@ from bench.steps import pin
 from eagle_draft import EagleDrafter
 from engine import Engine, EngineConfig
 from kernels import KernelBackend, choice, draft, records
+from kernels.panels import panels_bytes
 from sampling import SamplingMode, SamplingParams, SamplingState
+from weights.gguf_types import FORMATS
+from weights.quantized import FloatLinear, QuantEmbedding, QuantLinear, replace_module
 
 OURS = ("noise", "choose", "draft_topk", "draft_tree", "commit")
 interpreted = pytest.mark.skipif(not kernels.INTERPRETED, reason="run by tests/test_interpreter.py")
@@ -115,6 +118,36 @@ def test_a_whole_step_launches_no_more_with_the_copies_inside_operators(monkeypa
     first = counts["layer", "rms_norm_kernel"] % few  # the first layer's norm is nobody's epilogue
     rest = sum(counts.values()) - layers
     assert rest + first + (layers - first) * SHAPES[shape].num_hidden_layers // few <= most, counts
+
+
+def with_types(linear):
+    """The linear with the weight of a mixed file: queries and keys in Q4_K and values in Q6_K, or all of it in Q4_K."""
+    n, k = linear.out_features, linear.in_features
+    rows = {"Q4_K": 2 * k, "Q6_K": k} if n == 3 * k else {"Q4_K": n}
+    words = sum(panels_bytes(FORMATS[kind], count, k) // 4 for kind, count in rows.items())
+    forms = tuple((count, *FORMATS[kind].numbers()) for kind, count in rows.items())
+    weight, counters = (torch.empty(size, dtype=torch.int32, device="cuda") for size in (words, n))
+    return FloatLinear(kernels.PackedWeight("planes", 6, 0, n, k, weight, counters=counters, forms=forms))
+
+
+@needs_triton
+@pytest.mark.parametrize("nodes,quantized_embedding,most", [(1, True, 169), (24, False, 320), (24, True, 335)])
+def test_types_of_a_file_take_no_more_launches_than_int4(monkeypatch, nodes, quantized_embedding, most):
+    """A fused matrix of several types that falls apart into a launch for each, and epilogues that are launches of their
+    own. A quantized embedding is looked up in a kernel of its own, and a draft forward joins its rows in another one."""
+    with fake_gpu(monkeypatch):
+        engine = step_engine("llama-2-7b", "int4", 1, nodes, LAYERS)
+        target = engine.model
+        for name, module in list(target.named_modules()):
+            if isinstance(module, QuantLinear):
+                replace_module(target, name, with_types(module))
+        if quantized_embedding:
+            target.embed_tokens = QuantEmbedding(target.lm_head.packed, torch.float16)
+        counts, _ = counted(engine, {})
+    layers = sum(count for (part, _), count in counts.items() if part == "layer")
+    first = counts["layer", "rms_norm_kernel"] % LAYERS
+    assert len(target.layers[0].attention.qkv.packed.forms) == 2
+    assert sum(counts.values()) - layers + first + (layers - first) * 32 // LAYERS <= most, counts
 
 
 @needs_triton

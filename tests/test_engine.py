@@ -959,10 +959,14 @@ MUTANT_ROWS = 1024  # a mutant lands 11 deviations away or more, and the limit i
 BUSH = trees.StaticTree(tuple(tuple(map(int, w)) for w in "0 1 2 00 01 10 000".split()))
 
 
-def dense_attention(q, kv, start, visible, positions, window, scale, arrived=None, cap=0.0, sinks=None, *pool):
-    """Attention for thousands of rows at once, of caches of their own. The reference loops over the rows."""
-    assert pool[:1] in ((), (None,))
+def dense_attention(
+    q, kv, start, visible, positions, window, scale, arrived=None, cap=0.0, sinks=None, segments=None, longest=0
+):
+    """Attention for thousands of rows at once. The reference loops over the rows."""
     B, _, T, _ = q.shape
+    if segments is not None:  # which lie behind each other, all of one size
+        first, behind = segments[0].tolist()
+        kv = kv[:, 0].narrow(2, first, B * (behind + 1)).unflatten(2, (B, -1)).transpose(1, 2)
     S, R = kv.shape[3], visible.shape[2]
     group = q.shape[1] // kv.shape[2]
     k, v = (x.repeat_interleave(group, 1) for x in kv)

@@ -240,7 +240,8 @@ def build_engine(base: Engine, options: dict[str, Any], ctx: int) -> Engine:
     """
     # tau is measured, so speculation goes on where it does not pay, unless an arm is about falling back
     opts = replace(
-        base.options, **{"ctx": ctx, "eagle_always": True, "tree": None, "prune": None, "ngram_nodes": None, **options}
+        base.options,
+        **{"ctx": ctx, "pool": None, "eagle_always": True, "tree": None, "prune": None, "ngram_nodes": None, **options},
     )
     model = base.model
     files = DraftFiles()

@@ -16,13 +16,14 @@
 namespace {
 
 using namespace eaglet;
+// Activation rows that share a loaded weight: as many as fit into the registers. More than CODE_ROWS are MANY.
 #if defined(__AVX512VNNI__) && defined(__AVX512VL__) && defined(__AVX512DQ__)
 #define WIDE_REGISTERS
 constexpr bool VNNI = true;
-constexpr int FLOAT_ROWS = 8, CODE_ROWS = 8;  // activation rows that share a loaded weight: as many as fit into the registers
+constexpr int FLOAT_ROWS = 8, CODE_ROWS = 8, MANY_ROWS = 6;
 #else
 constexpr bool VNNI = false;
-constexpr int FLOAT_ROWS = 6, CODE_ROWS = 4;
+constexpr int FLOAT_ROWS = 6, CODE_ROWS = 4, MANY_ROWS = 4;
 #endif
 
 // Calls call(std::integral_constant<int, count>()), for 1 <= count <= MOST.
@@ -42,25 +43,29 @@ inline __m256 lanes_of(const __m256 v[8], Both both) {
   return both(_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31));
 }
 
-// Activations, rounded. A block of NaN or infinity gets a scale of NaN, which reaches the result.
+// Activations, rounded, in panels of rows that are multiplied at once. Of a panel, the block of all rows comes before the next
+// block, and there one kind of number of all rows before the next kind. A block of NaN or infinity gets a scale of NaN, which
+// reaches the result.
 struct Rows {
-  std::unique_ptr<int8_t[]> codes;         // [M, K]
-  std::unique_ptr<float[]> scale, sum;     // [M, blocks]; scale * sum of codes
-  std::unique_ptr<int32_t[]> total;        // [M, blocks], sum of codes; without VNNI -4 times that, twice in 16 bits
-  std::unique_ptr<float[]> halves;         // [M, blocks, 2], scale * sum of 16 codes, if it is wanted
+  enum { SCALE, SUM, START, KINDS };  // SUM: scale * sum of codes. START: as an integer, what `start_of` needs of that sum
+  const int64_t M, blocks, most;       // most: rows of a panel; only the last one may have fewer
+  std::unique_ptr<int8_t[]> codes;
+  std::unique_ptr<float[]> numbers;
+  std::unique_ptr<float[]> halves;  // scale * sum of 16 codes, of both halves of a block, if it is wanted
 
-  Rows(const float* x, int64_t M, int64_t K, bool with_halves = false)
-      : codes(new int8_t[M * K]), scale(new float[M * K / BLOCK]), sum(new float[M * K / BLOCK]), total(new int32_t[M * K / BLOCK]),
-        halves(with_halves ? new float[M * K / BLOCK * 2] : nullptr) {
-    parallel_for(0, M * K / BLOCK, 2048, [&](int64_t first, int64_t last) {
+  Rows(const float* x, int64_t M, int64_t K, int64_t most, bool with_halves)
+      : M(M), blocks(K / BLOCK), most(most), codes(new int8_t[M * K]), numbers(new float[M * blocks * KINDS]),
+        halves(with_halves ? new float[M * blocks * 2] : nullptr) {
+    parallel_for(0, M * blocks, 2048, [&](int64_t first, int64_t last) {
       for (int64_t b = first; b < last; b += 8) round(x, b, std::min<int64_t>(8, last - b));
     });
   }
 
-  // `count` blocks from block `first` on, at most eight.
+  // `count` blocks from block `first` on, at most eight, of all rows one behind the other.
   void round(const float* x, int64_t first, int64_t count) {
     const __m256i size = _mm256_set1_epi32(0x7FFFFFFF);  // as integers, sizes of floats have the same order, NaN above infinity
     __m256 largest[8], sums[8];
+    __m256i codes_of[8];
     for (int b = 0; b < 8; ++b) {
       const float* from = x + (first + std::min<int64_t>(b, count - 1)) * BLOCK;
       __m256i most = _mm256_setzero_si256();
@@ -71,41 +76,45 @@ struct Rows {
       return _mm256_castsi256_ps(_mm256_max_epi32(_mm256_castps_si256(a), _mm256_castps_si256(b)));
     };
     const __m256 none = _mm256_setzero_ps();
-    __m256 most = lanes_of(largest, larger);
-    most = _mm256_fmadd_ps(most, none, most);  // infinity becomes NaN
+    __m256 top = lanes_of(largest, larger);
+    top = _mm256_fmadd_ps(top, none, top);  // infinity becomes NaN
     alignas(32) float inverse[8];
-    _mm256_store_ps(inverse, _mm256_and_ps(_mm256_cmp_ps(most, none, _CMP_GT_OQ), _mm256_div_ps(_mm256_set1_ps(127.f), most)));
+    _mm256_store_ps(inverse, _mm256_and_ps(_mm256_cmp_ps(top, none, _CMP_GT_OQ), _mm256_div_ps(_mm256_set1_ps(127.f), top)));
     for (int b = 0; b < count; ++b) {
       const __m256 factor = _mm256_set1_ps(inverse[b]);
       __m256i parts[4];
       for (int i = 0; i < 4; ++i) parts[i] = _mm256_cvtps_epi32(_mm256_mul_ps(_mm256_loadu_ps(x + (first + b) * BLOCK + 8 * i), factor));
       __m256i packed =
           _mm256_packs_epi16(_mm256_packs_epi32(parts[0], parts[1]), _mm256_packs_epi32(parts[2], parts[3]));
-      packed = _mm256_permutevar8x32_epi32(packed, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
-      _mm256_storeu_si256((__m256i*)(codes.get() + (first + b) * BLOCK), packed);
-      const __m256i pairs = _mm256_maddubs_epi16(_mm256_set1_epi8(1), packed);
+      codes_of[b] = _mm256_permutevar8x32_epi32(packed, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
+      const __m256i pairs = _mm256_maddubs_epi16(_mm256_set1_epi8(1), codes_of[b]);
       sums[b] = _mm256_cvtepi32_ps(_mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
     }
     for (int b = count; b < 8; ++b) sums[b] = none;
-    const __m256 scales = _mm256_div_ps(most, _mm256_set1_ps(127.f));
+    const __m256 scales = _mm256_div_ps(top, _mm256_set1_ps(127.f));
     const __m256 totals = lanes_of(sums, [](__m256 a, __m256 b) { return _mm256_add_ps(a, b); });  // whole numbers
-    alignas(32) float found[2][8];
-    alignas(32) int32_t whole[8];
-    _mm256_store_ps(found[0], scales);
-    _mm256_store_ps(found[1], _mm256_mul_ps(scales, totals));
-    __m256i integers = _mm256_cvtps_epi32(totals);
+    alignas(32) float found[KINDS][8];
+    _mm256_store_ps(found[SCALE], scales);
+    _mm256_store_ps(found[SUM], _mm256_mul_ps(scales, totals));
+    __m256i integers = _mm256_sub_epi32(_mm256_setzero_si256(), _mm256_cvtps_epi32(totals));
     if (!VNNI) {
-      integers = _mm256_sub_epi32(_mm256_setzero_si256(), _mm256_slli_epi32(integers, 2));
+      integers = _mm256_slli_epi32(integers, 2);
       integers = _mm256_or_si256(_mm256_slli_epi32(integers, 16), _mm256_and_si256(integers, _mm256_set1_epi32(0xFFFF)));
     }
-    _mm256_store_si256((__m256i*)whole, integers);
-    std::copy_n(found[0], count, scale.get() + first);
-    std::copy_n(found[1], count, sum.get() + first);
-    std::copy_n(whole, count, total.get() + first);
-    for (int b = 0; halves && b < count; ++b) {
-      alignas(32) float four[8];
-      _mm256_store_ps(four, sums[b]);
-      for (int h = 0; h < 2; ++h) halves[2 * (first + b) + h] = found[0][b] * (four[4 * h] + four[4 * h + 1] + four[4 * h + 2] + four[4 * h + 3]);
+    _mm256_store_si256((__m256i*)found[START], integers);
+    int64_t row = first / blocks, block = first % blocks;
+    for (int b = 0; b < count; ++b) {
+      const int64_t panel = row / most * most, rows = std::min(most, M - panel), at = panel * blocks + block * rows;
+      _mm256_storeu_si256((__m256i*)codes.get() + at + row - panel, codes_of[b]);
+      for (int kind = 0; kind < KINDS; ++kind) numbers[at * KINDS + kind * rows + row - panel] = found[kind][b];
+      if (halves) {
+        alignas(32) float four[8];
+        _mm256_store_ps(four, sums[b]);
+        for (int h = 0; h < 2; ++h)
+          halves[2 * at + h * rows + row - panel] =
+              found[SCALE][b] * (four[4 * h] + four[4 * h + 1] + four[4 * h + 2] + four[4 * h + 3]);
+      }
+      if (++block == blocks) block = 0, ++row;
     }
   }
 };
@@ -147,11 +156,23 @@ inline Floats load(const float* at) { return _mm512_loadu_ps(at); }
 inline void store(float* at, Floats v) { _mm512_storeu_ps(at, v); }
 inline __m256 lane(Floats v, int which) { return which ? _mm512_extractf32x8_ps(v, 1) : _mm512_castps512_ps256(v); }
 
+// `exponential` of cpu.h, with the same bits.
+inline Floats exponentials(Floats x) {
+  x = _mm512_min_ps(every(88.3f), _mm512_max_ps(every(-87.3f), x));
+  const Floats n = _mm512_roundscale_ps(times(x, every(1.44269504f)), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  Floats r = _mm512_fnmadd_ps(n, every(0.693359375f), x);
+  r = _mm512_fnmadd_ps(n, every(-2.12194440e-4f), r);
+  Floats p = every(1.f / 5040);
+  for (float c : {1.f / 720, 1.f / 120, 1.f / 24, 1.f / 6, 0.5f, 1.f, 1.f}) p = times_plus(p, r, every(c));
+  return times(p, _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(_mm512_cvtps_epi32(n), every(127)), 23)));
+}
+
 // The sum of a block begins with `start`, takes the products of 4 unsigned codes and 4 signed activations in every 32 bits, and
-// ends. start_of: what lowers all codes by OFFSET, from a block's `total`.
+// ends. start_of: what lowers all codes by OFFSET, from minus the sum of the activations.
 template <int OFFSET>
-inline int32_t start_of(int32_t total) {
-  return -OFFSET * total;
+inline Ints start_of(const float* minus) {
+  if (!OFFSET) return every(0);
+  return _mm512_slli_epi32(_mm512_castps_si512(every(*minus)), OFFSET ? __builtin_ctz(OFFSET ? OFFSET : 1) : 0);
 }
 template <int BITS>
 inline Ints dot(Ints acc, Ints w, Ints x) {
@@ -188,17 +209,18 @@ inline Floats times_plus(Floats a, Floats b, Floats c) { return _mm256_fmadd_ps(
 inline Floats load(const float* at) { return _mm256_loadu_ps(at); }
 inline void store(float* at, Floats v) { _mm256_storeu_ps(at, v); }
 inline __m256 lane(Floats v, int) { return v; }
+inline Floats exponentials(Floats x) { return exponential(x); }
 
 // The sum of a block begins with `start`, takes the products of 4 unsigned codes and 4 signed activations in every 32 bits, and
 // ends. Of up to 4 bits all products fit into 16 bits: 16 * 15 * 127 is less than 2^15. So does their sum with -4 times the
 // total of the block, with which each half of a lane begins so that together they lower the codes by 8: at most
 // 16 * 11 * 127 + 4 * 16 * 127, even if the sum passes the bounds on its way. Of 5 and 6 bits the products of a pair fit. The
-// codes of int8 are made signed here, so that their offset of 128 is gone (`OFFSET` in `multiply`): pairs of unsigned products
+// codes of int8 are made signed here, so that their offset of 128 is gone (`OFFSET` of `Plain`): pairs of unsigned products
 // would overflow.
 template <int OFFSET>
-inline int32_t start_of(int32_t total) {
+inline Ints start_of(const float* total) {
   static_assert(OFFSET == 0 || OFFSET == 8);
-  return OFFSET ? total : 0;
+  return OFFSET ? _mm256_castps_si256(every(*total)) : every(0);
 }
 template <int BITS>
 inline Ints dot(Ints acc, Ints w, Ints x) {
@@ -218,74 +240,6 @@ inline Ints four_columns(const int8_t* x) {
   int32_t word;
   __builtin_memcpy(&word, x, 4);
   return every(word);
-}
-
-// The scales (or mins) of LANES tiles in one group of blocks.
-inline Floats scales_of(const Weight& w, const void* values, bool half, const int64_t tiles[], int64_t group) {
-  __m256 parts[LANES];
-  for (int l = 0; l < LANES; ++l) parts[l] = load_eight(values, half, (tiles[l] * w.groups + group) * TILE);
-  return side_by_side(parts);
-}
-
-constexpr int SIDES = 2 / LANES;  // registers of two tiles
-
-// R activation rows from `row` on times two tiles -> out[2][R][8]. left: tiles of either that the thread reads from here on, which
-// lie one behind the other; 0 if they are in the cache already. Both tiles share what is loaded of the activations.
-template <int BITS, int R, bool MINS>
-void multiply(const Weight& w, const Rows& x, int64_t row, const int64_t tiles[], int64_t left, float (*out)[CODE_ROWS][TILE]) {
-  constexpr int64_t BYTES = BLOCK * TILE * BITS / 8;
-  // Few rows wait for memory. The second cache level has room for more requests than the first one. (Measured on Zen 4.)
-  constexpr bool FAR = BITS == 8 || R <= 4;
-  constexpr int64_t AHEAD = FAR ? 8192 : 4096;
-  constexpr int OFFSET = MINS ? 0 : BITS == 4 ? 8 : VNNI ? 128 : 0;
-  const int64_t K = w.blocks * BLOCK, per_group = w.blocks / w.groups;
-  const uint8_t* codes[2];
-  for (int l = 0; l < 2; ++l) codes[l] = w.codes + tiles[l] * w.blocks * BYTES;
-  Floats scales[SIDES], mins[SIDES], acc[R][SIDES];
-  for (int r = 0; r < R; ++r)
-    for (int s = 0; s < SIDES; ++s) acc[r][s] = every(0.f);
-  for (int64_t b = 0; b < w.blocks; ++b) {
-    for (int s = 0; s < SIDES && b % per_group == 0; ++s) {
-      scales[s] = scales_of(w, w.scales, w.half, tiles + s * LANES, b / per_group);
-      if (MINS) mins[s] = scales_of(w, w.mins, w.half_mins, tiles + s * LANES, b / per_group);
-    }
-    Ints sums[R][SIDES];
-    for (int r = 0; r < R; ++r)
-      for (int s = 0; s < SIDES; ++s) sums[r][s] = every(start_of<OFFSET>(x.total[(row + r) * w.blocks + b]));
-    const int8_t* columns = x.codes.get() + row * K + b * BLOCK;
-#pragma GCC unroll 8
-    for (int i = 0; i < BYTES / 32; ++i) {
-      const int64_t at = b * BYTES + 32 * i;
-      const bool ask = !FAR || at + AHEAD < left * w.blocks * BYTES;
-      for (int l = 0; l < 2 && ask; ++l) _mm_prefetch((const char*)codes[l] + at + AHEAD, FAR ? _MM_HINT_T1 : _MM_HINT_T0);
-      Ints first[SIDES], second[SIDES];
-#pragma GCC unroll 2
-      for (int s = 0; s < SIDES; ++s) {
-        const Ints v = load_codes(codes + s * LANES, at);
-        first[s] = BITS == 4 ? low_halves(v) : v;
-        second[s] = BITS == 4 ? high_halves(v) : v;
-      }
-#pragma GCC unroll 8
-      for (int r = 0; r < R; ++r) {
-        const int8_t* column = columns + r * K + i * (BITS == 4 ? 8 : 4);
-        const Ints four = four_columns(column), more = BITS == 4 ? four_columns(column + 4) : four;
-#pragma GCC unroll 2
-        for (int s = 0; s < SIDES; ++s) {
-          sums[r][s] = dot<BITS>(sums[r][s], first[s], four);
-          if (BITS == 4) sums[r][s] = dot<BITS>(sums[r][s], second[s], more);
-        }
-      }
-    }
-    for (int r = 0; r < R; ++r) {
-      const int64_t at = (row + r) * w.blocks + b;
-      for (int s = 0; s < SIDES; ++s) {
-        acc[r][s] = times_plus(to_floats(end_sum<BITS>(sums[r][s])), times(scales[s], every(x.scale[at])), acc[r][s]);
-        if (MINS) acc[r][s] = times_plus(mins[s], every(x.sum[at]), acc[r][s]);
-      }
-    }
-  }
-  for (int l = 0; l < 2; ++l)
-    for (int r = 0; r < R; ++r) _mm256_storeu_ps(out[l][r], lane(acc[r][l / LANES], l % LANES));
 }
 
 // The codes of a part: LOW bits of every column in the first runs of a block, HIGH more in the runs behind them, as numbers or as
@@ -311,7 +265,7 @@ void with_codes(const Part& part, Call call) {
 
 // Calls call(std::integral_constant<int, i>()) for i from 0 to COUNT - 1.
 template <int COUNT, class Call>
-inline void for_each(Call call) {
+[[gnu::always_inline]] inline void for_each(Call call) {
   if constexpr (COUNT > 0) {
     for_each<COUNT - 1>(call);
     call(std::integral_constant<int, COUNT - 1>());
@@ -320,22 +274,21 @@ inline void for_each(Call call) {
 
 // Columns 4 j to 4 j + 3 of a block of LANES tiles, for j from 0 to 7.
 template <class C>
-inline void unpack(const uint8_t* const codes[], int64_t at, Ints table, Ints columns[8]) {
+[[gnu::always_inline]] inline void unpack(const uint8_t* const codes[], int64_t at, Ints table, Ints columns[8]) {
   constexpr int PER = 8 / C::LOW;
-  for_each<C::LOW>([&](auto run) {
+  for_each<C::LOW>([&](auto run) __attribute__((always_inline)) {
     const Ints v = load_codes(codes, at + 32 * run);
-    for_each<PER>([&](auto i) { columns[run * PER + i] = PER == 1 ? v : moved<-i * C::LOW>(v, (1 << C::LOW) - 1); });
+    for_each<PER>([&](auto i) __attribute__((always_inline)) { columns[run * PER + i] = PER == 1 ? v : moved<-i * C::LOW>(v, (1 << C::LOW) - 1); });
   });
-  for_each<C::HIGH>([&](auto run) {
+  for_each<C::HIGH>([&](auto run) __attribute__((always_inline)) {
     constexpr int ABOVE = 8 / (C::HIGH ? C::HIGH : 1);
     const Ints v = load_codes(codes, at + 32 * (C::LOW + run));
-    for_each<ABOVE>([&](auto i) {
+    for_each<ABOVE>([&](auto i) __attribute__((always_inline)) {
       Ints& column = columns[run * ABOVE + i];
       column = both(column, moved<C::LOW - i * C::HIGH>(v, ((1 << C::HIGH) - 1) << C::LOW));
     });
   });
-  if (C::TABLE)
-    for (int j = 0; j < 8; ++j) columns[j] = look_up(table, columns[j]);
+  if (C::TABLE) for_each<8>([&](auto j) __attribute__((always_inline)) { columns[j] = look_up(table, columns[j]); });
 }
 
 // What one code of a tile's rows stands for, and what code 0 does, in the groups of a unit of columns.
@@ -344,9 +297,13 @@ struct Factors {
   const uint8_t* at;
   __m256 scale, min;
 
-  Factors(const Part& part, int64_t tile, int64_t unit)
-      : part(part), at(part.factors + tile * part.tile_factors + unit * part.unit_bytes), scale(load_eight(at, true, 0)),
-        min(part.minima ? load_eight(at, true, 8) : _mm256_setzero_ps()) {}
+  Factors(const Part& part, int64_t tile, int64_t unit) : part(part) { load(tile, unit); }
+
+  void load(int64_t tile, int64_t unit) {
+    at = part.factors + tile * part.tile_factors + unit * part.unit_bytes;
+    scale = load_eight(at, true, 0);
+    min = part.minima ? load_eight(at, true, 8) : _mm256_setzero_ps();
+  }
 
   template <class C>
   void of_group(int64_t group, __m256& group_scale, __m256& group_min) const {
@@ -366,58 +323,176 @@ struct Factors {
   }
 };
 
-// R activation rows from `row` on times LANES tiles of a part -> out[LANES][R][8]. left: as in `multiply`. A min, and what code 0
-// stands for, multiply the sums of the activations. Bytes lose their offset in the sum instead, as those of int8 do.
-template <class C, int R>
-void multiply_part(const Part& part, const Rows& x, int64_t row, const int64_t tiles[], int64_t left, float (*out)[CODE_ROWS][TILE]) {
+// LANES tiles of a weight whose blocks share one or no factor each. Its codes are those of a part without high bits.
+template <int BITS, bool MINS_>
+struct Plain {
+  using C = Codes<BITS, 0, BLOCK, false>;
+  static constexpr bool MINS = MINS_;  // whether sums of the activations count
+  static constexpr int OFFSET = MINS ? 0 : BITS == 4 ? 8 : VNNI ? 128 : 0;
+  const Weight& w;
+  const int64_t* tiles;
+  const int64_t units = w.groups, per_unit = w.blocks / w.groups;  // factors are loaded for units of blocks
+  Floats scale, min;
+
+  const uint8_t* codes(int64_t tile) const { return w.codes + tile * w.blocks * C::BYTES; }
+  Ints table() const { return every(0); }
+  void begin(int64_t unit) {
+    __m256 scales[LANES], mins[LANES];
+    for (int l = 0; l < LANES; ++l) {
+      scales[l] = load_eight(w.scales, w.half, (tiles[l] * w.groups + unit) * TILE);
+      if (MINS) mins[l] = load_eight(w.mins, w.half_mins, (tiles[l] * w.groups + unit) * TILE);
+    }
+    scale = side_by_side(scales);
+    if (MINS) min = side_by_side(mins);
+  }
+  void of_group(int64_t, Floats& scales, Floats& mins) const {
+    scales = scale;
+    if (MINS) mins = min;
+  }
+};
+
+// LANES tiles of a part. A min, and what code 0 stands for, multiply the sums of the activations. Bytes lose their offset in the
+// integer sum instead, as those of int8 do.
+template <class C_>
+struct Nested {
+  using C = C_;
+  static constexpr bool MINS = C::BITS < 8;
+  static constexpr int OFFSET = !MINS && VNNI ? 128 : 0;
+  const Part& part;
+  const int64_t* tiles;
+  const int64_t units = part.k / part.unit, per_unit = part.unit / BLOCK;
+  Factors factors[2] = {Factors(part, tiles[0], 0), Factors(part, tiles[LANES - 1], 0)};
+
+  const uint8_t* codes(int64_t tile) const { return part.codes + tile * part.tile_codes; }
+  Ints table() const { return four_times(_mm_loadu_si128((const __m128i*)part.table)); }
+  void begin(int64_t unit) {
+    for (int l = 0; l < LANES; ++l) factors[l].load(tiles[l], unit);
+  }
+  void of_group(int64_t group, Floats& scales, Floats& mins) const {
+    __m256 scale[LANES], min[LANES];
+    for (int l = 0; l < LANES; ++l) {
+      factors[l].template of_group<C>(group, scale[l], min[l]);
+      min[l] = _mm256_fnmadd_ps(_mm256_set1_ps(part.offset), scale[l], min[l]);
+    }
+    scales = side_by_side(scale);
+    if (MINS) mins = side_by_side(min);
+  }
+};
+
+// acc += what R rows of a panel and one group of a block add: `columns` are its codes, four columns in each.
+template <class F, int R, int SIDES>
+[[gnu::always_inline]] inline void add_group(const Rows& x, const int8_t* codes, int64_t at, int64_t group, const Ints (*columns)[SIDES],
+                      const Floats* scales, const Floats* mins, Floats (*acc)[SIDES]) {
+  using C = typename F::C;
+  const float* numbers = x.numbers.get() + at * Rows::KINDS;
+  const float* total = C::GROUPS == 1 ? numbers + Rows::SUM * R : x.halves.get() + 2 * at + group * R;
+  Ints sums[R][SIDES];
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 2
+    for (int s = 0; s < SIDES; ++s) sums[r][s] = start_of<F::OFFSET>(numbers + Rows::START * R + r);
+  for_each<C::GROUP / 4>([&](auto j) __attribute__((always_inline)) {
+    for_each<R>([&](auto r) __attribute__((always_inline)) {
+      const Ints four = four_columns(codes + r * BLOCK + 4 * j);
+      for_each<SIDES>([&](auto s) __attribute__((always_inline)) { sums[r][s] = dot<C::BITS>(sums[r][s], columns[j][s], four); });
+    });
+  });
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 2
+    for (int s = 0; s < SIDES; ++s) {
+      const Floats scaled = times(scales[s], every(numbers[Rows::SCALE * R + r]));
+      acc[r][s] = times_plus(to_floats(end_sum<C::BITS>(sums[r][s])), scaled, acc[r][s]);
+      if (F::MINS) acc[r][s] = times_plus(mins[s], every(total[r]), acc[r][s]);
+    }
+}
+
+// A panel of R rows from `row` on times LANES tiles -> out[LANES][R][8]. left: tiles that the thread reads from here on, which lie
+// one behind the other; 0 if they are in the cache already.
+template <class F, int R>
+[[gnu::noinline]] void multiply(F f, const Rows& x, int64_t row, int64_t left, float (*out)[CODE_ROWS][TILE]) {
+  using C = typename F::C;
+  // Few rows wait for memory. The second cache level has room for more requests than the first one. (Measured on Zen 4.)
   constexpr bool FAR = R <= 4;
   constexpr int64_t AHEAD = FAR ? 8192 : 4096;
-  constexpr int LIFT = C::BITS == 8 && VNNI ? 128 : 0;
-  const int64_t K = part.k, blocks = K / BLOCK, per_unit = part.unit / BLOCK, end = left * part.tile_codes;
-  const bool middle = part.minima || C::BITS < 8;  // whether the sums of the activations count
-  const __m256 offset = _mm256_set1_ps(C::BITS == 8 ? 0 : part.offset);
-  const Ints table = four_times(_mm_loadu_si128((const __m128i*)part.table));
-  const float* const x_sums = C::GROUPS == 1 ? x.sum.get() : x.halves.get();
+  const int64_t last = left * x.blocks * C::BYTES;
+  const Ints table = f.table();
   const uint8_t* codes[LANES];
-  for (int l = 0; l < LANES; ++l) codes[l] = part.codes + tiles[l] * part.tile_codes;
-  Floats acc[R];
-  for (int r = 0; r < R; ++r) acc[r] = every(0.f);
-  for (int64_t unit = 0; unit < blocks / per_unit; ++unit) {
-    const Factors factors[2] = {Factors(part, tiles[0], unit), Factors(part, tiles[LANES - 1], unit)};
-    for (int64_t i = 0; i < per_unit; ++i) {
-      const int64_t b = unit * per_unit + i, at = b * C::BYTES;
-      for (int64_t line = 0; line < C::BYTES; line += 64)
-        if (!FAR || at + line + AHEAD < end)
-          for (int l = 0; l < LANES; ++l) _mm_prefetch((const char*)codes[l] + at + line + AHEAD, FAR ? _MM_HINT_T1 : _MM_HINT_T0);
-      Ints columns[8];
-      unpack<C>(codes, at, table, columns);
-#pragma GCC unroll 2
-      for (int g = 0; g < C::GROUPS; ++g) {
-        __m256 scale[LANES], min[LANES];
-        for (int l = 0; l < LANES; ++l) {
-          factors[l].of_group<C>(i * C::GROUPS + g, scale[l], min[l]);
-          min[l] = _mm256_fnmadd_ps(offset, scale[l], min[l]);
-        }
-        const Floats scales = side_by_side(scale), mins = side_by_side(min);
-        Ints sums[R];
-        for (int r = 0; r < R; ++r) sums[r] = every(start_of<LIFT>(x.total[(row + r) * blocks + b]));
-        const int8_t* from = x.codes.get() + row * K + b * BLOCK + g * C::GROUP;
-#pragma GCC unroll 8
-        for (int j = 0; j < C::GROUP / 4; ++j)
-#pragma GCC unroll 8
-          for (int r = 0; r < R; ++r) sums[r] = dot<C::BITS>(sums[r], columns[g * C::GROUP / 4 + j], four_columns(from + r * K + 4 * j));
-#pragma GCC unroll 8
-        for (int r = 0; r < R; ++r) {
-          const int64_t place = (row + r) * blocks + b;
-          acc[r] = times_plus(to_floats(end_sum<C::BITS>(sums[r])), times(scales, every(x.scale[place])), acc[r]);
-          if (middle) acc[r] = times_plus(mins, every(x_sums[C::GROUPS * place + g]), acc[r]);
+  for (int l = 0; l < LANES; ++l) codes[l] = f.codes(f.tiles[l]);
+  Floats acc[R][1];
+  for (int r = 0; r < R; ++r) acc[r][0] = every(0.f);
+  for (int64_t b = 0, unit = 0, i = f.per_unit; b < x.blocks; ++b, ++i) {
+    const int64_t at = b * C::BYTES, place = row * x.blocks + b * R;
+    if (i == f.per_unit) {
+      f.begin(unit++);
+      i = 0;
+    }
+    for (int64_t line = 0; line < C::BYTES; line += 64)
+      if (!FAR || at + line + AHEAD < last)
+        for (int l = 0; l < LANES; ++l) _mm_prefetch((const char*)codes[l] + at + line + AHEAD, FAR ? _MM_HINT_T1 : _MM_HINT_T0);
+    Ints columns[8];
+    unpack<C>(codes, at, table, columns);
+    for_each<C::GROUPS>([&](auto g) __attribute__((always_inline)) {
+      Ints some[C::GROUP / 4][1];
+      for_each<C::GROUP / 4>([&](auto j) __attribute__((always_inline)) { some[j][0] = columns[g * C::GROUP / 4 + j]; });
+      Floats scales, mins;
+      f.of_group(i * C::GROUPS + g, scales, mins);
+      add_group<F, R, 1>(x, x.codes.get() + place * BLOCK + g * C::GROUP, place, g, some, &scales, &mins, acc);
+    });
+  }
+  for (int l = 0; l < LANES; ++l)
+    for (int r = 0; r < R; ++r) _mm256_storeu_ps(out[l][r], lane(acc[r][0], l));
+}
+
+// Two registers of tiles with a byte for every code, and all their factors as floats: for many rows.
+template <class F>
+struct Expanded {
+  using C = typename F::C;
+  const std::unique_ptr<Ints[][2]> columns;            // [blocks, 8]
+  const std::unique_ptr<Floats[][2]> scales, mins;  // [blocks, GROUPS]
+
+  explicit Expanded(int64_t blocks)
+      : columns(new Ints[blocks * 8][2]), scales(new Floats[blocks * C::GROUPS][2]),
+        mins(new Floats[F::MINS ? blocks * C::GROUPS : 0][2]) {}
+
+  void fill(F f, int side) {
+    const Ints table = f.table();
+    const uint8_t* codes[LANES];
+    for (int l = 0; l < LANES; ++l) codes[l] = f.codes(f.tiles[l]);
+    for (int64_t unit = 0, b = 0; unit < f.units; ++unit) {
+      f.begin(unit);
+      for (int64_t i = 0; i < f.per_unit; ++i, ++b) {
+        Ints found[8];
+        unpack<C>(codes, b * C::BYTES, table, found);
+        for (int j = 0; j < 8; ++j) columns[b * 8 + j][side] = found[j];
+        for (int g = 0; g < C::GROUPS; ++g) {
+          Floats scale, min;
+          f.of_group(i * C::GROUPS + g, scale, min);
+          scales[b * C::GROUPS + g][side] = scale;
+          if (F::MINS) mins[b * C::GROUPS + g][side] = min;
         }
       }
     }
   }
-  for (int l = 0; l < LANES; ++l)
-    for (int r = 0; r < R; ++r) _mm256_storeu_ps(out[l][r], lane(acc[r], l));
-}
+
+  // A panel of R rows from `row` on -> out[2 LANES][R][8].
+  template <int R>
+  void multiply(const Rows& x, int64_t row, float (*out)[MANY_ROWS][TILE]) const {
+    Floats acc[R][2];
+    for (int r = 0; r < R; ++r) acc[r][0] = acc[r][1] = every(0.f);
+    for (int64_t b = 0; b < x.blocks; ++b) {
+      const int64_t at = row * x.blocks + b * R;
+#pragma GCC unroll 2
+      for (int g = 0; g < C::GROUPS; ++g) {
+        const int64_t group = b * C::GROUPS + g;
+        add_group<F, R, 2>(x, x.codes.get() + at * BLOCK + g * C::GROUP, at, g, &columns[b * 8 + g * C::GROUP / 4], scales[group],
+                           F::MINS ? mins[group] : nullptr, acc);
+      }
+    }
+    for (int t = 0; t < 2 * LANES; ++t)
+      for (int r = 0; r < R; ++r) _mm256_storeu_ps(out[t][r], lane(acc[r][t / LANES], t % LANES));
+  }
+};
 
 // The values of one block of a tile -> out[column][row]. Products are exact, so a value is rounded once, with its min.
 template <class C>
@@ -559,26 +634,39 @@ struct Epilogue {
     if (residual) value = _mm256_add_ps(value, _mm256_loadu_ps(residual + at));
     _mm256_storeu_ps(out + at, value);
   }
+
+  int64_t pairs() const { return gated ? tiles : (tiles + 1) / 2; }
+
+  // `count` rows from `row` on of two tiles, one of each half; of the last one alone.
+  template <int ROWS>
+  void finish_pair(int64_t row, int64_t count, const int64_t* pair, const float (*y)[ROWS][TILE]) const {
+    for (int64_t r = 0; r < count; ++r) {
+      finish(row + r, pair[0] * TILE, y[0][r], y[1][r]);
+      if (!gated && pair[1] > pair[0]) finish(row + r, pair[1] * TILE, y[1][r], nullptr);
+    }
+  }
 };
+
+// Rows of a pass, so that passes of at most MOST rows are about equally large.
+int64_t rows_at_once(int64_t M, int64_t most) {
+  const int64_t passes = (M + most - 1) / most;
+  return (M + passes - 1) / passes;
+}
 
 // All activation rows times all tiles, two tiles at a time, one of each half (the last one may be alone). So a thread reads
 // two streams without gaps, which the processor fetches ahead. multiply(R, row, tiles, left, out) computes R rows from `row`
 // on, at most ROWS. The two tiles stay in the first cache level until all rows are done.
 template <int ROWS, class Multiply>
 void run_pairs(int64_t K, const Epilogue& end, Multiply multiply) {
-  const int64_t tiles = end.tiles, pairs = end.gated ? tiles : (tiles + 1) / 2, all = end.gated ? 2 * tiles : tiles, work = 2 * K * TILE * end.M;
-  const int64_t passes = (end.M + ROWS - 1) / ROWS, most = (end.M + passes - 1) / passes;  // passes of about equal size
+  const int64_t pairs = end.pairs(), all = end.gated ? 2 * end.tiles : end.tiles, work = 2 * K * TILE * end.M, most = rows_at_once(end.M, ROWS);
   parallel_for(0, pairs, std::max<int64_t>(1, 100000 / work), [&](int64_t first, int64_t last) {
     for (int64_t pair = first; pair < last; ++pair) {
-      const int64_t a = pair, b = pair + pairs < all ? pair + pairs : a, both[2] = {a, b};
+      const int64_t both[2] = {pair, pair + pairs < all ? pair + pairs : pair};
       for (int64_t row = 0; row < end.M; row += most) {
         float y[2][ROWS][TILE];
         const int64_t count = std::min(most, end.M - row);
         with_constant<ROWS>(count, [&](auto rows) { multiply(rows, row, both, row == 0 ? last - pair : 0, y); });
-        for (int64_t r = 0; r < count; ++r) {
-          end.finish(row + r, a * TILE, y[0][r], y[1][r]);
-          if (!end.gated && b > a) end.finish(row + r, b * TILE, y[1][r], nullptr);
-        }
+        end.finish_pair(row, count, both, y);
       }
     }
   });
@@ -592,26 +680,50 @@ void run_floats(const uint8_t* codes, const float* x, int64_t K, const Epilogue&
   });
 }
 
+// Rows of a panel of rounded activations.
+int64_t panel_rows(int64_t M) { return M <= CODE_ROWS ? M : rows_at_once(M, MANY_ROWS); }
+
+// Rows times all tiles of a weight. Few rows read its codes as they are stored, many share codes that are expanded once.
+template <class F, class Source>
+void run_rounded(const Source& source, const Rows& x, const Epilogue& end) {
+  if (end.M <= CODE_ROWS)
+    return run_pairs<CODE_ROWS>(x.blocks * BLOCK, end, [&](auto rows, int64_t row, const int64_t* tiles, int64_t left, auto y) {
+      for (int l = 0; l < 2; l += LANES) multiply<F, decltype(rows)::value>(F{source, tiles + l}, x, row, left, y + l);
+    });
+  const int64_t pairs = end.pairs(), all = end.gated ? 2 * end.tiles : end.tiles;
+  parallel_for(0, (pairs + LANES - 1) / LANES, 1, [&](int64_t first, int64_t last) {
+    Expanded<F> expanded(x.blocks);
+    for (int64_t pair = first * LANES; pair < std::min(pairs, last * LANES); pair += LANES) {
+      int64_t tiles[2 * LANES];
+      for (int i = 0; i < LANES; ++i) {
+        tiles[2 * i] = std::min(pair + i, pairs - 1);
+        tiles[2 * i + 1] = tiles[2 * i] + pairs < all ? tiles[2 * i] + pairs : tiles[2 * i];
+      }
+      for (int side = 0; side < 2; ++side) expanded.fill(F{source, tiles + side * LANES}, side);
+      for (int64_t row = 0; row < end.M; row += x.most) {
+        float y[2 * LANES][MANY_ROWS][TILE];
+        const int64_t count = std::min(x.most, end.M - row);
+        with_constant<MANY_ROWS>(count, [&](auto rows) { expanded.template multiply<decltype(rows)::value>(x, row, y); });
+        for (int i = 0; i < LANES && pair + i < pairs; ++i) end.finish_pair(row, count, tiles + 2 * i, y + 2 * i);
+      }
+    }
+  });
+}
+
 // rounded: the activations as codes, or null to compute with `x` as it is.
 template <int BITS, bool MINS>
 void run_codes(const Weight& w, const Rows* rounded, const float* x, const Epilogue& end) {
+  if (rounded) return run_rounded<Plain<BITS, MINS>>(w, *rounded, end);
   const int64_t K = w.blocks * BLOCK;
-  run_pairs<CODE_ROWS>(K, end, [&](auto rows, int64_t row, const int64_t* tiles, int64_t left, auto y) {
-    constexpr int R = decltype(rows)::value;
-    if (rounded) return multiply<BITS, R, MINS>(w, *rounded, row, tiles, left, y);
-    for (int l = 0; l < 2; ++l) multiply_exact<BITS, R, MINS>(w, x + row * K, tiles[l], y[l]);
+  run_pairs<CODE_ROWS>(K, end, [&](auto rows, int64_t row, const int64_t* tiles, int64_t, auto y) {
+    for (int l = 0; l < 2; ++l) multiply_exact<BITS, decltype(rows)::value, MINS>(w, x + row * K, tiles[l], y[l]);
   });
 }
 
 void run_part(const Part& part, const Rows* rounded, const float* x, const Epilogue& end) {
-  with_codes(part, [&](auto codes) {
-    run_pairs<CODE_ROWS>(part.k, end, [&](auto rows, int64_t row, const int64_t* tiles, int64_t left, auto y) {
-      constexpr int R = decltype(rows)::value;
-      for (int l = 0; l < 2; ++l) {
-        if (!rounded) multiply_part_exact<R>(part, x + row * part.k, tiles[l], y[l]);
-        if (rounded && l % LANES == 0) multiply_part<decltype(codes), R>(part, *rounded, row, tiles + l, left, y + l);
-      }
-    });
+  if (rounded) return with_codes(part, [&](auto codes) { run_rounded<Nested<decltype(codes)>>(part, *rounded, end); });
+  run_pairs<CODE_ROWS>(part.k, end, [&](auto rows, int64_t row, const int64_t* tiles, int64_t, auto y) {
+    for (int l = 0; l < 2; ++l) multiply_part_exact<decltype(rows)::value>(part, x + row * part.k, tiles[l], y[l]);
   });
 }
 
@@ -622,7 +734,9 @@ std::vector<Part> parts_of(const Tensor& codes, const Tensor& table) {
   const uint8_t* const end = at + codes.numel();
   for (int64_t i = 0; i < table.size(0); ++i) {
     parts.emplace_back(integers(table) + i * table.size(1), at);
-    at = parts.back().end();
+    const Part& part = parts.back();
+    STD_TORCH_CHECK(!part.minima || (part.low < 8 && !part.table[0]), "the C++ kernels know no bytes with minima");
+    at = part.end();
   }
   STD_TORCH_CHECK(at == end, "the parts of a weight do not fill its bytes");
   return parts;
@@ -703,7 +817,7 @@ void Linear::operator()(const float* x, int64_t M, const float* residual, int64_
   if (kind == BF16) return run_floats<BF16>(weight.codes, x, k, end);
   if (kind == FP16) return run_floats<FP16>(weight.codes, x, k, end);
   std::optional<Rows> rounded;
-  if (round) rounded.emplace(x, M, k);
+  if (round) rounded.emplace(x, M, k, panel_rows(M), false);
   const Rows* rows = round ? &*rounded : nullptr;
   if (kind == INT8) return run_codes<8, false>(weight, rows, x, end);
   return weight.mins ? run_codes<4, true>(weight, rows, x, end) : run_codes<4, false>(weight, rows, x, end);
@@ -712,7 +826,7 @@ void Linear::operator()(const float* x, int64_t M, const float* residual, int64_
 // One product for every part, which writes its own columns. Only where all rows share a format is the gate in the product.
 void Linear::multiply_parts(const float* x, int64_t M, const float* residual, int64_t gated, bool round, float* out) const {
   std::optional<Rows> rounded;
-  if (round) rounded.emplace(x, M, k, std::any_of(parts.begin(), parts.end(), [](const Part& part) { return part.group == 16; }));
+  if (round) rounded.emplace(x, M, k, panel_rows(M), std::any_of(parts.begin(), parts.end(), [](const Part& part) { return part.group == 16; }));
   const Rows* rows = round ? &*rounded : nullptr;
   const bool apart = gated && parts.size() > 1;
   const Epilogue whole{bias, residual, out, gated ? n / 2 : n, gated, M};
@@ -972,7 +1086,8 @@ void add_values(const float* weights, int64_t stride, const Cache& cache, const 
       for (int w = 0; w < W; ++w) store(sums + (2 * g + odd) * hd + w * WIDTH, sum[g][odd][w]);
 }
 
-// scores -> weights e^(scale score - top), where `top` is the largest; 0 up to a multiple of 8. Returns their sum, and top.
+// scores -> weights e^(scale score - top), where `top` is the largest; 0 up to a multiple of 8. The memory goes on to a multiple of
+// WIDTH. Returns their sum, and top.
 // With a cap, scale score is cap tanh(scale score / cap).
 std::pair<float, float> weights_of(float* scores, int64_t count, float scale, float cap) {
   const int64_t whole = (count + 7) / 8 * 8;
@@ -985,8 +1100,7 @@ std::pair<float, float> weights_of(float* scores, int64_t count, float scale, fl
     largest = _mm256_max_ps(v, largest);  // leaves NaN out, which then reaches the total
   }
   const float top = largest_lane(largest);
-  for (int64_t i = 0; i < whole; i += 8)
-    _mm256_storeu_ps(scores + i, exponential(_mm256_sub_ps(_mm256_loadu_ps(scores + i), _mm256_set1_ps(top))));
+  for (int64_t i = 0; i < whole; i += WIDTH) store(scores + i, exponentials(plus(load(scores + i), every(-top))));
   std::fill(scores + count, scores + whole, 0.f);
   for (int64_t i = 0; i < whole; i += 8) total = _mm256_add_ps(total, _mm256_loadu_ps(scores + i));
   return {lane_sum(total), top};

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
+import importlib.util
 import inspect
 import os
 import sys
@@ -84,13 +85,13 @@ class KernelBackend:
         elif self.mode == "auto" and self.device_type != "cuda":
             why = cpu.problem() if self.device_type == "cpu" else f"'{self.device_type}' has no Triton target"
             choice = ("reference", f"auto: {why or 'neither compiled steps nor other dtypes than float32 use C++'}")
+        elif importlib.util.find_spec("triton") is None:
+            raise ValueError("kernels: triton is not installed. Use pip install triton or --kernels reference.")
         elif self.device_type != "cuda" and not INTERPRETED:
             raise ValueError(
                 f"kernels: Triton runs on '{self.device_type}' only under its interpreter. "
                 "Set TRITON_INTERPRET=1 before the start or use --kernels reference."
             )
-        elif triton is None:
-            raise ValueError("kernels: triton is not installed. Use pip install triton or --kernels reference.")
         else:
             choice = ("triton", "asked for" if self.mode == "triton" else "auto: the device is CUDA")
         why = "the device is a CPU" + ", float activations" * (self.activations == "float")

@@ -228,7 +228,10 @@ def test_ctrl_c_ends_the_wait_for_a_process_that_hangs():
     words = [sys.executable, ROOT / "generate.py", "--tp", "2", "-p", "def f(", "--max-new-tokens", "1500", "-q"]
     process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)
     assert process.stdout.read(1)  # the text has begun
-    (child,) = map(int, Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split())
+    children = map(int, Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split())
+    (child,) = (
+        c for c in children if b"chat_template" not in Path(f"/proc/{c}/cmdline").read_bytes()
+    )  # the other rank
     os.kill(child, signal.SIGSTOP)
     time.sleep(1)
     began = time.monotonic()

@@ -70,7 +70,7 @@ class Timing(NamedTuple):
     tokens: int
     seconds: float  # from the first prompt to the last token
     first_seconds: list[float]  # until the first token of each
-    decoding: float  # tokens per second from the moment on when all had a first token
+    decoding: float  # tokens per second from the moment on when all had a first token, until the first one was complete
 
     @property
     def ready(self) -> float:
@@ -85,15 +85,19 @@ def timed_request(
     engine.forget()
     synchronize(engine.model.device)
     stream = engine.generate_batch(prompts, params)
-    started, now, late = time.perf_counter(), 0.0, 0
+    started, now, late, together = time.perf_counter(), 0.0, 0, 0.0
     first: dict[int, float] = {}  # when the first token of each sequence came
+    left = [params.max_new_tokens] * len(prompts)
     for chunk in stream:
         now = time.perf_counter() - started
-        late += len(chunk.token_ids) if len(first) == len(prompts) else 0
+        left[chunk.row] -= len(chunk.token_ids)
+        if len(first) == len(prompts) and not together:
+            late += len(chunk.token_ids)
+            together = now if not left[chunk.row] else 0.0
         first.setdefault(chunk.row, now)
-    rest = now - max(first.values(), default=now)
+    rest = (together or now) - max(first.values(), default=now)
     tokens = sum(result.new_tokens for result in stream.results)
-    return stream.results, Timing(tokens, now, list(first.values()), late / rest if rest else 0.0)
+    return stream.results, Timing(tokens, now, list(first.values()), late / rest if rest > 0 else 0.0)
 
 
 @dataclass

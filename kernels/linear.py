@@ -355,13 +355,13 @@ def launch_tile(
     """(output columns BN and tokens BT of a program, compiler options) of a launch on `tokens` rows.
 
     A gate-up layer halves BN, because two tiles share a program. With zero points a warp needs 32 output
-    columns, otherwise decoded weights go through shared memory. Gate-up layers, groups below 128, two warps and
-    int8 have so many sums, scales and addresses that more than 32 tokens would spill even with all 255 registers.
-    Gate-up layers in groups of 32 have room for 16. forms: the weight keeps the types of a file.
+    columns, otherwise decoded weights go through shared memory. Gate-up layers, groups below 128, two warps, int8 and
+    the types of a file (forms) have so many sums, scales and addresses that more than 32 tokens would spill even with
+    all 255 registers. Gate-up layers in groups of 32 have room for 16.
     """
     block_n = max(config.block_n, 32 * config.warps if zeros else 16) // (1 + (gated > 0))
     small_groups = 0 < group < 128
-    many = small_groups or gated or config.warps < 4 or bits == 8
+    many = small_groups or gated or config.warps < 4 or bits == 8 or forms
     largest = 16 if gated and group == 32 else 32 if many else TILE_M
     tile = min(largest, max(16, triton.next_power_of_2(tokens)))
     # With 64 tokens a fourth stage takes so much shared memory that a multiprocessor runs one program less.

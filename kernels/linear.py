@@ -351,13 +351,14 @@ def launch_tile(
     zeros: bool = False,
     bits: int = 4,
     forms: bool = False,
+    norms: bool = False,
 ) -> tuple[int, int, dict]:
     """(output columns BN and tokens BT of a program, compiler options) of a launch on `tokens` rows.
 
     A gate-up layer halves BN, because two tiles share a program. With zero points a warp needs 32 output
     columns, otherwise decoded weights go through shared memory. Gate-up layers, groups below 128, two warps, int8 and
     the types of a file (forms) have so many sums, scales and addresses that more than 32 tokens would spill even with
-    all 255 registers. Gate-up layers in groups of 32 have room for 16.
+    all 255 registers. Gate-up layers in groups of 32 have room for 16. norms: heads are normed behind the product.
     """
     block_n = max(config.block_n, 32 * config.warps if zeros else 16) // (1 + (gated > 0))
     small_groups = 0 < group < 128
@@ -368,7 +369,7 @@ def launch_tile(
     stages = min(config.stages, 3) if tile == 64 else config.stages
     options = dict(num_warps=config.warps, num_stages=stages, maxnreg=None)
     # Without a number, ptxas would rather spill than use more than 128 registers.
-    if forms and tile == 16:
+    if (forms or norms) and tile == 16:
         options["maxnreg"] = 168
     elif tile == 32 or small_groups:
         options["maxnreg"] = 255 if small_groups or bits != 4 or forms else 168
@@ -376,17 +377,17 @@ def launch_tile(
 
 
 def launch_arguments(
-    x: Tensor, weight: PackedWeight, gated: int, tokens: int
+    x: Tensor, weight: PackedWeight, gated: int, tokens: int, norms: bool = False
 ) -> tuple[tuple[int, int, int], Tensor, dict]:
     """(grid, buffer for partial sums, constants and compiler options) of a launch on x [M, K].
 
-    tokens: for how many rows the tile is chosen.
+    tokens: for how many rows the tile is chosen. norms: as of `launch_tile`.
     """
     config = weight.config
     n_out = weight.n // 2 if gated else weight.n
     zeros = weight.has_zeros
     block_n, tile, options = launch_tile(
-        config, tokens, gated, weight.group_size, zeros, weight.bits, bool(weight.forms)
+        config, tokens, gated, weight.group_size, zeros, weight.bits, bool(weight.forms), norms
     )
     grid = triton.cdiv(x.shape[0], tile), triton.cdiv(n_out, block_n), config.split_k
     room = math.prod(grid) * (1 + (gated > 0)) * block_n * tile if config.split_k > 1 else 0

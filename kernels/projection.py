@@ -41,7 +41,7 @@ def _triton_linear_rope(x, tensors, numbers, bias, head_dim, *turn) -> tuple[Ten
     rows = x.reshape(-1, weight.k).contiguous()
     qkv = x.new_empty(*x.shape[:2], weight.n // head_dim, head_dim)
     q, arrived = rope_outputs(qkv, kv)
-    grid, partial, constants = launch_arguments(rows, weight, False, len(rows))
+    grid, partial, constants = launch_arguments(rows, weight, False, len(rows), norm)
     linear_kernel[grid](
         rows, *kernel_views(weight), rows if bias is None else bias, rows, rows, qkv, q, qkv, partial, weight.counters,
         cos.contiguous(), sin.contiguous(), kv, scales_of(kv), slots.contiguous(), q_weight if norm else rows,

@@ -2,8 +2,8 @@
 
     python -m scripts.measured                        # write every block of the page again
 
-A block stands between `<!-- KIND FILE -->` and `<!-- /KIND -->`. KIND is `arms` (speed and tau of every arm), or
-`acceptance` or `paper` (as `scripts.bench --suite` prints them).
+A block stands between `<!-- KIND FILE -->` and `<!-- /KIND -->`. KIND is `arms` (speed and tau of every arm), `clients`
+(requests that run together), or `acceptance` or `paper` (as `scripts.bench --suite` prints them).
 """
 
 from __future__ import annotations
@@ -13,15 +13,18 @@ from pathlib import Path
 
 from bench.paper import acceptance_table, paper_tables
 from bench.records import read_lines
-from bench.report import arms_table
+from bench.report import arms_table, client_table
 from support.errors import command_parser, run_command
 from support.files import write_text
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "results"
 PAGE = ROOT / "docs" / "results.md"
-TABLES = {"arms": arms_table, "acceptance": acceptance_table, "paper": paper_tables}
-BLOCK = re.compile(r"(<!-- (arms|acceptance|paper) (\S*) -->\n).*?(<!-- /\2 -->)", re.S)
+TABLES = {
+    "arms": arms_table, "acceptance": acceptance_table, "paper": paper_tables,
+    "clients": lambda summary: client_table(summary["clients"]),
+}  # fmt: skip
+BLOCK = re.compile(rf"(<!-- ({'|'.join(TABLES)}) (\S*) -->\n).*?(<!-- /\2 -->)", re.S)
 
 
 def filled(page: str, results: Path = RESULTS) -> str:

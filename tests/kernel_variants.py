@@ -106,7 +106,8 @@ def linear(bits: int, dtype: str, tokens: int, form: str, arch: int = 86) -> Var
     config = linear_config(4096, 4096, bits, capability=divmod(arch, 10))
     if "narrow" in words:
         config = config._replace(block_n=64, warps=2)
-    block, tile, options = launch_tile(config, tokens, gated, group if bits == 4 else 0, zeros, bits)
+    norms = "qk-norm" in words
+    block, tile, options = launch_tile(config, tokens, gated, group if bits == 4 else 0, zeros, bits, norms=norms)
     act = f"*{dtype}"
     pointers = {"x": act, "w": act if bits == 16 else "*i32", "s": "*fp32" if bits == 8 else "*fp16", "z": "*u8"}
     pointers["out"] = "*fp32" if top else act
@@ -130,7 +131,7 @@ def linear(bits: int, dtype: str, tokens: int, form: str, arch: int = 86) -> Var
         int8 = "int8-cache" in words
         pointers |= dict(cos="*fp32", sin="*fp32", slots="*i64", arrived="*i32")
         pointers |= dict(kv="*i8", kv_scales="*fp32") if int8 else {}
-        constants |= dict(HQ=16, HKV=8, HD=128, LEVELS=7, QK_NORM="qk-norm" in words, INT8=int8, POOLED=True)
+        constants |= dict(HQ=16, HKV=8, HD=128, LEVELS=7, QK_NORM=norms, INT8=int8, POOLED=True)
         constants["RESIDUAL"] = False
     name = f"{'experts' if expert else 'linear'} w{bits} {dtype} M<={tokens}" + f" g{group}" * (bits == 4)
     name = " ".join([name, *(word for word in words if word not in ("experts", f"g{group}"))])

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
-import hashlib
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -22,7 +20,6 @@ from runtime.fused import layers_in_parts
 from runtime.results import GenerationResult
 from runtime.stepping import ASKED_FOR
 from sampling import SamplingParams
-from support import cache
 from support.cache import tally
 from support.machine import copy_bandwidth, describe_device, peak_memory, size_text, versions
 from support.progress import Progress
@@ -87,19 +84,6 @@ def compiled_graphs() -> tuple[int, int]:
     return tally(torch._dynamo.utils.counters)
 
 
-def _bandwidth(device: torch.device) -> float:
-    """`copy_bandwidth`, which is measured once an hour at most: it takes a tenth of a second of a start."""
-    name = describe_device(device)
-    path = cache.folder() / "bandwidth" / hashlib.sha256(name.encode()).hexdigest()[:16]
-    kept = cache.fetch(path)
-    if kept and kept.about.keys() == {"rate", "time"} and 0 <= time.time() - kept.about["time"] < 3600:
-        return kept.about["rate"]
-    rate = copy_bandwidth(device)
-    with contextlib.suppress(OSError):
-        cache.store(path, b"", {"rate": rate, "time": time.time()})
-    return rate
-
-
 class Report:
     """Writes the lines to stderr. `quiet` drops them all."""
 
@@ -112,10 +96,10 @@ class Report:
     def measure(self, device: torch.device) -> None:
         """Measure the bandwidth that reports compare with, unless it is known or nothing is reported.
 
-        Do this on a CPU before the model is loaded: the copies would be the peak of a small model's memory.
+        The copies may be the peak of a small model's memory. So where several reports follow, do it before the model.
         """
         if not self.quiet and not self.bandwidth:
-            self.bandwidth = _bandwidth(device)
+            self.bandwidth = copy_bandwidth(device)
 
     def line(self, text: str = "") -> None:
         if not self.quiet:

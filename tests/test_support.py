@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from cli.report import Report
 from support import files, machine
 from support.errors import (
     BAD_FILE,
@@ -598,18 +597,3 @@ def test_the_collector_is_off_inside_and_back_after_an_error():
         assert not gc.isenabled()
         raise ValueError("broken")
     assert gc.isenabled()
-
-
-def test_the_bandwidth_is_measured_once_an_hour(tmp_path, monkeypatch):
-    """A later start takes the figure that is kept, and measures again where it is damaged."""
-    measured = []
-    monkeypatch.setenv("EAGLET_CACHE", str(tmp_path))
-    monkeypatch.setattr("cli.report.copy_bandwidth", lambda device: measured.append(device) or 5e9)
-    for _ in range(2):
-        report = Report(quiet=False)
-        report.measure(torch.device("cpu"))
-        assert report.bandwidth == 5e9 and len(measured) == 1
-    (kept,) = (tmp_path / "bandwidth").iterdir()
-    kept.write_bytes(kept.read_bytes()[:-1])
-    Report(quiet=False).measure(torch.device("cpu"))
-    assert len(measured) == 2

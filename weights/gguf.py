@@ -440,11 +440,11 @@ class GGUFFile:
         left = self.become_floats(packed)
         size = dtype.itemsize * sum(math.prod(tensor.shape) for tensor in left)
         if size > max(SMALL, sum(tensor.data.nbytes for tensor in self.tensors.values()) // 20):
-            note = self.float_note(packed).replace("became floats", f"would become {size_text(size)} of floats")
+            note = self.float_note(packed, f"would become {size_text(size)} of floats")
             raise UsageError(f"{note} Take a file of another type; or --kernels reference accepts the floats.")
 
-    def float_note(self, packed: Mapping[str, list[str]]) -> str:
-        """A line on quantized tensors that do not stay quantized, or ''."""
+    def float_note(self, packed: Mapping[str, list[str]], what: str = "became floats") -> str:
+        """A line on quantized tensors that do not stay quantized, or ''. what: the line says of them."""
         left = self.become_floats(packed)
         if not left:
             return ""
@@ -458,7 +458,7 @@ class GGUFFile:
         if self.tiles or self.panels:
             why = "no embedding of several processes stays quantized, and no matrix that does not divide into whole "
             why += "tiles" if self.tiles else "panels of 32 rows"
-        return f"{text} of {self.path.name} became floats ({size} in float32): {why}."
+        return f"{text} of {self.path.name} {what} ({size} in float32): {why}."
 
     def has_minima(self, names: list[str]) -> bool:
         """Whether a weight that is made of these Q4 tensors needs mins."""

@@ -54,7 +54,7 @@ def run_request(args: argparse.Namespace, prompt: Prompt) -> int:
         options["slots"] = args.batch_size
     # what compares or shows speculative steps needs all of them
     options["eagle_always"] |= bool(args.prove or args.show_tree or args.html or args.gauge)
-    if args.chat and (args.device or default_device()) == "cpu":
+    if (args.device or default_device()) == "cpu":
         report.measure(torch.device("cpu"))
     engine = report.load(args, options)
     if engine.tokenizer is not None:

@@ -96,7 +96,7 @@ class Report:
     def measure(self, device: torch.device) -> None:
         """Measure the bandwidth that reports compare with, unless it is known or nothing is reported.
 
-        The copies may be the peak of a small model's memory. So where several reports follow, do it before the model.
+        Do this on a CPU before the model is loaded: the copies would be the peak of a small model's memory.
         """
         if not self.quiet and not self.bandwidth:
             self.bandwidth = copy_bandwidth(device)

@@ -56,7 +56,8 @@ class SamplingMode:
     @classmethod
     def covering(cls, modes: Iterable[SamplingMode]) -> SamplingMode:
         """The mode whose code serves all of these."""
-        return cls(*map(any, zip(*map(astuple, modes), strict=True)))
+        kinds = set(modes)
+        return kinds.pop() if len(kinds) == 1 else cls(*map(any, zip(*map(astuple, kinds), strict=True)))
 
 
 @dataclass(frozen=True)

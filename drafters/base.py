@@ -157,6 +157,6 @@ class PlainDrafter(Drafter):
     def draft(self, inputs: DraftInput) -> Draft:
         B = inputs.root.shape[0]
         zeros = self.zeros.expand(B, -1)
-        tokens = inputs.root[:, None].repeat(1, self.N)  # the step overwrites inputs.root, and observers look later
+        tokens = inputs.root[:, None].expand(-1, self.N).clone()  # the step overwrites it, and observers look later
         ancestors = self.ancestors.expand(B, -1, -1)
         return Draft(tokens, zeros, zeros, ancestors, self.valid.expand(B, -1), self.scores.expand(B, -1))

@@ -152,6 +152,7 @@ inline Floats to_floats(Ints v) { return _mm512_cvtepi32_ps(v); }
 inline Floats times(Floats a, Floats b) { return _mm512_mul_ps(a, b); }
 inline Floats plus(Floats a, Floats b) { return _mm512_add_ps(a, b); }
 inline Floats times_plus(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }
+inline Floats larger(Floats a, Floats b) { return _mm512_max_ps(a, b); }
 inline Floats load(const float* at) { return _mm512_loadu_ps(at); }
 inline void store(float* at, Floats v) { _mm512_storeu_ps(at, v); }
 inline __m256 lane(Floats v, int which) { return which ? _mm512_extractf32x8_ps(v, 1) : _mm512_castps512_ps256(v); }
@@ -206,6 +207,7 @@ inline Floats to_floats(Ints v) { return _mm256_cvtepi32_ps(v); }
 inline Floats times(Floats a, Floats b) { return _mm256_mul_ps(a, b); }
 inline Floats plus(Floats a, Floats b) { return _mm256_add_ps(a, b); }
 inline Floats times_plus(Floats a, Floats b, Floats c) { return _mm256_fmadd_ps(a, b, c); }
+inline Floats larger(Floats a, Floats b) { return _mm256_max_ps(a, b); }
 inline Floats load(const float* at) { return _mm256_loadu_ps(at); }
 inline void store(float* at, Floats v) { _mm256_storeu_ps(at, v); }
 inline __m256 lane(Floats v, int) { return v; }
@@ -976,152 +978,198 @@ void rotate_and_write(const Nodes& n, const float* qkv, const float* const norms
 }
 
 constexpr int64_t WIDTH = 8 * LANES;  // floats of a register
-constexpr int64_t ROWS_AHEAD = 12;    // rows of the cache that are asked for early
-// Queries, and registers of a head, that are worked on at once: of keys, and of values, whose sums are twice as many.
-constexpr int QUERIES = LANES == 2 ? 4 : 3, SPAN = 4, VALUE_SPAN = LANES == 2 ? 4 : 2;
+constexpr int64_t CHUNK = 64;         // positions that are attended to at once
+constexpr int64_t DEPTH = 64;         // columns of a head that are worked on at once
+// Rows and registers of a product that are worked on at once.
+constexpr int PRODUCT_ROWS = LANES == 2 ? 6 : 4, PRODUCT_SPAN = LANES == 2 ? 4 : 2;
 
-// Neighbouring values of a row of the cache from column `at` on. Bytes are still to be multiplied by `scale_of` their row.
+// Neighbouring values of a row of the cache from column `at` on. Bytes are multiplied by the scale of their row.
 template <Stored AS>
-inline Floats load_stored(const char* row, int64_t at) {
+inline Floats load_stored(const char* row, int64_t at, int64_t hd) {
   if (AS == Stored::FLOAT) return load((const float*)row + at);
 #ifdef WIDE_REGISTERS
   if (AS == Stored::HALF) return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)(row + 2 * at)));
-  return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)(row + at))));
+  const Floats codes = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)(row + at))));
 #else
   if (AS == Stored::HALF) return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(row + 2 * at)));
-  return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)(row + at))));
+  const Floats codes = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)(row + at))));
 #endif
-}
-
-inline float scale_of(const char* row, int64_t hd) {
   float scale;
   std::memcpy(&scale, row + hd, 4);
-  return scale;
+  return times(codes, every(scale));
 }
 
 // Asks for `count` values of a row from column `at` on.
 template <Stored AS>
 inline void ask_for(const char* row, int64_t at, int64_t count) {
   constexpr int64_t SIZE = AS == Stored::FLOAT ? 4 : AS == Stored::HALF ? 2 : 1;
-  for (int64_t i = 0; i < count * SIZE; i += 64) _mm_prefetch(row + at * SIZE + i, _MM_HINT_T0);
+  for (int64_t i = 0; i < count * SIZE; i += 64) _mm_prefetch(row + at * SIZE + i, _MM_HINT_T1);
 }
 
-// scores [G][stride] += queries [G][hd] * keys[rows] over W registers of the head from column `at` on, for `count` rows rounded
-// up to 8. The queries begin at that column.
-template <Stored AS, int G, int W>
-void add_scores(const float* queries, const Cache& cache, const char* keys, int64_t at, const int64_t* rows, int64_t count,
-                float* scores, int64_t stride) {
-  const auto add = [](__m256 a, __m256 b) { return _mm256_add_ps(a, b); };
-  const int64_t hd = cache.hd;
-  Floats q[G][W];
-#pragma GCC unroll 8
-  for (int g = 0; g < G; ++g)
-#pragma GCC unroll 8
-    for (int w = 0; w < W; ++w) q[g][w] = load(queries + g * hd + w * WIDTH);
-  for (int64_t i = 0; i < count; i += 8) {
-    __m256 sums[G][8];
-    alignas(32) float scales[8];
-#pragma GCC unroll 8
-    for (int j = 0; j < 8; ++j) {
-      const char* key = keys + rows[i + j] * cache.row;
-      ask_for<AS>(key + ROWS_AHEAD * cache.row, at, W * WIDTH);
-      if (AS == Stored::BYTES) scales[j] = scale_of(key, hd);
-      Floats sum[G], part = load_stored<AS>(key, at);
-#pragma GCC unroll 8
-      for (int g = 0; g < G; ++g) sum[g] = times(q[g][0], part);
-#pragma GCC unroll 8
-      for (int w = 1; w < W; ++w) {
-        part = load_stored<AS>(key, at + w * WIDTH);
-#pragma GCC unroll 8
-        for (int g = 0; g < G; ++g) sum[g] = times_plus(q[g][w], part, sum[g]);
-      }
-#pragma GCC unroll 8
-      for (int g = 0; g < G; ++g) sums[g][j] = LANES == 1 ? lane(sum[g], 0) : _mm256_add_ps(lane(sum[g], 0), lane(sum[g], 1));
-    }
-#pragma GCC unroll 8
-    for (int g = 0; g < G; ++g) {
-      float* to = scores + g * stride + i;
-      __m256 more = lanes_of(sums[g], add);
-      if (AS == Stored::BYTES) more = _mm256_mul_ps(more, _mm256_load_ps(scales));
-      _mm256_storeu_ps(to, _mm256_add_ps(_mm256_loadu_ps(to), more));
-    }
+// The columns of a square of registers as its rows.
+inline void transpose(Floats v[WIDTH]) {
+  Floats parts[WIDTH];  // [4 rows, column % 4]: of these rows the columns 4 l + column % 4, for each quarter or half l
+  for (int64_t i = 0; i < WIDTH; i += 4) {
+#ifdef WIDE_REGISTERS
+    const auto low = [](Floats a, Floats b) { return _mm512_castps_pd(_mm512_unpacklo_ps(a, b)); };
+    const auto high = [](Floats a, Floats b) { return _mm512_castps_pd(_mm512_unpackhi_ps(a, b)); };
+    const auto first = [](__m512d a, __m512d b) { return _mm512_castpd_ps(_mm512_unpacklo_pd(a, b)); };
+    const auto second = [](__m512d a, __m512d b) { return _mm512_castpd_ps(_mm512_unpackhi_pd(a, b)); };
+#else
+    const auto low = [](Floats a, Floats b) { return _mm256_castps_pd(_mm256_unpacklo_ps(a, b)); };
+    const auto high = [](Floats a, Floats b) { return _mm256_castps_pd(_mm256_unpackhi_ps(a, b)); };
+    const auto first = [](__m256d a, __m256d b) { return _mm256_castpd_ps(_mm256_unpacklo_pd(a, b)); };
+    const auto second = [](__m256d a, __m256d b) { return _mm256_castpd_ps(_mm256_unpackhi_pd(a, b)); };
+#endif
+    const auto a = low(v[i], v[i + 1]), b = low(v[i + 2], v[i + 3]), c = high(v[i], v[i + 1]), d = high(v[i + 2], v[i + 3]);
+    parts[i] = first(a, b);
+    parts[i + 1] = second(a, b);
+    parts[i + 2] = first(c, d);
+    parts[i + 3] = second(c, d);
+  }
+  for (int64_t j = 0; j < 4; ++j) {
+#ifdef WIDE_REGISTERS
+    const Floats a = _mm512_shuffle_f32x4(parts[j], parts[4 + j], 0x44), b = _mm512_shuffle_f32x4(parts[8 + j], parts[12 + j], 0x44);
+    const Floats c = _mm512_shuffle_f32x4(parts[j], parts[4 + j], 0xEE), d = _mm512_shuffle_f32x4(parts[8 + j], parts[12 + j], 0xEE);
+    v[j] = _mm512_shuffle_f32x4(a, b, 0x88);
+    v[4 + j] = _mm512_shuffle_f32x4(a, b, 0xDD);
+    v[8 + j] = _mm512_shuffle_f32x4(c, d, 0x88);
+    v[12 + j] = _mm512_shuffle_f32x4(c, d, 0xDD);
+#else
+    v[j] = _mm256_permute2f128_ps(parts[j], parts[4 + j], 0x20);
+    v[4 + j] = _mm256_permute2f128_ps(parts[j], parts[4 + j], 0x31);
+#endif
   }
 }
 
-// sums [G][2][hd] += weights [G][stride] * values[rows] over W registers of the head from column `at` on, where the sums begin,
-// for `count` rows rounded up to 2. Even and odd rows have sums of their own, because each addition waits for the one before.
-template <Stored AS, int G, int W>
-void add_values(const float* weights, int64_t stride, const Cache& cache, const char* values, int64_t at, const int64_t* rows,
-                int64_t count, float* sums) {
-  const int64_t hd = cache.hd;
-  Floats sum[G][2][W];
-#pragma GCC unroll 8
-  for (int g = 0; g < G; ++g)
-#pragma GCC unroll 8
-    for (int odd = 0; odd < 2; ++odd)
-#pragma GCC unroll 8
-      for (int w = 0; w < W; ++w) sum[g][odd][w] = load(sums + (2 * g + odd) * hd + w * WIDTH);
-  for (int64_t i = 0; i < count; i += 2)
-#pragma GCC unroll 8
-    for (int odd = 0; odd < 2; ++odd) {
-      const char* const row = values + rows[i + odd] * cache.row;
-      const float scale = AS == Stored::BYTES ? scale_of(row, hd) : 1;
-      ask_for<AS>(row + ROWS_AHEAD * cache.row, at, W * WIDTH);
-      Floats value[W];
-#pragma GCC unroll 8
-      for (int w = 0; w < W; ++w) value[w] = load_stored<AS>(row, at + w * WIDTH);
-#pragma GCC unroll 8
-      for (int g = 0; g < G; ++g) {
-        const float own = weights[g * stride + i + odd];
-        const Floats weight = every(AS == Stored::BYTES ? own * scale : own);
-#pragma GCC unroll 8
-        for (int w = 0; w < W; ++w) sum[g][odd][w] = times_plus(weight, value[w], sum[g][odd][w]);
+// `columns` columns of the rows of a cache from `at` on -> out [columns][CHUNK], for `count` rows rounded up to WIDTH.
+template <Stored AS>
+void columns_of(const Cache& cache, const char* from, const int64_t* rows, int64_t count, int64_t at, int64_t columns, float* out) {
+  for (int64_t i = 0; i < count; i += WIDTH)
+    for (int64_t d = 0; d < columns; d += WIDTH) {
+      Floats square[WIDTH];
+#pragma GCC unroll 16
+      for (int64_t j = 0; j < WIDTH; ++j) {
+        const char* const row = from + rows[i + j] * cache.row;
+        if (d == 0) ask_for<AS>(row + CHUNK * cache.row, at, columns);
+        square[j] = load_stored<AS>(row, at + d, cache.hd);
       }
+      transpose(square);
+#pragma GCC unroll 16
+      for (int64_t j = 0; j < WIDTH; ++j) store(out + (d + j) * CHUNK + i, square[j]);
     }
-#pragma GCC unroll 8
-  for (int g = 0; g < G; ++g)
-#pragma GCC unroll 8
-    for (int odd = 0; odd < 2; ++odd)
-#pragma GCC unroll 8
-      for (int w = 0; w < W; ++w) store(sums + (2 * g + odd) * hd + w * WIDTH, sum[g][odd][w]);
 }
 
-// scores -> weights e^(scale score - top), where `top` is the largest; 0 up to a multiple of 8. The memory goes on to a multiple of
-// WIDTH. Returns their sum, and top.
-// With a cap, scale score is cap tanh(scale score / cap).
-std::pair<float, float> weights_of(float* scores, int64_t count, float scale, float cap) {
-  const int64_t whole = (count + 7) / 8 * 8;
+// Rows of floats, from column 0 on.
+struct Floated {
+  const float* rows;
+  int64_t stride;
+  Floats operator()(int64_t row, int64_t at) const { return ::load(rows + row * stride + at); }
+  void ask_ahead(int64_t, int64_t) const {}
+};
+
+// Rows of a cache, from column `first` on.
+template <Stored AS>
+struct CacheRows {
+  const Cache& cache;
+  const char* from;
+  const int64_t* rows;
+  int64_t first;
+  Floats operator()(int64_t row, int64_t at) const { return load_stored<AS>(from + rows[row] * cache.row, first + at, cache.hd); }
+  void ask_ahead(int64_t row, int64_t count) const { ask_for<AS>(from + (rows[row] + CHUNK) * cache.row, first, count); }
+};
+
+// `columns` columns of `count` rows -> out [count][DEPTH].
+template <class Source>
+void as_floats(const Source& source, int64_t count, int64_t columns, float* out) {
+  for (int64_t i = 0; i < count; ++i) {
+    source.ask_ahead(i, columns);
+    for (int64_t d = 0; d < columns; d += WIDTH) store(out + i * DEPTH + d, source(i, d));
+  }
+}
+
+// out [R][stride_out] += a [R][stride_a] times `count` rows of b, W registers of them from column `at` on, in the order of these
+// rows.
+template <int R, int W, class Source>
+[[gnu::noinline]] void add_product(const float* a, int64_t stride_a, const Source& b, int64_t at, int64_t count, float* out,
+                                   int64_t stride_out) {
+  Floats sum[R][W];
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+    for (int w = 0; w < W; ++w) sum[r][w] = load(out + r * stride_out + w * WIDTH);
+  for (int64_t i = 0; i < count; ++i) {
+    if (at == 0) b.ask_ahead(i, DEPTH);
+    Floats row[W];
+#pragma GCC unroll 8
+    for (int w = 0; w < W; ++w) row[w] = b(i, at + w * WIDTH);
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) {
+      const Floats value = every(a[r * stride_a + i]);
+#pragma GCC unroll 8
+      for (int w = 0; w < W; ++w) sum[r][w] = times_plus(value, row[w], sum[r][w]);
+    }
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+    for (int w = 0; w < W; ++w) store(out + r * stride_out + w * WIDTH, sum[r][w]);
+}
+
+// The same for `rows` rows of a and `columns` columns, rounded up to WIDTH.
+template <class Source>
+void add_products(int64_t rows, int64_t columns, const float* a, int64_t stride_a, const Source& b, int64_t count, float* out,
+                  int64_t stride_out) {
+  for (int64_t r = 0; r < rows; r += PRODUCT_ROWS)
+    with_constant<PRODUCT_ROWS>(std::min<int64_t>(PRODUCT_ROWS, rows - r), [&](auto some) {
+      for (int64_t d = 0; d < columns; d += PRODUCT_SPAN * WIDTH)
+        with_constant<PRODUCT_SPAN>(std::min<int64_t>(PRODUCT_SPAN, (columns - d + WIDTH - 1) / WIDTH), [&](auto width) {
+          add_product<some, width>(a + r * stride_a, stride_a, b, d, count, out + r * stride_out + d, stride_out);
+        });
+    });
+}
+
+// scores -> weights e^(score - top), where `top` is the largest. Returns their sum, and top. With a cap, the score is
+// cap tanh(score / cap). The memory goes on to a multiple of WIDTH; weights behind the end are too small to change the sum.
+std::pair<float, float> weights_of(float* scores, int64_t count, float cap) {
+  const int64_t whole = (count + WIDTH - 1) / WIDTH * WIDTH;
+  const __m256 limit = _mm256_set1_ps(cap);
+  if (cap)
+    for (int64_t i = 0; i < whole; i += 8)
+      _mm256_storeu_ps(scores + i, _mm256_mul_ps(limit, hyperbolic_tangent(_mm256_div_ps(_mm256_loadu_ps(scores + i), limit))));
   std::fill(scores + count, scores + whole, -INFINITY);
-  __m256 largest = _mm256_set1_ps(-INFINITY), total = _mm256_setzero_ps();
-  for (int64_t i = 0; i < whole; i += 8) {
-    __m256 v = _mm256_mul_ps(_mm256_loadu_ps(scores + i), _mm256_set1_ps(scale));
-    if (cap) v = _mm256_mul_ps(_mm256_set1_ps(cap), hyperbolic_tangent(_mm256_div_ps(v, _mm256_set1_ps(cap))));
-    _mm256_storeu_ps(scores + i, v);
-    largest = _mm256_max_ps(v, largest);  // leaves NaN out, which then reaches the total
+  Floats largest = every(-INFINITY), total = every(0.f);
+  for (int64_t i = 0; i < whole; i += WIDTH) largest = larger(load(scores + i), largest);  // leaves NaN out, but the total has it
+  const float top = largest_lane(_mm256_max_ps(lane(largest, 0), lane(largest, LANES - 1)));
+  for (int64_t i = 0; i < whole; i += WIDTH) {
+    const Floats weights = exponentials(plus(load(scores + i), every(-top)));
+    store(scores + i, weights);
+    total = plus(total, weights);
   }
-  const float top = largest_lane(largest);
-  for (int64_t i = 0; i < whole; i += WIDTH) store(scores + i, exponentials(plus(load(scores + i), every(-top))));
-  std::fill(scores + count, scores + whole, 0.f);
-  for (int64_t i = 0; i < whole; i += 8) total = _mm256_add_ps(total, _mm256_loadu_ps(scores + i));
-  return {lane_sum(total), top};
+  return {lane_sum(LANES == 1 ? lane(total, 0) : _mm256_add_ps(lane(total, 0), lane(total, 1))), top};
 }
 
-// Attention of the queries q [B,T,Hq,hd] goes through the positions in chunks, which begin at multiples of CHUNK. First every
-// chunk gets weights relative to its own best score. Then the chunks' values are added up in order, the chunks weighed against
-// each other. All of it follows the positions that a token sees, not their slots. So a token has the same bits whether its
-// ancestors are history already or nodes of the same tree, and whichever thread works on a chunk.
+// Attention of the queries q [B,T,Hq,hd] goes through the positions in chunks, which begin at multiples of CHUNK. A chunk has
+// weights relative to its own best score, and sums of values with these weights. Then the chunks are added up in order, weighed
+// against each other. All of it follows the positions that a token sees, not their slots, and every sum has one order of its
+// terms. So a token has the same bits whether its ancestors are history already or nodes of the same tree, and whichever tokens
+// and threads it shares a chunk with.
 template <Stored AS>
 struct Attention {
-  static constexpr int64_t CHUNK = 64, TOKENS = 8;  // tokens that read keys and values together, from the first cache level
+  static constexpr int64_t QUERIES = 96;           // of a piece, where one token has fewer: keys are made floats for all of them
+  static constexpr int64_t STRIDE = CHUNK + WIDTH;  // from a query's weights to those of the next one
   const Nodes& n;
   const float *q, scale, cap, *sinks;  // of each query head the score of a key without a value, or null
   float* out;
-  const int64_t group;  // queries of a token that share a head of the cache
+  const int64_t group, padded;  // queries of a token that share a head of the cache; rounded up to 8
+  const int64_t tokens, blocks;  // of a piece; pieces of a sequence and a head
   int64_t chunks = 1;
   std::vector<int64_t> first, last, slots;  // a token's first position, one past its last, and the slots of its nodes
 
   Attention(const Nodes& n, const float* q, float scale, float cap, const float* sinks, float* out)
-      : n(n), q(q), scale(scale), cap(cap), sinks(sinks), out(out), group(n.heads / n.kv_heads), first(n.B * n.T), last(n.B * n.T), slots(n.B * n.T * n.R) {
+      : n(n), q(q), scale(scale), cap(cap), sinks(sinks), out(out), group(n.heads / n.kv_heads), padded((group + 7) / 8 * 8),
+        tokens(std::min(n.T, std::max<int64_t>(1, QUERIES / group))), blocks((n.T + tokens - 1) / tokens), first(n.B * n.T),
+        last(n.B * n.T), slots(n.B * n.T * n.R) {
     for (int64_t t = 0; t < n.B * n.T; ++t) {
       const int64_t start = n.start[t / n.T];
       first[t] = n.window > 0 ? std::max<int64_t>(0, n.positions[t] - n.window + 1) : 0;
@@ -1135,124 +1183,207 @@ struct Attention {
     }
   }
 
-  // Some tokens and a head of the cache: what is known of their queries.
+  // Some tokens of a sequence and a head of the cache.
   struct Piece {
     int64_t token, count, head;
-    float *weights, *totals;  // [count,group,chunks,CHUNK]; [count,group,chunks,2], the sum of the weights and the best score
   };
 
-  Piece piece(int64_t number, float* memory) const {
-    const int64_t blocks = (n.T + TOKENS - 1) / TOKENS, block = number % blocks, row = number / blocks / n.kv_heads;
-    const int64_t count = std::min(TOKENS, n.T - block * TOKENS);
-    return {row * n.T + block * TOKENS, count, number / blocks % n.kv_heads, memory, memory + count * group * chunks * CHUNK};
-  }
-  int64_t floats_of_piece() const { return std::min(TOKENS, n.T) * group * chunks * (CHUNK + 2); }
-
-  // The cache rows that token t sees in a chunk. Loops run past the end, up to a multiple of 8. There they meet a row that the
-  // query sees: any other row could hold NaN.
-  int64_t rows_of(int64_t t, int64_t chunk, int64_t rows[CHUNK]) const {
-    const int64_t begin = std::max(first[t], chunk * CHUNK), end = std::min(last[t], (chunk + 1) * CHUNK);
-    const int64_t nodes = std::max(n.start[t / n.T], first[t]);
-    for (int64_t p = begin; p < std::min(end, nodes); ++p) rows[p - begin] = p;
-    for (int64_t p = std::max(begin, nodes); p < end; ++p) rows[p - begin] = slots[t * n.R + p - nodes];
-    for (int64_t i = end - begin; i > 0 && i % 8; ++i) rows[i] = rows[0];
-    return std::max<int64_t>(0, end - begin);
+  Piece piece(int64_t number) const {
+    const int64_t block = number % blocks, row = number / blocks / n.kv_heads;
+    return {row * n.T + block * tokens, std::min(tokens, n.T - block * tokens), number / blocks % n.kv_heads};
   }
 
-  // work(queries, registers, first query, first column) for all queries of a group and the columns from `begin` to `end`.
-  template <int SPAN, class Work>
-  void parts(int64_t begin, int64_t end, Work work) const {
-    for (int64_t g = 0; g < group; g += QUERIES)
-      with_constant<QUERIES>(std::min<int64_t>(QUERIES, group - g), [&](auto queries) {
-        for (int64_t d = begin; d < end; d += SPAN * WIDTH)
-          with_constant<SPAN>(std::min<int64_t>(SPAN, (end - d) / WIDTH), [&](auto width) { work(queries, width, g, d); });
-      });
+  // Of the queries of a piece the best score, the sum of the weights, and the sums of the values with these weights.
+  struct Sums {
+    float *tops, *totals, *values;  // [tokens,padded], the same, [tokens,group,hd]
+  };
+
+  int64_t floats_of_sums() const { return tokens * (2 * padded + group * n.hd); }
+  Sums sums_in(float* memory) const { return {memory, memory + tokens * padded, memory + 2 * tokens * padded}; }
+
+  // What a thread needs to attend to a chunk.
+  struct Desk {
+    alignas(64) float tile[CHUNK * DEPTH];  // keys or values
+    std::unique_ptr<float[]> queries, weights;
+    int64_t token = -1, head = -1;  // of the piece whose queries, scaled, lie here
+
+    explicit Desk(const Attention& a)
+        : queries(new float[a.tokens * a.group * a.n.hd]), weights(new float[a.tokens * a.group * STRIDE]) {}
+  };
+
+  // How many positions of a chunk token t sees.
+  int64_t seen(int64_t t, int64_t chunk) const {
+    return std::max<int64_t>(0, std::min(last[t], (chunk + 1) * CHUNK) - std::max(first[t], chunk * CHUNK));
   }
 
-  void weigh(const Piece& p, int64_t chunk) const {
-    int64_t rows[CHUNK];
-    const char* keys = n.cache.at + n.first(p.token / n.T, p.head) * n.cache.row;
-    for (int64_t i = 0; i < p.count; ++i) {
-      const int64_t t = p.token + i, seen = rows_of(t, chunk, rows);
-      const float* queries = q + (t * n.kv_heads + p.head) * group * n.hd;
-      auto weights = [&](int64_t g) { return p.weights + ((i * group + g) * chunks + chunk) * CHUNK; };
-      for (int64_t g = 0; g < group; ++g) std::fill_n(weights(g), CHUNK, 0.f);
-      parts<SPAN>(0, n.hd, [&](auto some, auto width, int64_t g, int64_t d) {
-        add_scores<AS, some, width>(queries + g * n.hd + d, n.cache, keys, d, rows, seen, weights(g), chunks * CHUNK);
-      });
-      for (int64_t g = 0; g < group; ++g) {
-        float* total = p.totals + ((i * group + g) * chunks + chunk) * 2;
-        std::tie(total[0], total[1]) = weights_of(weights(g), seen, scale, cap);
-      }
+  // The cache rows of these positions, and behind them the first one again: loops run on up to a multiple of WIDTH, and a row
+  // that the token does not see could hold anything.
+  int64_t rows_seen(int64_t t, int64_t chunk, int64_t rows[CHUNK + WIDTH]) const {
+    const int64_t count = seen(t, chunk), begin = std::max(first[t], chunk * CHUNK);
+    const int64_t nodes = std::max(n.start[t / n.T], first[t]), old = std::clamp<int64_t>(nodes - begin, 0, count);
+    for (int64_t i = 0; i < old; ++i) rows[i] = begin + i;
+    for (int64_t i = old; i < count; ++i) rows[i] = slots[t * n.R + begin + i - nodes];
+    if (count) std::fill_n(rows + count, WIDTH, rows[0]);
+    return count;
+  }
+
+  // Puts the queries of a piece on the desk.
+  void take(const Piece& p, Desk& desk) const {
+    if (desk.token == p.token && desk.head == p.head) return;
+    desk.token = p.token;
+    desk.head = p.head;
+    for (int64_t i = 0; i < p.count * group; ++i) {
+      const float* from = q + ((p.token + i / group) * n.heads + p.head * group + i % group) * n.hd;
+      for (int64_t d = 0; d < n.hd; d += WIDTH) store(&desk.queries[i * n.hd + d], times(load(from + d), every(scale)));
     }
   }
 
-  // The columns from `begin` to `end` of the piece's output.
-  void add_up(const Piece& p, int64_t begin, int64_t end) const {
+  // Which rows of a chunk the tokens of a piece see.
+  struct Rows {
+    int64_t rows[CHUNK + WIDTH], count;  // those of the token that sees the most
+    int64_t shared;                      // of them, how many all tokens see first
+    bool nested = true;                  // no token sees another row
+  };
+
+  Rows rows_of(const Piece& p, int64_t chunk) const {
+    Rows found;
+    int64_t most = p.token;
+    for (int64_t t = p.token; t < p.token + p.count; ++t)
+      if (seen(t, chunk) > seen(most, chunk)) most = t;
+    found.shared = found.count = rows_seen(most, chunk, found.rows);
+    for (int64_t t = p.token; t < p.token + p.count; ++t) {
+      const bool history = (chunk + 1) * CHUNK <= n.start[t / n.T] && first[t] <= chunk * CHUNK;
+      if (t == most || (history && found.count == CHUNK)) continue;
+      int64_t own[CHUNK + WIDTH];
+      const int64_t count = rows_seen(t, chunk, own), same = std::mismatch(own, own + count, found.rows).first - own;
+      found.shared = std::min(found.shared, same);
+      found.nested = found.nested && same == count;
+    }
+    return found;
+  }
+
+  // The sums of a piece over one chunk. Rows that all tokens see come first, and then those of each token.
+  void attend(const Piece& p, int64_t chunk, Desk& desk, const Sums& sums) const {
     const int64_t hd = n.hd, queries = p.count * group;
-    const char* values = n.cache.at + n.cache.values + n.first(p.token / n.T, p.head) * n.cache.row;
-    std::vector<float> sums(queries * 2 * hd), shares(queries * chunks), whole(queries);
+    float *const asked = desk.queries.get(), *const weights = desk.weights.get(), *const tile = desk.tile;
+    take(p, desk);
+    const Rows rows = rows_of(p, chunk);
+    const char* const keys = n.cache.at + n.first(p.token / n.T, p.head) * n.cache.row;
+    int64_t own[CHUNK + WIDTH];
+    // work(first query, queries, the row behind the shared ones in `own`, their number) for every token that sees more of them
+    const auto others = [&](auto work) {
+      for (int64_t i = 0; i < p.count; ++i)
+        if (seen(p.token + i, chunk) > rows.shared) work(i * group, rows_seen(p.token + i, chunk, own) - rows.shared);
+    };
+    // Scores of some queries with rows of the cache, which lie from `place` on in the chunk.
+    const auto score = [&](int64_t query, int64_t number, const int64_t* some, int64_t count, int64_t place) {
+      float* const scores = weights + query * STRIDE + place;
+      for (int64_t i = 0; i < number; ++i) std::fill_n(scores + i * STRIDE, (count + WIDTH - 1) / WIDTH * WIDTH, 0.f);
+      for (int64_t d = 0; d < hd; d += DEPTH) {
+        const int64_t width = std::min(DEPTH, hd - d);
+        columns_of<AS>(n.cache, keys, some, count, d, width, tile);
+        add_products(number, count, asked + query * hd + d, hd, Floated{tile, CHUNK}, width, scores, STRIDE);
+      }
+    };
+    score(0, queries, rows.rows, rows.nested ? rows.count : rows.shared, 0);
+    if (!rows.nested) others([&](int64_t query, int64_t count) { score(query, group, own + rows.shared, count, rows.shared); });
+
+    std::fill_n(sums.tops, 2 * tokens * padded + queries * hd, 0.f);
     for (int64_t i = 0; i < queries; ++i) {
-      const float* totals = p.totals + i * chunks * 2;
-      const float sink = sinks ? sinks[p.head * group + i % group] : -INFINITY;
-      float top = sink;
-      for (int64_t c = 0; c < chunks; ++c) top = std::max(top, totals[2 * c + 1]);
-      if (sinks) whole[i] = _mm256_cvtss_f32(exponential(_mm256_set1_ps(sink - top)));
-      for (int64_t c = 0; c < chunks; ++c) {
-        const float share = _mm256_cvtss_f32(exponential(_mm256_set1_ps(totals[2 * c + 1] - top)));
-        shares[i * chunks + c] = share;
-        whole[i] = std::fma(totals[2 * c], share, whole[i]);
-      }
+      const int64_t at = i / group * padded + i % group;
+      std::tie(sums.totals[at], sums.tops[at]) = weights_of(weights + i * STRIDE, seen(p.token + i / group, chunk), cap);
     }
-    for (int64_t c = 0; c < chunks; ++c)
-      for (int64_t i = 0; i < p.count; ++i) {
-        int64_t rows[CHUNK];
-        const int64_t seen = rows_of(p.token + i, c, rows);
-        parts<VALUE_SPAN>(begin, end, [&](auto some, auto width, int64_t g, int64_t d) {
-          float weights[some][CHUNK];
-          for (int k = 0; k < some; ++k) {
-            const int64_t query = i * group + g + k;
-            const __m256 share = _mm256_set1_ps(shares[query * chunks + c]);
-            for (int64_t j = 0; j < CHUNK; j += 8)
-              _mm256_storeu_ps(weights[k] + j, _mm256_mul_ps(share, _mm256_loadu_ps(p.weights + (query * chunks + c) * CHUNK + j)));
-          }
-          add_values<AS, some, width>(weights[0], CHUNK, n.cache, values, d, rows, seen, &sums[(i * group + g) * 2 * hd + d]);
-        });
+    for (int64_t d = 0; d < hd; d += DEPTH) {
+      const int64_t width = std::min(DEPTH, hd - d);
+      // what some queries make of rows from `place` on
+      const auto add_values = [&](int64_t query, int64_t number, const auto& some, int64_t place, int64_t count) {
+        add_products(number, width, weights + query * STRIDE + place, STRIDE, some, count, sums.values + query * hd + d, hd);
+      };
+      const CacheRows<AS> stored{n.cache, keys + n.cache.values, rows.rows, d};
+      if (queries <= PRODUCT_ROWS && rows.nested && rows.shared == rows.count) {  // each row is needed once
+        add_values(0, queries, stored, 0, rows.shared);
+        continue;
       }
-    for (int64_t i = 0; i < queries; ++i)
-      for (int64_t d = begin; d < end; d += WIDTH) {
-        const float *even = &sums[i * 2 * hd + d], *odd = even + hd;
-        float* to = out + (((p.token + i / group) * n.kv_heads + p.head) * group + i % group) * hd + d;
-        store(to, times(plus(load(even), load(odd)), every(1.f / whole[i])));
-      }
+      as_floats(stored, rows.nested ? rows.count : rows.shared, width, tile);
+      add_values(0, queries, Floated{tile, DEPTH}, 0, rows.shared);
+      others([&](int64_t query, int64_t count) {
+        if (rows.nested) return add_values(query, group, Floated{tile + rows.shared * DEPTH, DEPTH}, rows.shared, count);
+        add_values(query, group, CacheRows<AS>{n.cache, stored.from, own + rows.shared, d}, rows.shared, count);
+      });
+    }
   }
 
-  // Many tokens are shared out among the threads; of few tokens the chunks, and then the columns of their values. That needs
-  // the weights of all of them at once, of which MOST floats are not too many.
+  // Adds the sums of a chunk to those of the chunks before it.
+  void add(const Piece& p, int64_t chunk, const Sums& more, const Sums& sums) const {
+    for (int64_t i = 0; i < p.count; ++i) {
+      if (!seen(p.token + i, chunk)) continue;
+      for (int64_t at = i * padded, g = 0; g < group; g += 8, at += 8) {
+        const __m256 old_top = _mm256_loadu_ps(sums.tops + at), new_top = _mm256_loadu_ps(more.tops + at);
+        const __m256 top = _mm256_max_ps(old_top, new_top);
+        const __m256 before = exponential(_mm256_sub_ps(old_top, top)), now = exponential(_mm256_sub_ps(new_top, top));
+        const __m256 total = _mm256_mul_ps(_mm256_loadu_ps(sums.totals + at), before);
+        _mm256_storeu_ps(sums.totals + at, _mm256_fmadd_ps(_mm256_loadu_ps(more.totals + at), now, total));
+        _mm256_storeu_ps(sums.tops + at, top);
+        alignas(32) float factors[2][8];
+        _mm256_store_ps(factors[0], before);
+        _mm256_store_ps(factors[1], now);
+        for (int64_t k = 0; k < std::min<int64_t>(8, group - g); ++k)
+          for (int64_t d = 0, place = (i * group + g + k) * n.hd; d < n.hd; d += WIDTH) {
+            const Floats value = times(load(sums.values + place + d), every(factors[0][k]));
+            store(sums.values + place + d, times_plus(load(more.values + place + d), every(factors[1][k]), value));
+          }
+      }
+    }
+  }
+
+  // The output of a piece; each(chunk) has the sums of one chunk.
+  template <class Each>
+  void add_up(const Piece& p, const Sums& sums, Each each) const {
+    for (int64_t i = 0; i < p.count; ++i)
+      for (int64_t g = 0; g < padded; ++g) {
+        const bool sink = sinks && g < group;
+        sums.tops[i * padded + g] = sink ? sinks[p.head * group + g] : std::numeric_limits<float>::lowest();
+        sums.totals[i * padded + g] = sink;
+      }
+    std::fill_n(sums.values, p.count * group * n.hd, 0.f);
+    int64_t begin = chunks, end = 0;
+    for (int64_t t = p.token; t < p.token + p.count; ++t) {
+      begin = std::min(begin, first[t] / CHUNK);
+      end = std::max(end, (last[t] + CHUNK - 1) / CHUNK);
+    }
+    for (int64_t c = begin; c < end; ++c) add(p, c, each(c), sums);
+    for (int64_t i = 0; i < p.count * group; ++i) {
+      const Floats share = every(1.f / sums.totals[i / group * padded + i % group]);
+      float* to = out + ((p.token + i / group) * n.heads + p.head * group + i % group) * n.hd;
+      for (int64_t d = 0; d < n.hd; d += WIDTH) store(to + d, times(load(sums.values + i * n.hd + d), share));
+    }
+  }
+
+  // Threads share the pieces, and where these are few also the chunks. That needs the sums of all chunks at once, of which MOST
+  // floats are not too many.
   void operator()() const {
-    constexpr int64_t COLUMNS = 32, MOST = 1 << 22;
-    const int64_t pieces = (n.T + TOKENS - 1) / TOKENS * n.B * n.kv_heads, size = floats_of_piece();
-    const int64_t work = CHUNK * n.hd * group * std::min(n.T, TOKENS);  // of a chunk
-    auto grain = [](int64_t cost) { return std::max<int64_t>(1, 40000 / cost); };
-    if (n.T > TOKENS || pieces * size > MOST)
-      return parallel_for(0, pieces, grain(2 * work * chunks), [&](int64_t first, int64_t last) {
-        const std::unique_ptr<float[]> memory(new float[size]);
-        for (int64_t i = first; i < last; ++i) {
-          const Piece p = piece(i, memory.get());
-          for (int64_t c = 0; c < chunks; ++c) weigh(p, c);
-          add_up(p, 0, n.hd);
-        }
+    constexpr int64_t MOST = 1 << 22;
+    const int64_t pieces = blocks * n.B * n.kv_heads, size = floats_of_sums();
+    const int64_t work = 2 * CHUNK * n.hd * group * tokens;  // of a chunk
+    const auto grain = [](int64_t cost) { return std::max<int64_t>(1, 80000 / cost); };
+    const bool few = pieces < 4 * (int64_t)torch::stable::get_num_threads() && pieces * chunks * size <= MOST;
+    const std::unique_ptr<float[]> memory(new float[few ? pieces * chunks * size : 0]);
+    const auto sums_of = [&](int64_t i) { return sums_in(memory.get() + i * size); };
+    if (few)
+      parallel_for(0, pieces * chunks, grain(work), [&](int64_t begin, int64_t end) {
+        Desk desk(*this);
+        for (int64_t i = begin; i < end; ++i) attend(piece(i / chunks), i % chunks, desk, sums_of(i));
       });
-    const std::unique_ptr<float[]> memory(new float[pieces * size]);
-    parallel_for(0, pieces * chunks, grain(work), [&](int64_t first, int64_t last) {
-      for (int64_t i = first; i < last; ++i) weigh(piece(i / chunks, memory.get() + i / chunks * size), i % chunks);
-    });
-    const int64_t slices = (n.hd + COLUMNS - 1) / COLUMNS;
-    parallel_for(0, pieces * slices, grain(work * chunks / slices), [&](int64_t first, int64_t last) {
-      for (int64_t i = first, next; i < last; i = next) {  // neighbouring slices of a piece at once
-        next = std::min(last, (i / slices + 1) * slices);
-        const int64_t begin = i % slices * COLUMNS, end = std::min(n.hd, begin + (next - i) * COLUMNS);
-        add_up(piece(i / slices, memory.get() + i / slices * size), begin, end);
+    parallel_for(0, pieces, grain(few ? work * chunks / CHUNK : work * chunks), [&](int64_t begin, int64_t end) {
+      Desk desk(*this);
+      const std::unique_ptr<float[]> own(new float[2 * size]);
+      for (int64_t i = begin; i < end; ++i) {
+        const Piece p = piece(i);
+        add_up(p, sums_in(own.get()), [&](int64_t chunk) {
+          if (few) return sums_of(i * chunks + chunk);
+          attend(p, chunk, desk, sums_in(own.get() + size));
+          return sums_in(own.get() + size);
+        });
       }
     });
   }

@@ -320,24 +320,31 @@ class RankedBatch(Batch):
     def settle(self) -> None:
         ending = [number for number, request in self.known.items() if request.stopping and not request.ended]
         if ending:
-            with interrupts_wait():
-                self.ranked.tell("stop", ending)
-                self.stop(ending)
+            try:
+                with interrupts_wait():
+                    self.ranked.tell("stop", ending)
+                    self.stop(ending)
+            except RankLost as error:  # Ctrl-C may have ended the others: then their requests end here
+                self._lose(error)
 
     def stop(self, numbers: Sequence[int]) -> None:
         """End these requests. All ranks call it."""
         self.end([self.known[number] for number in numbers])
 
     def iterate(self) -> None:
+        self.settle()
         try:
-            self.settle()
             self._lead()
-        except RankLost as error:  # nothing can go on
-            self._abandon(error)
-            self.waiting += self._arrived
-            self._arrived.clear()
-            for request in list(self.waiting):
-                self._end(request, error)
+        except RankLost as error:
+            self._lose(error)
+
+    def _lose(self, error: RankLost) -> None:
+        """End all requests, since nothing can go on."""
+        self._abandon(error)
+        self.waiting += self._arrived
+        self._arrived.clear()
+        for request in list(self.waiting):
+            self._end(request, error)
 
     def _lead(self) -> None:
         with interrupts_wait(), self.ranked.ranks.lost():

@@ -457,13 +457,17 @@ struct Expanded {
       : columns(new Ints[blocks * 8][2]), scales(new Floats[blocks * C::GROUPS][2]),
         mins(new Floats[F::MINS ? blocks * C::GROUPS : 0][2]) {}
 
+  // The thread's next tiles lie right behind these, and are asked for already: the rows that follow take a while.
   void fill(F f, int side) {
+    const int64_t next = LANES * f.units * f.per_unit * C::BYTES;
     const Ints table = f.table();
     const uint8_t* codes[LANES];
     for (int l = 0; l < LANES; ++l) codes[l] = f.codes(f.tiles[l]);
     for (int64_t unit = 0, b = 0; unit < f.units; ++unit) {
       f.begin(unit);
       for (int64_t i = 0; i < f.per_unit; ++i, ++b) {
+        for (int64_t line = 0; line < C::BYTES; line += 64)
+          for (int l = 0; l < LANES; ++l) _mm_prefetch((const char*)codes[l] + b * C::BYTES + line + next, _MM_HINT_T1);
         Ints found[8];
         unpack<C>(codes, b * C::BYTES, table, found);
         for (int j = 0; j < 8; ++j) columns[b * 8 + j][side] = found[j];

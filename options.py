@@ -281,7 +281,8 @@ class LoadOptions:
         from weights.checkpoint import Checkpoint
 
         place = self.draft_checkpoint if draft else self.checkpoint
-        checkpoint = Checkpoint.open(place, tiles=self.kernel_mode == "cpu", panels=self.on_triton)
+        layout = "tiles" if self.kernel_mode == "cpu" else "panels" if self.on_triton else ""
+        checkpoint = Checkpoint.open(place, layout)
         checkpoint = checkpoint.rounded(self.quant) if self.quant and not draft else checkpoint
         folders = (self.lora,) if isinstance(self.lora, str) else self.lora or ()
         return checkpoint.adapted(*folders) if folders and not draft else checkpoint

@@ -22,9 +22,9 @@ from kernels.packing import PackedWeight
 NUMBERS_OF_PART = 11  # that say how its rows lie, in a table of 64-bit numbers
 
 
-def fits_blocks(n: int, k: int, form: Format) -> bool:
-    """Whether rows can be a part: whole tiles of 8 rows and whole units."""
-    return n % cpu.TILE == 0 and k % form.unit == 0
+def fits_blocks(shapes: Sequence[tuple[int, int]], forms: Sequence[Format]) -> bool:
+    """Whether matrices of these shapes and formats can be parts of one weight: whole tiles of 8 rows and whole units."""
+    return all(n % cpu.TILE == 0 and k % form.unit == 0 for (n, k), form in zip(shapes, forms, strict=True))
 
 
 def pack_blocks(parts: Sequence[Part]) -> PackedWeight:

@@ -60,7 +60,7 @@ def test_mxfp4_stays_at_4_bits_for_the_cpu_kernels(gpt_oss):
     folder, hf = gpt_oss
     engine = load(folder, kernels="cpu", dtype="float32", ctx=64, activations="float")
     experts = engine.model.layers[0].mlp
-    assert engine.model.quant == "int4 (mxfp4)" and not Checkpoint.open(folder, tiles=True).notes
+    assert engine.model.quant == "int4 (mxfp4)" and not Checkpoint.open(folder, layout="tiles").notes
     values = 4 * 96 * 64 * 3
     held = experts.gate_up.packed.weight.nbytes + experts.down.packed.weight.nbytes
     assert held == values * 4.5 / 8  # 4 bits, and 16 for the scale of 32 values

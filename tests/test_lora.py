@@ -124,7 +124,7 @@ def test_logits_are_those_of_peft(tiny_checkpoint, tmp_path, llama):
 @pytest.mark.parametrize("quant", [None, "int8"])
 def test_rows_have_the_same_bits_at_every_width(llama, quant):
     """Catches a product with A or B whose bits depend on the number of rows: drafts would then change the text."""
-    checkpoint = Checkpoint.open(llama[0], tiles=True)
+    checkpoint = Checkpoint.open(llama[0], layout="tiles")
     checkpoint = (
         checkpoint.rounded(quant) if quant else replace(checkpoint, config=replace(checkpoint.config, dtype="float16"))
     )

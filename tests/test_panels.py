@@ -159,7 +159,7 @@ def test_interpreted_model_keeps_the_types_of_its_file(tiny_checkpoint, tmp_path
     layer = engine.model.layers[0]
     kept = layer.attention.qkv, layer.mlp.gate_up, layer.mlp.down
     assert [len(m.packed.forms) for m in kept] == [3, 2 if family == "llama" else 1, 1]
-    checkpoint = Checkpoint.open(path, panels=True)
+    checkpoint = Checkpoint.open(path, layout="panels")
     assert checkpoint.notes == [] and engine.model.embed_tokens(torch.tensor([[3]])).dtype == torch.float16
     assert engine.plan.weights == pytest.approx(held(engine.model) - held(engine.model.rotary), rel=0.01)
     tokens = torch.randint(3, 128, (1, 5), generator=torch.Generator().manual_seed(0))

@@ -64,22 +64,21 @@ class Checkpoint:
     whole: ModelConfig | None = None  # the config of the whole model, where there is a shard
     # generation_config.json: how the model wants to be sampled
     generation: dict[str, Any] = field(default_factory=dict)
-    tiles: bool = False  # whether experts in MXFP4 keep their bits, for the CPU kernels
-    panels: bool = False  # the same for the Triton kernels
+    layout: str = ""  # in which a GGUF file and experts in MXFP4 keep their bits: "tiles", "panels" or none
     adapters: tuple[Adapter, ...] = ()
 
     @classmethod
-    def open(cls, directory: str | Path, tiles: bool = False, panels: bool = False) -> Checkpoint:
+    def open(cls, directory: str | Path, layout: str = "") -> Checkpoint:
         """Read the config of a model directory, a GGUF file, or `org/name` in the Hugging Face cache (`local_path`).
 
         Raises ValueError in one line if it is unusable.
 
-        tiles: keep every type of a GGUF file, and MXFP4, as it is, for the CPU kernels (`weights.gguf`, `weights.mxfp4`).
-        panels: the same for the Triton kernels.
+        layout: keep every type of a GGUF file, and MXFP4, as it is, in "tiles" for the CPU kernels or in "panels" for
+            those of Triton (`weights.gguf`, `weights.mxfp4`).
         """
         directory = local_path(directory)
         if directory.is_file():
-            file = GGUFFile.open(directory, tiles, panels)
+            file = GGUFFile.open(directory, layout)
             raw = file.config()
             return cls(directory, "gguf", raw, read_config(raw, directory), file)
         if not directory.is_dir():
@@ -101,7 +100,7 @@ class Checkpoint:
             generation = check(read_json(file), {"do_sample?": (bool, None)}, file, "the file")
             stops = token_ids(generation, "eos_token_id", str(file), config.vocab_size, directory)
             config = replace(config, eos_token_ids=stops or config.eos_token_ids)
-        return cls(directory, kind, raw, config, generation=generation, tiles=tiles, panels=panels)
+        return cls(directory, kind, raw, config, generation=generation, layout=layout)
 
     @property
     def config_file(self) -> Path:
@@ -131,7 +130,7 @@ class Checkpoint:
     @property
     def keeps_mxfp4(self) -> bool:
         """Whether experts in MXFP4 keep their bits."""
-        return self.kind == "mxfp4" and (self.tiles or self.panels)
+        return self.kind == "mxfp4" and bool(self.layout)
 
     @property
     def notes(self) -> list[str]:
@@ -207,7 +206,7 @@ class Checkpoint:
         if self.spec:
             return apply_spec_(self.empty(), self.spec).state_dict()
         if self.keeps_mxfp4:
-            experts = kept_experts(self._stored, self.panels)
+            experts = kept_experts(self._stored, self.layout)
             names = {name.rpartition(".")[0] for name in experts}
             return {name: entry for name, entry in self.entries.items() if name not in names} | experts
         return self.gguf.kept(self.entries, self._packed) if self.gguf else self.entries
@@ -287,7 +286,7 @@ class Checkpoint:
         elif self.kind == "published":
             fill_published(model, self.entries, self.raw["quantization_config"], file, to)
         elif self.keeps_mxfp4 and not floats:
-            fill_mxfp4(model, self.entries, self._stored, where, to, self.panels)
+            fill_mxfp4(model, self.entries, self._stored, where, to, self.layout)
         else:
             fill_hf(model, self.entries, where, to)
         if self.shard:

@@ -25,11 +25,11 @@ import torch
 from torch import Tensor
 
 from kernels import PackedWeight
-from kernels.blocks import NUMBERS_OF_PART, fits_blocks, pack_blocks, stack_blocks
+from kernels.blocks import NUMBERS_OF_PART, pack_blocks, stack_blocks
 from kernels.cpu import CODES, TILE, put_codes
 from kernels.formats import Blocks, Part
 from kernels.packing import SMALL_M, pack_panels
-from kernels.panels import fits_panels, panels_bytes
+from kernels.panels import panels_bytes
 from model import Transformer
 from model_config import ModelConfig
 from support.errors import UsageError, UserError
@@ -37,7 +37,7 @@ from support.machine import size_text
 from support.reader import is_a
 from weights.files import Destination, Entries, Entry, Spans, check_entries, check_finite
 from weights.gguf_metadata import ARCHITECTURES, REORDERED, TOKEN_LISTS, hf_config, tokenizer_files
-from weights.gguf_types import BY_NAME, FLOAT_TYPES, FORMATS, TYPES, read_blocks, source_of
+from weights.gguf_types import BY_NAME, FITS, FLOAT_TYPES, FORMATS, TYPES, read_blocks, source_of
 from weights.hf import (
     EXPERT_NAMES,
     FUSED_GATE_UP,
@@ -211,13 +211,12 @@ class GGUFFile:
     metadata: dict[str, Any]
     tensors: Mapping[str, GGUFTensor]  # by name
     mapped: list[mmap.mmap]  # the files
-    tiles: bool = False  # whether every type stays as it is, for the CPU kernels
-    panels: bool = False  # the same for the Triton kernels
+    layout: str = ""  # in which every type stays as it is: "tiles" of the CPU kernels, "panels" of Triton's, or none
     shard: Shard | None = None  # the part that this process holds, and the config of the whole model
     whole: ModelConfig | None = None
 
     @classmethod
-    def open(cls, path: Path, tiles: bool = False, panels: bool = False) -> GGUFFile:
+    def open(cls, path: Path, layout: str = "") -> GGUFFile:
         """Parse a file and the other parts of a split one. Raises ValueError in one line if it cannot be used."""
         with _one_line_errors(path):
             parts = [_Parser(path)]
@@ -228,7 +227,7 @@ class GGUFFile:
                 if tensor.name in tensors:
                     raise ValueError(f"tensor {tensor.name!r:.80} is there twice")
                 tensors[tensor.name] = tensor
-        return cls(path, parts[0].metadata, tensors, [part.mapped for part in parts], tiles, panels)
+        return cls(path, parts[0].metadata, tensors, [part.mapped for part in parts], layout)
 
     @cached_property
     def tokenizer_files(self) -> dict[str, Any]:
@@ -350,15 +349,15 @@ class GGUFFile:
         """
         kinds = set(self._kinds(names))
         if any(".experts." in name for name in names):
-            return kinds == {"Q4_0"} and not self.tiles
-        if not kinds or names == ["model.embed_tokens.weight"] and not (self.tiles and self.tied_blocks):
+            return kinds == {"Q4_0"} and self.layout != "tiles"
+        if not kinds or names == ["model.embed_tokens.weight"] and not (self.layout == "tiles" and self.tied_blocks):
             return False
-        return kinds <= {"Q4_0", "Q4_1"} or (self.tiles and kinds == {"Q8_0"})
+        return kinds <= {"Q4_0", "Q4_1"} or (self.layout == "tiles" and kinds == {"Q8_0"})
 
     def in_blocks(self, names: list[str]) -> bool:
         """Whether a matrix keeps the types of its tensors: in whole tiles or panels, and experts alike."""
         kinds = self._kinds(names)
-        if not (self.tiles or self.panels) or not kinds or not FORMATS.keys() >= set(kinds) or self.in_int4(names):
+        if not self.layout or not kinds or not FORMATS.keys() >= set(kinds) or self.in_int4(names):
             return False
         each = len({name.rpartition(".experts.")[2].partition(".")[2] for name in names})  # tensors of an expert
         if any(".experts." in name for name in names) and kinds != kinds[:each] * (len(kinds) // each):
@@ -367,9 +366,7 @@ class GGUFFile:
             return False
         try:
             shapes, forms = [self._place(name)[0] for name in names], [FORMATS[kind] for kind in kinds]
-            if self.panels:
-                return fits_panels(shapes[:each], forms[:each])
-            return all(fits_blocks(*shape, form) for shape, form in zip(shapes, forms, strict=True))
+            return FITS[self.layout](shapes[:each], forms[:each])
         except UsageError:  # a block of columns belongs to two processes
             return False
 
@@ -387,7 +384,7 @@ class GGUFFile:
     @property
     def tied_blocks(self) -> bool:
         """Whether a tied embedding reads its rows off the codes of the LM head."""
-        return (self.tiles or self.panels) and not self.shard and "output.weight" not in self.tensors
+        return bool(self.layout) and not self.shard and "output.weight" not in self.tensors
 
     def packed_parameters(self, model: Transformer) -> dict[str, list[str]]:
         """Our parameters that stay quantized -> the Hugging Face tensors that each one is made of.
@@ -416,7 +413,7 @@ class GGUFFile:
                         "blocks": ((FORMATS[kind].bytes(N, K),), torch.uint8),
                         "formats": ((NUMBERS_OF_PART,), torch.int64),
                     }
-                    if self.panels:
+                    if self.layout == "panels":
                         layout = {"blocks": ((panels_bytes(FORMATS[kind], N, K) // 4,), torch.int32)}
                         if not re.search(r"experts\.[1-9]", name):  # the experts share them
                             layout["counters"] = (SMALL_M // 32 * -(-N // 16),), torch.int32
@@ -455,9 +452,9 @@ class GGUFFile:
         why = "only matrices in Q4_0, Q4_1 stay quantized"
         if not counts.keys().isdisjoint(("Q4_0", "Q4_1")):
             why += ", but no embedding, and no fused matrices (q, k and v; gate and up; experts) whose types differ"
-        if self.tiles or self.panels:
+        if self.layout:
             why = "no embedding of several processes stays quantized, and no matrix that does not divide into whole "
-            why += "tiles" if self.tiles else "panels of 32 rows"
+            why += "tiles" if self.layout == "tiles" else "panels of 32 rows"
         return f"{text} of {self.path.name} {what} ({size} in float32): {why}."
 
     def has_minima(self, names: list[str]) -> bool:
@@ -484,7 +481,7 @@ class GGUFFile:
             members = list(group)
             shapes = [self._place(name)[0] for name in members]
             pieces = itertools.chain.from_iterable(map(self._pieces, members))
-            source = source_of(kind) if self.tiles else CODES
+            source = source_of(kind) if self.layout == "tiles" else CODES
             parts.append(Part(FORMATS[kind], sum(n for n, _ in shapes), shapes[0][1], pieces, source))
         return parts
 
@@ -493,7 +490,7 @@ class GGUFFile:
         tensor, expert = self.sources[name]
         rows = self._rows(tensor, expert, self._place(name)[1])
         for first in range(0, len(rows), 4096):
-            piece = read_blocks(tensor.kind, rows[first : first + 4096], stored=self.tiles)
+            piece = read_blocks(tensor.kind, rows[first : first + 4096], stored=self.layout == "tiles")
             if piece.scales.dtype != torch.float16:
                 raise ValueError(f"{self.path}: {tensor.name} has scales outside fp16. Use --kernels reference.")
             for part in (piece.scales, piece.mins):
@@ -510,7 +507,7 @@ class GGUFFile:
         shapes = [self._place(name)[0] for name in names]
         n, k = sum(rows for rows, _ in shapes), shapes[0][1]
         bits = FORMATS[self._kinds(names)[0]].low
-        if not self.tiles or any(rows % TILE for rows, _ in shapes):
+        if self.layout != "tiles" or any(rows % TILE for rows, _ in shapes):
             return None
         weight = torch.empty(n // TILE, k // BLOCK, BLOCK * bits, dtype=torch.uint8)
         scales = torch.empty(n // TILE, k // BLOCK, TILE, dtype=torch.float16)
@@ -608,7 +605,7 @@ def fill_gguf(
 def _weight_in_blocks(file: GGUFFile, names: list[str], experts: int, device: torch.device | str) -> PackedWeight:
     """The weight of the kernels whose rows are these tensors, with a leading axis for experts."""
     each = len(names) // max(experts, 1)
-    pack = partial(pack_panels, device=device) if file.panels else pack_blocks
+    pack = partial(pack_panels, device=device) if file.layout == "panels" else pack_blocks
     packed = [pack(file.parts(names[first : first + each])) for first in range(0, len(names), each)]
     return stack_blocks(packed) if experts else packed[0]
 

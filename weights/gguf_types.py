@@ -8,8 +8,10 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from kernels.blocks import fits_blocks
 from kernels.cpu import Place, Source
 from kernels.formats import Blocks, Format
+from kernels.panels import fits_panels
 
 FLOAT_TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # What the codes of IQ4_NL and IQ4_XS stand for, with 128 added.
@@ -49,6 +51,7 @@ TYPES = {
 }
 BY_NAME = {kind.name: kind for kind in TYPES.values()}
 FORMATS = {kind.name: kind.form for kind in TYPES.values() if kind.form}
+FITS = {"tiles": fits_blocks, "panels": fits_panels}  # whether a layout holds matrices of these shapes and formats
 # Where blocks have the low bits of their codes, and the bits above them: the first byte, and bytes of a run.
 PLACES = {
     "Q4_0": [(2, 16)],

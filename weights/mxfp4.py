@@ -7,20 +7,20 @@ are. Elsewhere they become floats, which hold the same values.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from kernels import PackedWeight
-from kernels.blocks import NUMBERS_OF_PART, fits_blocks, pack_blocks, stack_blocks
+from kernels.blocks import NUMBERS_OF_PART, pack_blocks, stack_blocks
 from kernels.formats import Blocks, Part
 from kernels.packing import SMALL_M, pack_panels
 from kernels.panels import panels_bytes
 from model import Transformer
 from weights.files import Destination, Entries, Entry
-from weights.gguf_types import FORMATS, TWICE, powers
+from weights.gguf_types import FITS, FORMATS, TWICE, powers
 from weights.hf import checked_views, parameter_sources, read_parameter, split_pairs
 from weights.quantized import set_tensor
 from weights.stored import install
@@ -65,10 +65,12 @@ def float_entries(entries: Entries) -> dict[str, Entry]:
     return found
 
 
-def kept_experts(entries: Entries, panels: bool) -> dict[str, Tensor]:
-    """What the CPU kernels, or (panels) those of Triton, keep of the blocks and scales in `entries`, without values, for
-    the plan of the memory."""
-    kept = {}
+def kept_experts(entries: Entries, layout: str) -> dict[str, Tensor]:
+    """What a layout keeps of the blocks and scales in `entries`, without values, for the plan of the memory.
+
+    layout: "tiles" of the CPU kernels, or "panels" of Triton's.
+    """
+    kept, panels = {}, layout == "panels"
     for name, entry in entries.items():
         if name.endswith("_blocks"):
             E, rows, groups, _ = entry.shape
@@ -80,33 +82,31 @@ def kept_experts(entries: Entries, panels: bool) -> dict[str, Tensor]:
     return kept
 
 
-def fill_mxfp4(
-    model: Transformer, entries: Entries, stored: Entries, where: str, to: Destination, panels: bool
-) -> None:
+def fill_mxfp4(model: Transformer, entries: Entries, stored: Entries, where: str, to: Destination, layout: str) -> None:
     """Fill a meta model: its experts keep their 4 bits, everything else is cast.
 
     entries: as `float_entries` gives them, in the layout of our parameters; stored: the directory's own. Raises
-    ValueError in one line for tensors that do not match, or that the kernels cannot hold. panels: for Triton.
+    ValueError in one line for tensors that do not match, or that the kernels cannot hold. layout: as of `kept_experts`.
     """
-    pack = partial(pack_panels, device=to.device) if panels else pack_blocks
     sources, slots = parameter_sources(model, checked_views(model, entries, where)), dict(model.named_parameters())
     for done, (ours, names) in enumerate(sources.items()):
         slot = slots[ours]
         if slot.dim() == 3:
-            install(model, ours, _packed(stored, names[0], pack), slot, f"{where}: {ours}")
+            install(model, ours, _packed(stored, names[0], layout, to.device), slot, f"{where}: {ours}")
         else:
             set_tensor(model, ours, read_parameter(entries, names, slot.shape, where).to(to.device, to.dtype))
         to.progress(done + 1, len(sources), ours)
 
 
-def _packed(stored: Mapping[str, Entry], name: str, pack: Callable[..., PackedWeight] = pack_blocks) -> PackedWeight:
-    """The experts' matrix of this name for the kernels that `pack` packs for, with our order of rows."""
+def _packed(stored: Mapping[str, Entry], name: str, layout: str, device: torch.device) -> PackedWeight:
+    """The experts' matrix of this name in a layout, with our order of rows."""
     experts = []
     for blocks, exponents in zip(stored[f"{name}_blocks"].read(), stored[f"{name}_scales"].read(), strict=True):
         codes = _codes(blocks)
         scales = powers(exponents, codes)
-        if scales.dtype != torch.float16 or not fits_blocks(*codes.shape, FORM):
+        if scales.dtype != torch.float16 or not FITS[layout]([codes.shape], [FORM]):
             raise ValueError(f"{name}: the kernels cannot hold its shape or scales. Use --kernels reference.")
         codes, scales = (split_pairs(t[None], f"{name}_bias")[0].contiguous() for t in (codes, scales))
-        experts.append(pack([Part(FORM, *codes.shape, [Blocks(codes, scales)])]))
+        parts = [Part(FORM, *codes.shape, [Blocks(codes, scales)])]
+        experts.append(pack_panels(parts, device=device) if layout == "panels" else pack_blocks(parts))
     return stack_blocks(experts)

@@ -280,6 +280,8 @@ class BlockDrafter(TreeDrafter):
     like those of EAGLE; otherwise they are found at once, whatever TOPK is, among the TOPK best tokens of each depth.
     """
 
+    priced_nodes = 12  # no forward ends a tree early, so a pruned one is still large, and many nodes cost more than few
+
     def __init__(
         self, head: nn.Module, tree: DynamicTree | TreeTables, batch_size: int, slots: int,
         rule: DraftRule = DEFAULT_RULE,

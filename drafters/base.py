@@ -68,6 +68,7 @@ class Drafter:
     always_on: str = ""  # why plain steps may not replace its steps for a while; "" if they may
     p_min: float = 0.0  # nodes that are accepted with a lower probability may be left out of a tree, see TreeDrafter
     unpriced: bool = False  # whether `price` is still to be called
+    priced_nodes: int = 4  # a node costs what so many cost together, divided by them
     scoring: str = "none"  # what Draft.scores are: "none", "probability", or "noisy" (with the shared noise)
     # Its KV caches [..., B, Hkv, S, hd]. What they hold of a token depends on the text up to there alone.
     caches: tuple[Tensor, ...] = ()

@@ -457,7 +457,7 @@ struct Expanded {
       : columns(new Ints[blocks * 8][2]), scales(new Floats[blocks * C::GROUPS][2]),
         mins(new Floats[F::MINS ? blocks * C::GROUPS : 0][2]) {}
 
-  // The thread's next tiles lie right behind these, and are asked for already: the rows that follow take a while.
+  // Expands LANES tiles. The thread's next tiles lie right behind them, and are asked for already.
   void fill(F f, int side) {
     const int64_t next = LANES * f.units * f.per_unit * C::BYTES;
     const Ints table = f.table();
@@ -1160,8 +1160,8 @@ std::pair<float, float> weights_of(float* scores, int64_t count, float cap) {
 // and threads it shares a chunk with.
 template <Stored AS>
 struct Attention {
-  static constexpr int64_t QUERIES = 96;           // of a piece, where one token has fewer: keys are made floats for all of them
-  static constexpr int64_t STRIDE = CHUNK + WIDTH;  // from a query's weights to those of the next one
+  static constexpr int64_t QUERIES = 96;  // of a piece, where one token has fewer: keys become floats once for all of them
+  static constexpr int64_t STRIDE = CHUNK + WIDTH;  // floats from a query's weights to those of the next one
   const Nodes& n;
   const float *q, scale, cap, *sinks;  // of each query head the score of a key without a value, or null
   float* out;
@@ -1243,14 +1243,14 @@ struct Attention {
   }
 
   // Which rows of a chunk the tokens of a piece see.
-  struct Rows {
+  struct Sight {
     int64_t rows[CHUNK + WIDTH], count;  // those of the token that sees the most
     int64_t shared;                      // of them, how many all tokens see first
     bool nested = true;                  // no token sees another row
   };
 
-  Rows rows_of(const Piece& p, int64_t chunk) const {
-    Rows found;
+  Sight rows_of(const Piece& p, int64_t chunk) const {
+    Sight found;
     int64_t most = p.token;
     for (int64_t t = p.token; t < p.token + p.count; ++t)
       if (seen(t, chunk) > seen(most, chunk)) most = t;
@@ -1271,10 +1271,10 @@ struct Attention {
     const int64_t hd = n.hd, queries = p.count * group;
     float *const asked = desk.queries.get(), *const weights = desk.weights.get(), *const tile = desk.tile;
     take(p, desk);
-    const Rows rows = rows_of(p, chunk);
+    const Sight rows = rows_of(p, chunk);
     const char* const keys = n.cache.at + n.first(p.token / n.T, p.head) * n.cache.row;
     int64_t own[CHUNK + WIDTH];
-    // work(first query, queries, the row behind the shared ones in `own`, their number) for every token that sees more of them
+    // work(first query, rows) for every token that sees more rows, which lie in `own` behind the shared ones
     const auto others = [&](auto work) {
       for (int64_t i = 0; i < p.count; ++i)
         if (seen(p.token + i, chunk) > rows.shared) work(i * group, rows_seen(p.token + i, chunk, own) - rows.shared);
@@ -1299,7 +1299,7 @@ struct Attention {
     }
     for (int64_t d = 0; d < hd; d += DEPTH) {
       const int64_t width = std::min(DEPTH, hd - d);
-      // what some queries make of rows from `place` on
+      // Adds rows of values, which lie from `place` on in the chunk, to the sums of some queries.
       const auto add_values = [&](int64_t query, int64_t number, const auto& some, int64_t place, int64_t count) {
         add_products(number, width, weights + query * STRIDE + place, STRIDE, some, count, sums.values + query * hd + d, hd);
       };

@@ -248,8 +248,9 @@ class Stepper:
             known = view.drafter.prunes(mode) and rows in self.prices
             self.timings[mode, rows] = (self.prices[rows][0], 0.0) if known else self._measure(mode, self.view(rows))
 
-    def _measure_price(self, mode: SamplingMode, view: View, nodes: int = 4) -> tuple[float, float]:
+    def _measure_price(self, mode: SamplingMode, view: View) -> tuple[float, float]:
         """Seconds of a plain step, and the extra time of one node as a share of that."""
+        nodes = view.drafter.priced_nodes
         steps = (PlainDrafter(self.model, width, features_of=self.drafter) for width in (1, 1 + nodes))
         plain, wide = self._time_steps(mode, view, *steps)
         return plain, max(0.0, wide / plain - 1) / nodes

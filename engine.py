@@ -72,6 +72,12 @@ class Engine(Stepper):
         """The adapters among which a request chooses. Empty where the model has one or none."""
         return self.batch.choice.names if self.batch.choice else ()
 
+    def adapter_number(self, name: str) -> int:
+        """The number by which rows choose an adapter (see `weights.lora`), 0 for "". ValueError for any other name."""
+        if name not in ("", *self.adapters):
+            raise ValueError(f"adapter is {name!r:.80}; allowed: {', '.join(self.adapters) or 'none'}.")
+        return self.adapters.index(name) + 1 if name else 0
+
     def stop_ids(self, params: SamplingParams) -> tuple[int, ...]:
         """The request's stop ids, or else the tokenizer's, or else the config's."""
         if params.stop_ids:
@@ -152,9 +158,7 @@ class Engine(Stepper):
     ) -> tuple[list[Request], Inbox]:
         """Requests with these settings, which are not queued yet, and the inbox that takes their chunks."""
         self._check_request(prompts, params)
-        if adapter not in ("", *self.adapters):
-            raise ValueError(f"adapter is {adapter!r:.80}; allowed: {', '.join(self.adapters) or 'none'}.")
-        number = self.adapters.index(adapter) + 1 if adapter else 0
+        number = self.adapter_number(adapter)
         chain = self.drafter.D if self.drafter.N == self.drafter.D + 1 and not self.drafter.p_min else 0
         outputs = [
             SequenceOutput(

@@ -214,6 +214,11 @@ class LoadOptions:
         """The names of the trees: one, or one for each sequence of the batch."""
         return ("paper25",) if self.tree is None else (self.tree,) if isinstance(self.tree, str) else tuple(self.tree)
 
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """The LoRA adapters, each as DIR or NAME=DIR."""
+        return (self.lora,) if isinstance(self.lora, str) else self.lora or ()
+
     def check(self) -> None:
         """Raise UsageError for an option that is wrong or would be ignored, without reading any file."""
         import torch
@@ -284,8 +289,7 @@ class LoadOptions:
         layout = "tiles" if self.kernel_mode == "cpu" else "panels" if self.on_triton else ""
         checkpoint = Checkpoint.open(place, layout)
         checkpoint = checkpoint.rounded(self.quant) if self.quant and not draft else checkpoint
-        folders = (self.lora,) if isinstance(self.lora, str) else self.lora or ()
-        return checkpoint.adapted(*folders) if folders and not draft else checkpoint
+        return checkpoint.adapted(*self.adapters) if self.adapters and not draft else checkpoint
 
 
 class LoadKeywords(TypedDict, total=False):

@@ -206,7 +206,6 @@ class LlamaCppArm:
         import llama_cpp
 
         self.name = name
-
         threads = torch.get_num_threads()
         options = {"n_threads": threads, "n_threads_batch": threads, "n_gpu_layers": 0}
         self.llama = llama_cpp.Llama(file, n_ctx=ctx, logits_all=False, verbose=False, **options)

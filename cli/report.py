@@ -124,8 +124,7 @@ class Report:
         options = engine.options
         quant = engine.model.quant
         name = Path(options.checkpoint).name or options.checkpoint
-        folders = (options.lora,) if isinstance(options.lora, str) else options.lora or ()
-        name += "".join(f" + {Path(folder).name}" for folder in folders)
+        name += "".join(f" + {Path(folder).name}" for folder in options.adapters)
         what = f"{quant}  {options.dtype}" if quant else options.dtype
         template = engine.tokenizer.chat_template_source or "" if engine.tokenizer else "no tokenizer"
         # most models bring a template of their own: only another one is worth a place on the line

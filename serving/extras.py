@@ -60,7 +60,6 @@ def embeddings(engine: Engine, settings: ServeSettings, body: dict[str, Any]) ->
         raise wrong("input", f"has {len(inputs)} texts; allowed: at most {MAX_INPUTS}")
     prompts = prompts_of(engine, Ask({}, prompts=inputs, source="input"))
     name = adapter_named(engine, fields.get("model", str, ""))
-    adapter = engine.adapters.index(name) + 1 if name else 0
     V = engine.model.config.vocab_size
     for i, ids in enumerate(prompts):
         if not 1 <= len(ids) <= engine.ctx or not all(0 <= token < V for token in ids):
@@ -68,7 +67,7 @@ def embeddings(engine: Engine, settings: ServeSettings, body: dict[str, Any]) ->
             raise wrong("input", f"number {i} has {len(ids):,} tokens; {allowed}")
     data = []
     for i, ids in enumerate(prompts):
-        vector = engine.together(_embed, ids, adapter)
+        vector = engine.together(_embed, ids, engine.adapter_number(name))
         value = base64.b64encode(vector.numpy().tobytes()).decode() if coded == "base64" else vector.tolist()
         data.append({"object": "embedding", "index": i, "embedding": value})
     tokens = sum(map(len, prompts))

@@ -1274,10 +1274,14 @@ struct Attention {
     const Sight rows = rows_of(p, chunk);
     const char* const keys = n.cache.at + n.first(p.token / n.T, p.head) * n.cache.row;
     int64_t own[CHUNK + WIDTH];
-    // work(first query, rows) for every token that sees more rows, which lie in `own` behind the shared ones
+    // work(first query, rows) for every token that sees more rows. They lie behind the shared ones: in `own`, or if all are
+    // nested in `rows`.
     const auto others = [&](auto work) {
       for (int64_t i = 0; i < p.count; ++i)
-        if (seen(p.token + i, chunk) > rows.shared) work(i * group, rows_seen(p.token + i, chunk, own) - rows.shared);
+        if (const int64_t more = seen(p.token + i, chunk) - rows.shared; more > 0) {
+          if (!rows.nested) rows_seen(p.token + i, chunk, own);
+          work(i * group, more);
+        }
     };
     // Scores of some queries with rows of the cache, which lie from `place` on in the chunk.
     const auto score = [&](int64_t query, int64_t number, const int64_t* some, int64_t count, int64_t place) {

@@ -55,13 +55,9 @@ class ConvolvedBlock(Block):
         sizes = geometry.hidden_size, config.conv_taps, config.conv_group
         self.attention_conv, self.mlp_conv = SlotConvolution(*sizes), SlotConvolution(*sizes)
 
-    def forward(
-        self, x: Tensor, normed: Tensor | None, nodes: Nodes, kv: Tensor, after: RMSNorm
-    ) -> tuple[Tensor, Tensor]:
-        normed = self.input_norm(x) if normed is None else normed
-        x = self.attention_conv.around(lambda z: self.attention(z, nodes, kv, None, None), normed, x)
-        x = self.mlp_conv.around(self.mlp, self.post_norm(x), x)
-        return x, after(x)
+    def forward(self, x: Tensor, nodes: Nodes, kv: Tensor) -> Tensor:
+        x = self.attention_conv.around(lambda z: self.attention(z, nodes, kv), self.input_norm(x), x)
+        return self.mlp_conv.around(self.mlp, self.post_norm(x), x)
 
 
 class BlockHead(nn.Module):
@@ -129,7 +125,7 @@ class BlockHead(nn.Module):
     def absorb(self, features: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, cache: Tensor) -> None:
         """Write the keys and values of committed tokens, whose features [B, T, F] these are, into the cache."""
         c = self.config.layer
-        _, normed = linear(self.fc, features, norm=self.hidden_norm)
+        normed = self.hidden_norm(linear(self.fc, features))
         kv = linear(self.context, normed).unflatten(-1, (len(self.layers), 2, c.num_key_value_heads, c.head_dim))
         kernels.write_context(kv, self.context_norms, c.rms_norm_eps, cos, sin, cache, slots)
 
@@ -141,13 +137,8 @@ class BlockHead(nn.Module):
         x = self.target.embed_tokens(tokens).to(self.norm.weight.dtype)
         if self.config.embedding_scale != 1:
             x = x * self.config.embedding_scale
-        if self.config.conv_taps:
-            normed = None
-            after = [*(layer.input_norm for layer in self.layers[1:]), self.norm]
-            for i, layer in enumerate(self.layers):
-                x, normed = layer(x, normed, nodes, cache[i], after[i])
-        else:
-            normed, _ = (layers or Transformer.run_layers)(self, x, nodes, cache, ())
+        own = Transformer.run_layers if self.config.conv_taps or layers is None else layers
+        normed, _ = own(self, x, nodes, cache, ())
         return normed if self.config.slot0 else normed[:, 1:]
 
     @torch.no_grad()
@@ -161,7 +152,7 @@ class BlockHead(nn.Module):
             Rotary(self.rotary.cos, self.rotary.sin),
             [layer.attention.k_norm.weight for layer in self.layers],
         )
-        _, normed = linear(self.fc, features, norm=self.hidden_norm)
+        normed = self.hidden_norm(linear(self.fc, features))
         first = c.num_attention_heads * c.head_dim
         kv = torch.stack([layer.attention.qkv(normed)[..., first:] for layer in self.layers], 2)
         kv = kv.unflatten(-1, (2, c.num_key_value_heads, c.head_dim)).to(cache.dtype)

@@ -101,8 +101,8 @@ class EagleBlockHead(EagleHead):
     def run_masks(self, source: Tensor, nodes: Nodes, kv: Tensor) -> Tensor:
         """What the LM head reads of masks [B, masks, H], with a cache. source [B, 1, H]."""
         layer, rows, joined = self.mask_inputs(source)
-        x, normed = layer.attention(joined[:, 0], nodes, kv, rows[:, 0].contiguous(), layer.post_norm)
-        return self.norm(layer.mlp(normed, x))
+        x = layer.attention(joined[:, 0], nodes, kv, rows[:, 0].contiguous())
+        return self.norm(layer.mlp(layer.post_norm(x), x))
 
     def forward_block(self, tokens: Tensor, feature: Tensor, anchors: Tensor) -> tuple[Tensor, Tensor]:
         """Whole sequences with gradients: what the LM head reads of rows [B, T, H], and of masks [B, A, masks, H].

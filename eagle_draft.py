@@ -141,8 +141,8 @@ class EagleHead(nn.Module):
 
     def layer_forward(self, residual: Tensor, joined: Tensor, nodes: Nodes, kv: Tensor) -> Tensor:
         residual, x = self.layer_inputs(residual, joined)
-        x, normed = self.layer.attention(x, nodes, kv, residual, self.layer.post_norm)
-        return self.layer.mlp(normed, x)
+        x = self.layer.attention(x, nodes, kv, residual)
+        return self.layer.mlp(self.layer.post_norm(x), x)
 
     def forward(
         self, tokens: Tensor, feature: Tensor, nodes: Nodes, kv: Tensor, layer: Callable | None = None,

@@ -163,7 +163,10 @@ def _load(
         drafter = build_drafter(model, options, backend, head, files.model)
     if options.compile:
         folder, state = cache.use(describe_device(model.device))
-        say(f"compile {folder} ({state}); one block is compiled per width, prompts and settings compile nothing")
+        what = "one block is compiled per width"
+        if options.device == "cuda" and options.compile_mode == "graph":
+            what = "a step is captured for each number of rows and kind of sampling"
+        say(f"compile {folder} ({state}); {what}, prompts and settings need nothing new")
     trained = head.config.layer if head else files.model.config if files.model else None
     if trained is not None and trained.max_position_embeddings < options.ctx:
         limit = trained.max_position_embeddings
@@ -239,7 +242,4 @@ def open_backend(options: LoadOptions, report: Callable[[str], None]) -> kernels
     tilings, note = tuned.read_tuned(torch.cuda.get_device_name())
     if note:
         report(f"note    {note}")
-    overlap = options.overlap and kernels.can_overlap(torch.device(options.device))
-    if options.overlap and not overlap:
-        report("note    --overlap needs a GPU of compute capability 9.0 or later; it changes nothing here")
-    return kernels.KernelBackend(options.kernels, options.device, configs=tilings, overlap=overlap)
+    return kernels.KernelBackend(options.kernels, options.device, configs=tilings)

@@ -10,7 +10,7 @@ import kernels
 from drafting import DraftFiles, tree_shape
 from model import Transformer
 from model_config import DTYPES, ModelConfig
-from options import COMPILE_MODES, LoadOptions
+from options import LoadOptions
 from sampling_params import MAX_BIAS, MAX_STOP_IDS
 from step import HISTORY, RING, pool_places
 from support.errors import NotEnoughMemory
@@ -109,7 +109,7 @@ def plan_memory(checkpoint: Checkpoint, files: DraftFiles, options: LoadOptions)
         drafter = sum(file.stat().st_size for file in ([path] if path.is_file() else path.glob("*")))
     if options.drafter == "lookahead":
         buffers += B * config.vocab_size * (N - 1) // 2 * 4
-    captured = options.compile and options.device == "cuda" and COMPILE_MODES[options.compile_mode].captured
+    captured = options.compile and options.device == "cuda" and options.compile_mode != "reduce-overhead"
     widest = max(config.hidden_size, config.intermediate_size, config.vocab_size)
     graphs = LIVE_ROWS * 4 * B * N * widest if captured else 0
     lora = 0 if checkpoint.merges(dtype) else sum(adapter.bytes(element) for adapter in checkpoint.adapters)

@@ -53,21 +53,17 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def linear(
-    layer: nn.Module, x: Tensor, residual: Tensor | None = None, gated: int = 0, norm: RMSNorm | None = None,
-    multiplier: float = 1.0,
-) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
-    """y = layer(x), gated (`kernels.GATES`), times multiplier, + residual. With a norm: (y, norm(y)).
+    layer: nn.Module, x: Tensor, residual: Tensor | None = None, gated: int = 0, multiplier: float = 1.0
+) -> Tensor:
+    """layer(x), gated (`kernels.GATES`), times multiplier, + residual.
 
-    Quantized linears do all of it in the epilogue of their kernel. cuBLAS has no such epilogue, so after an nn.Linear
-    it is plain code, which Inductor fuses into one kernel.
+    Packed linears do all of it in the epilogue of their kernel. After an nn.Linear it is plain code.
     """
     if multiplier != 1:
-        y = residual + multiplier * linear(layer, x, None, gated)
-        return y if norm is None else (y, norm(y))
+        return residual + multiplier * linear(layer, x, None, gated)
     if not isinstance(layer, nn.Linear):
-        return layer(x, residual, gated) if norm is None else layer(x, residual, gated, norm)
-    y = kernels.epilogue(layer(x), None, residual, gated)
-    return y if norm is None else (y, norm(y))
+        return layer(x, residual, gated)
+    return kernels.epilogue(layer(x), None, residual, gated)
 
 
 class Attention(nn.Module):
@@ -118,10 +114,8 @@ class Attention(nn.Module):
         q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
-    def forward(
-        self, x: Tensor, nodes: Nodes, kv: Tensor, residual: Tensor | None, norm: RMSNorm
-    ) -> tuple[Tensor, Tensor]:
-        """x [B, T, in] -> y [B, T, H] with the residual added, and norm(y).
+    def forward(self, x: Tensor, nodes: Nodes, kv: Tensor, residual: Tensor | None = None) -> Tensor:
+        """x [B, T, in] -> [B, T, H], with the residual added.
 
         kv [2, B, Hkv, S, hd], or [2, 1, Hkv, S, hd] with nodes.segments, is written at nodes.slots, then read.
         """
@@ -136,8 +130,8 @@ class Attention(nn.Module):
         visible = nodes.visible_window if self.window else nodes.visible
         seen = nodes.start, visible, nodes.positions, self.window
         shape = self.scale, arrived, self.cap, self.sinks
-        out = kernels.tree_attention(q, kv, *seen, *shape, nodes.segments, nodes.longest)
-        return linear(self.o, out.reshape(B, T, -1), residual, norm=norm, multiplier=self.multiplier)
+        out = kernels.tree_attention(q, kv, *seen, *shape, nodes.segments, nodes.longest, nodes.step)
+        return linear(self.o, out.reshape(B, T, -1), residual, multiplier=self.multiplier)
 
     def forward_train(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """The same attention over a whole sequence x [B, T, in], with gradients and without a cache."""
@@ -169,12 +163,10 @@ class MLP(nn.Module):
         self.gate_up = nn.Linear(hidden_size, 2 * intermediate_size, bias=bias)
         self.down = nn.Linear(intermediate_size, hidden_size, bias=bias)
 
-    def forward(
-        self, x: Tensor, residual: Tensor | None = None, norm: RMSNorm | None = None
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        """x [..., H] -> y [..., H] (+ residual). With a norm: (y, norm(y))."""
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """x [..., H] -> [..., H] (+ residual)."""
         hidden = linear(self.gate_up, x, gated=self.gate)
-        return linear(self.down, hidden, residual, norm=norm, multiplier=self.multiplier)
+        return linear(self.down, hidden, residual, multiplier=self.multiplier)
 
 
 class Experts(SelfCounting):
@@ -189,7 +181,7 @@ class Experts(SelfCounting):
         self.down = nn.Parameter(torch.empty(E, H, I))
         self.gate_up_bias, self.down_bias = (nn.Parameter(torch.empty(E, n)) if bias else None for n in (2 * I, H))
         self.shared = MLP(H, shared) if shared else None
-        self.shared_gate = nn.Parameter(torch.empty(1, H)) if shared else None
+        self.shared_gate = nn.Linear(H, 1, bias=False) if shared else None
         self.per_token = config.num_experts_per_tok
         self.normalised = config.norm_topk_prob
         self.gate = kernels.GATES[config.activation]
@@ -198,13 +190,10 @@ class Experts(SelfCounting):
         """x [M, H] -> expert weights [M, k] in x.dtype, expert ids [M, k]."""
         return kernels.choose_experts(self.router(x), self.per_token, self.normalised)
 
-    def forward(
-        self, x: Tensor, residual: Tensor | None = None, norm: RMSNorm | None = None
-    ) -> Tensor | tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """As `MLP.forward`."""
         out, residual = self.mixture(x), add_shared(self, x, residual)
-        out = out if residual is None else residual + out
-        return out if norm is None else (out, norm(out))
+        return out if residual is None else residual + out
 
     def mixture(self, x: Tensor) -> Tensor:
         """The weighted sum of the routed experts, [..., H] -> [..., H]."""
@@ -243,9 +232,8 @@ def add_shared(experts: nn.Module, x: Tensor, residual: Tensor | None) -> Tensor
     """The residual with what the shared expert of `Experts` or its like adds to it."""
     if experts.shared is None:
         return residual
-    # A sum and exp have the same bits for a row alone and among others, which a matrix product and sigmoid have not.
-    wide = torch.promote_types(x.dtype, torch.float32)
-    score = (x.to(wide) * experts.shared_gate.to(wide)).sum(-1, keepdim=True)
+    score = experts.shared_gate(x).to(torch.promote_types(x.dtype, torch.float32))
+    # On a CPU exp has the same bits for a row alone and among others, which sigmoid has not.
     added = (1 / (1 + torch.exp(-score))).to(x.dtype) * experts.shared(x)
     return added if residual is None else residual + added
 
@@ -278,21 +266,14 @@ class Block(nn.Module):
             self.mlp = MLP(config.hidden_size, config.intermediate_size, *how)
         self.mlp_norm = norm("after", "both")  # of what the MLP adds
 
-    def forward(
-        self, x: Tensor, normed: Tensor | None, nodes: Nodes, kv: Tensor, after: RMSNorm | None
-    ) -> tuple[Tensor, Tensor]:
-        """x [B, T, H] -> y [B, T, H] through this layer's cache kv [2, B, Hkv, S, hd], and after(y).
-
-        normed: input_norm(x), which the layer before has computed, or None. On a GPU a norm of few rows is the end
-        of the kernel that writes them, so every layer computes the norm that comes after it.
-        """
-        normed = normed_by(self.input_norm, x) if normed is None else normed
+    def forward(self, x: Tensor, nodes: Nodes, kv: Tensor) -> Tensor:
+        """x [B, T, H] -> [B, T, H] through this layer's cache kv [2, B, Hkv, S, hd]."""
+        normed = normed_by(self.input_norm, x)
         if self.attention_norm is None:
-            x, normed = self.attention(normed, nodes, kv, x, self.post_norm)
-            return self.mlp(normed, x, norm=after)
-        x = x + self.attention(normed, nodes, kv, None, self.attention_norm)[1]
-        x = x + self.mlp(normed_by(self.post_norm, x), norm=self.mlp_norm)[1]
-        return x, normed_by(after, x)
+            x = self.attention(normed, nodes, kv, x)
+            return self.mlp(self.post_norm(x), x)
+        x = x + self.attention_norm(self.attention(normed, nodes, kv))
+        return x + self.mlp_norm(self.mlp(normed_by(self.post_norm, x)))
 
     def forward_train(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """The same layer over a whole sequence, with gradients and without a cache."""
@@ -376,16 +357,19 @@ class Transformer(nn.Module):
         shape = (c.num_hidden_layers, 2, batch_size, c.num_key_value_heads, slots, row)
         return zeros(shape, dtype or self.dtype, self.device)
 
-    def nodes(self, n: Tensor, depth: Tensor, ancestors: Tensor, slots: int, segments: Tensor | None = None) -> Nodes:
+    def nodes(
+        self, n: Tensor, depth: Tensor, ancestors: Tensor, slots: int, segments: Tensor | None = None,
+        step: bool = True,
+    ) -> Nodes:  # fmt: skip
         """Positions, slots and visibility of T nodes behind n [B] cached tokens.
 
         depth [B, T] int64; ancestors [B, T, T] bool, each node its own ancestor; slots: rows of the cache, or with
-        segments (see `Nodes`) of a sequence at most.
+        segments of a sequence at most; segments, step: as of `Nodes`.
         """
         rotary = Rotary(self.rotary.cos, self.rotary.sin)
         where = kernels.place_rows(n, depth, rotary, slots, 0, None, None, 0, segments)
         nodes = nodes_at(where, n, ancestors, max(self.config.windows))
-        return nodes._replace(segments=segments, longest=slots)
+        return nodes._replace(segments=segments, longest=slots, step=step)
 
     def forward(
         self, tokens: Tensor, nodes: Nodes, kv_cache: Tensor, taps: tuple[int, ...] = (), layers: Callable | None = None
@@ -413,16 +397,13 @@ class Transformer(nn.Module):
     def run_layers(
         self, x: Tensor, nodes: Nodes, kv_cache: Tensor, taps: tuple[int, ...], block: Callable | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """`forward` of the embeddings x [B, T, H]. block: runs a layer instead of `Block.forward`; it may return None for
-        the norm."""
-        normed = None
+        """`forward` of the embeddings x [B, T, H]. block: runs a layer instead of its own `forward`."""
         tapped = []
-        after = [*(layer.input_norm for layer in self.layers[1:]), self.norm]
         for i, layer in enumerate(self.layers):
             tapped += [x] * taps.count(i)
-            x, normed = (block or Block.forward)(layer, x, normed, nodes, kv_cache[i], after[i])
+            x = block(layer, x, nodes, kv_cache[i]) if block else layer(x, nodes, kv_cache[i])
         tapped += [x] * taps.count(len(self.layers))
-        return self.norm(x) if normed is None else normed, torch.cat(tapped, -1) if tapped else None
+        return self.norm(x), torch.cat(tapped, -1) if tapped else None
 
     def lm_head_bytes(self) -> float:
         """Weight bytes that the LM head reads."""

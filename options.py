@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from sampling_params import SUGGESTED, SamplingParams
 from support.errors import UsageError
@@ -32,25 +32,9 @@ KERNELS = ("auto", "triton", "cpu", "reference")
 ACTIVATIONS = ("int8", "float")
 TREES = "paper25, chain:K, dynamic:N,DEPTH,TOPK, FILE.json, medusa:vicuna_7b_stage2, medusa:mc_sim_7b_63"
 NGRAM_NODES = 16  # the deepest tree that is allowed
+# What `--compile` does. torch.compile rounds in its own way, so on a GPU only "graph" promises plain decoding's tokens.
+COMPILE_MODES = ("graph", "blocks", "reduce-overhead")
 FIRST_OF_DRAFTING = "eagle"  # with this field the second group of --help begins
-
-
-class CompileMode(NamedTuple):
-    """What `--compile` does in one of its modes."""
-
-    scope: str  # what goes through Inductor: "parts" of the step, the "whole" step, or "" for nothing
-    inductor: str | None  # Inductor's own mode
-    captured: bool  # whether a GPU's step is captured as one CUDA graph
-
-
-COMPILE_MODES = {
-    "graph": CompileMode("parts", None, True),
-    "max-autotune": CompileMode("parts", "max-autotune-no-cudagraphs", True),
-    "capture": CompileMode("", None, True),
-    "regions": CompileMode("parts", None, False),
-    "inductor": CompileMode("whole", None, False),
-    "reduce-overhead": CompileMode("whole", "reduce-overhead", False),
-}
 
 
 def option(help: str, default: Any = None, choices: Iterable[str] = (), **more: str | int) -> Any:
@@ -104,13 +88,12 @@ class LoadOptions:
         "(default: as many as torchrun started, or 1)", least=1,
     )  # fmt: skip
     compile: bool = option(
-        "compile the step, and on a GPU capture it as one CUDA graph (the C++ kernels of CPUs are compiled already)",
-        False,
-    )
+        "on a GPU capture the step as one CUDA graph; on a CPU compile one block for all layers (the C++ kernels are "
+        "compiled already)", False,
+    )  # fmt: skip
     compile_mode: str = option(
-        "graph: compile one block for all layers, and on a GPU capture the whole step; max-autotune: the same with "
-        "measured tilings; capture: captured, not compiled; regions: compiled, not captured; for comparison the whole "
-        "step in one piece: inductor, reduce-overhead", "graph", COMPILE_MODES,
+        "graph: as above; torch.compile is there for comparison, and may give other tokens, since it rounds in its own "
+        "way; blocks: one block for all layers; reduce-overhead: the whole step", "graph", COMPILE_MODES,
     )  # fmt: skip
     activations: str = option(
         "float: the CPU kernels do not round the activations of int4 and int8 layers; slower", "int8", ACTIVATIONS
@@ -119,9 +102,6 @@ class LoadOptions:
         "implementation of the operations (default: auto, which is triton on a GPU and cpu on a CPU); cpu: C++ kernels, "
         "which round the activations of int4 and int8 layers to int8", "auto", KERNELS,
     )  # fmt: skip
-    overlap: bool = option(
-        "Hopper and later GPUs: start each kernel before the previous one has ended (not measured yet)", False
-    )
     kv: str = option(
         "dtype of the KV cache. model is that of the activations, float32 on a CPU; float16 (CPU kernels only) and int8: "
         "smaller; auto: float16 with the CPU kernels if the checkpoint has 16 bits or fewer, else model",
@@ -312,7 +292,6 @@ class LoadKeywords(TypedDict, total=False):
     compile_mode: str
     activations: str
     kernels: str
-    overlap: bool
     kv: str
     eagle: str | Path | None
     eagle_config: tuple[str, ...]

@@ -231,7 +231,7 @@ def verify_phase(
     if mark is not None:
         mark("verify")
     features = hidden_states if taps is None else taps
-    out = (parts.tail or accept_and_commit)(drafter, draft, logits, features, noise, state, mode)
+    out = accept_and_commit(drafter, draft, logits, features, noise, state, mode)
     if mark is not None:
         mark("accept")
     return out

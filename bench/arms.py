@@ -35,7 +35,7 @@ LABELS = (SAME_TOKENS, SAME_DISTRIBUTION, OTHER_ENGINE)  # from the strongest pr
 NO_STOP = (2**31 - 1,)  # no token has this id, so decoding goes on to the length limit
 # Fields of LoadOptions that all arms share, and those that name files (looked up in the checkpoint's folder too).
 COMMON = (
-    "checkpoint", "lora", "device", "dtype", "quant", "threads", "ctx", "slots", "kernels", "activations", "overlap",
+    "checkpoint", "lora", "device", "dtype", "quant", "threads", "ctx", "slots", "kernels", "activations",
     "compile", "compile_mode", "tp",
 )  # fmt: skip
 PATHS = ("eagle", "draft_checkpoint", "medusa")
@@ -290,6 +290,8 @@ def arms_of(args: argparse.Namespace, base: Engine, ctx: int) -> list[Arm]:
     arms: list[Arm] = []
     for name, given in specs:
         label, options = arm_options(name, given, directory)
+        if cuda and base.compiled:  # torch.compile rounds in its own way at each width
+            label = max(label, SAME_DISTRIBUTION, key=LABELS.index)
         if isinstance(base, RankedEngine) and not options.get("eagle_always", True):
             raise UsageError(f"--arm {name}: with --tp an arm drafts in every step; leave eagle_always out.")
         arms.append(EngineArm(name, label, options, base.together(build_engine, options, ctx)))

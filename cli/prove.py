@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 from torch import nn
 
-import kernels
 from engine import Engine
 from model import Experts
 from runtime.results import GenerationResult
@@ -35,23 +34,24 @@ class Proof(NamedTuple):
     total: int
     fork: Fork | None
     bitwise: bool = False  # whether no fork may be excused
+    same_width: int | None = None  # after a fork: what a replay repeats whose forwards are as wide as the tree
 
 
 def is_bitwise(engine: Engine) -> bool:
     """Whether a row has the same bits in a forward of any width: all operations that ran are the kernels'.
 
-    On a GPU every matrix must be packed for them, and a forward may not be so wide that cuBLAS runs it.
+    On a GPU every matrix must be packed for them.
     """
     model, backend = engine.model, engine.backend
     if backend.declined:
         return False
     if backend.mode == "cpu":
         return True
-    if model.device.type != "cuda" or any(kind != "triton" for kind, _ in backend.table.values()):
+    if model.device.type != "cuda" or engine.compiled or any(kind != "triton" for kind, _ in backend.table.values()):
         return False
     linears = [m for m in model.modules() if isinstance(m, QuantLinear | nn.Linear | Experts)]
     packed = all(isinstance(m, QuantLinear) and m.packed and m.packed.layout == "planes" for m in linears)
-    return packed and model.lm_head is not None and engine.batch_size * engine.drafter.N <= kernels.SMALL_M
+    return packed and model.lm_head is not None
 
 
 def is_rounding_tie(margin: float, ulps: float) -> bool:
@@ -81,13 +81,22 @@ def find_fork(
 
 
 def prove(engine: Engine, prompts: list[list[int]], params: SamplingParams, results: list[GenerationResult]) -> Proof:
-    """Replay `results` without the drafter.
+    """Replay `results` by plain decoding as a user gets it: in forwards of one row, with a graph of their own.
 
-    On a GPU the replay keeps the width of the forward (one live node, the rest padding) and its kernels, so equality is
-    bitwise. On a CPU it is bitwise with the C++ kernels (`is_bitwise`). With the reference, forwards of other widths
-    round differently, so tokens that are nearly tied can swap.
+    Equality is bitwise with the kernels (`is_bitwise`). With the reference, forwards of other widths round differently,
+    so tokens that are nearly tied can swap. After a fork a second replay has forwards as wide as the tree, one live node
+    and the rest padding. If that one is identical, the fork comes from the width.
     """
-    width = engine.drafter.N if engine.model.device.type == "cuda" else 1
+    found = _replay(engine, 1, prompts, params, results)
+    if found.fork is None or engine.drafter.N == 1:
+        return found
+    return found._replace(same_width=_replay(engine, engine.drafter.N, prompts, params, results).identical)
+
+
+def _replay(
+    engine: Engine, width: int, prompts: list[list[int]], params: SamplingParams, results: list[GenerationResult]
+) -> Proof:
+    """`prove` by plain decoding in forwards of so many rows."""
     plain = engine.twin(width)
     replayed = plain.generate_batch(prompts, params).run()
     pairs = enumerate(zip(results, replayed, strict=True))
@@ -98,13 +107,16 @@ def prove(engine: Engine, prompts: list[list[int]], params: SamplingParams, resu
 
 
 def verdict(proof: Proof, dtype: str) -> str:
-    """The proof in one line."""
+    """The proof in one line, and after a fork what a replay of the tree's width says in a second one."""
     if proof.fork is None:
         return f"identical {proof.identical}/{proof.total}" + (" (bitwise)" if proof.bitwise else "")
     row, index, margin, ulps = proof.fork
     meaning = "near-tie: rounding" if holds(proof) else "NOT a rounding tie: this is a bug"
     where = f"fork at token {index} of row {row}, {proof.identical}/{proof.total} identical"
-    return f"{where}: logit margin {margin:.3g}, {ulps:.1f} ulp in {dtype} ({meaning})"
+    line = f"{where}: logit margin {margin:.3g}, {ulps:.1f} ulp in {dtype} ({meaning})"
+    if proof.same_width is None:
+        return line
+    return f"{line}\nin forwards as wide as the tree: {proof.same_width}/{proof.total} identical"
 
 
 def holds(proof: Proof) -> bool:

@@ -45,7 +45,7 @@ def result_json(
     """
     options = engine.options
     drafting = {"drafter": options.drafter_kind, "tree": options.tree, "verify": options.verify}
-    reused, fresh = compiled_graphs() if options.compile else (0, 0)  # asking imports the compiler
+    reused, fresh = compiled_graphs() if engine.compiled else (0, 0)  # asking imports the compiler
     compiled = {"compile_mode": options.compile_mode, "compile_seconds": engine.compile_seconds}
     compiled |= {"graphs_reused": reused, "graphs_compiled": fresh}
     rows = [result.to_dict() for result in results]
@@ -167,11 +167,13 @@ class Report:
             what = f"one of {torch.get_num_threads()} worked alone for {alone - self.alone:.1f} s, which was faster"
             lines.append(f"threads  {what}: other programs keep the processors busy")
             self.alone = alone
-        if engine.config.compile:
+        took = f"in {engine.compile_seconds:.1f} s, before decoding"
+        if engine.compiled:
             reused, fresh = compiled_graphs()
             why = " (a shape, option or source that this folder had not seen)" if fresh else ""
-            took = f"in {engine.compile_seconds:.1f} s, before decoding"
             lines.append(f"compiled {took}: {reused} graphs reused, {fresh} compiled{why}")
+        elif engine.config.compile:
+            lines.append(f"captured {took}: {len(engine.runner.graphs)} CUDA graphs")
         reasons = ", ".join(result.stop_reason for result in results)
         lines.append(f"stop     {reasons}        {'  '.join(_settings(engine, params, suggested))}")
         self.line("\n".join(lines))

@@ -20,11 +20,10 @@ from tree import DynamicTree, TreeTables
 
 
 class StepParts(NamedTuple):
-    """The functions of a step that `--compile` replaces by compiled ones. None stands for the function itself."""
+    """The functions of a step that something faster replaces (`runtime.fused`). None stands for the function itself."""
 
     layers: Callable | None = None  # model.Transformer.run_layers
     draft_layer: Callable | None = None  # eagle_draft.EagleHead.layer_forward
-    tail: Callable | None = None  # step.accept_and_commit
     draft_tree: Callable | None = None  # TreeDrafter.draft; it returns None for what it does not draft
 
 

@@ -17,7 +17,6 @@ from kernels.backend import (
     KernelBackend,
     Operation,
     active_backend,
-    can_overlap,
     operation,
     round_activations,
     triton,
@@ -33,7 +32,7 @@ from kernels.cpu import seconds_alone
 from kernels.draft import place_rows
 from kernels.experts import choose_experts, packed_experts, route
 from kernels.kv import CPU_DTYPES, KV_SCALE, commit_kv, dequantize_rows, quantize_rows, write_kv
-from kernels.linear import GATES, TopK, epilogue, gate, packed_linear, packed_linear_norm, packed_topk, topk_reference
+from kernels.linear import GATES, TopK, epilogue, gate, packed_linear, packed_topk, topk_reference
 from kernels.norm_rope import rms_norm, rope_write_kv
 from kernels.packing import PackedWeight, dequantize, pack_float, pack_half, pack_int4, pack_int8, packed_rows
 from kernels.projection import packed_linear_rope

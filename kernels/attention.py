@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.backend import dot, jit, native, operation, overlapping, tl, triton, wait_for_the_kernel_before
+from kernels.backend import EXACT, dot, jit, native, operation, tl, triton
 from kernels.kv import cache_problem, cpu_problem, dequantize_rows, load_rows, scales_of
 
 
@@ -273,7 +273,7 @@ def attend_kernel(
     q, kv, kv_scales, segments, start, visible, positions, acc_part, ml_part, arrived, out, sinks, v_offset, S, T, R,
     ROWS, PARTS, scale, HKV: tl.constexpr, HD: tl.constexpr, HDP: tl.constexpr, RP: tl.constexpr, WINDOW: tl.constexpr,
     REGION: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, RT: tl.constexpr, INT8: tl.constexpr,
-    CAP: tl.constexpr, SINKS: tl.constexpr, NATIVE: tl.constexpr, POOLED: tl.constexpr, OVERLAP: tl.constexpr,
+    CAP: tl.constexpr, SINKS: tl.constexpr, NATIVE: tl.constexpr, POOLED: tl.constexpr,
 ):  # fmt: skip
     """Attention of BM query rows: keys [0, limit) on matrix units, limit = 16 floor((p - 16) / 16), then the tail.
     Grid (B Hkv, row tiles, up to BM / RT programs for tails and one per split).
@@ -281,7 +281,6 @@ def attend_kernel(
     The program of a row tile that arrives last merges the partial sums of each row in the order of its keys. With
     REGION, for prefill, one program does a row tile alone, and there is no tail.
     """
-    wait_for_the_kernel_before(OVERLAP)
     bh = tl.program_id(0)
     tile = tl.program_id(1)
     part = tl.program_id(2)
@@ -356,13 +355,13 @@ def lacks_fences(capability: tuple[int, int]) -> bool:
     return capability[0] == 9 and tuple(int(part) for part in triton.__version__.split(".")[:2]) < (3, 7)
 
 
-def attention_tiles(dim: int, region: bool, int8: bool, window: int, wgmma: bool = True) -> dict:
+def attention_tiles(dim: int, region: bool, int8: bool, window: int, nodes: int, wgmma: bool = True) -> dict:
     """Constants and compiler options of the kernel.
 
     The tiles are the largest that neither spill nor need more than 99 KB of shared memory. They do not depend
     on T. A tile of another height means other matrix instructions (sm_90 uses wgmma from 64 rows) and sums in
     another order, so verification would differ from plain decoding. Prefill (region) is the same for both.
-    wgmma: whether tiles may be so high that sm_90 uses it (`lacks_fences`).
+    nodes: rows of the region. wgmma: whether tiles may be so high that sm_90 uses it (`lacks_fences`).
     """
     tiles = dict(
         BM=64 if region and not int8 and wgmma else 32,
@@ -370,31 +369,31 @@ def attention_tiles(dim: int, region: bool, int8: bool, window: int, wgmma: bool
         RT=2 if dim <= 128 else 1,
     )
     wide = dim > 128 and (window > 0 or int8)
-    # Without a limit ptxas may stop at 128 or 168 registers, too few for a window or for short heads. Heads of 256
-    # without a window need no more, and with a limit they spill on sm_90.
+    # Without a limit ptxas may stop at 128 or 168 registers, too few for a window, short heads or many nodes. Heads of
+    # 256 without a window need no more, and with a limit they spill on sm_90.
     if region or dim > 128 and not wide:
         limit = None
     else:
-        limit = 255 if window > 0 or dim > 64 else 168
-    return tiles | dict(num_warps=8 if region or wide else 4, num_stages=2, maxnreg=limit)
+        limit = 255 if window > 0 or dim > 64 or nodes > 64 else 168
+    return tiles | dict(num_warps=8 if region or wide else 4, num_stages=2, maxnreg=limit, **EXACT)
 
 
 def _tree_attention_triton(
     q: Tensor, kv: Tensor, start: Tensor, visible: Tensor, positions: Tensor, window: int, scale: float,
-    arrived: Tensor | None, cap: float, sinks: Tensor | None, segments: Tensor | None, longest: int,
+    arrived: Tensor | None, cap: float, sinks: Tensor | None, segments: Tensor | None, longest: int, step: bool,
 ) -> Tensor:  # fmt: skip
     """`tree_attention` in one launch, whose grid depends on the longest sequence's slots and T alone."""
     batch, query_heads, T, dim = q.shape
     kv_heads, S = kv.shape[2:4]
     R = visible.shape[2]
     rows = query_heads // kv_heads * T
-    region = T > 64 or R > 128
+    region = not step and (T >= 32 or R > 128)  # so is every chunk of a prompt, however wide (`prefill.CHUNKS`)
     int8 = kv.dtype == torch.int8
     longest = longest or S
     octave = min((longest // 1024 + 1).bit_length() - 1, 4)
     splits = 8 * octave + triton.cdiv(longest - 1024 * (2**octave - 1), 128 << octave)
     wgmma = not (region and q.is_cuda and lacks_fences(torch.cuda.get_device_capability(q.device)))
-    tiles = attention_tiles(dim, region, int8, window, wgmma)
+    tiles = attention_tiles(dim, region, int8, window, R, wgmma)
     tails = min(triton.cdiv(rows, tiles["RT"]), tiles["BM"] // tiles["RT"])
     grid = batch * kv_heads, triton.cdiv(rows, tiles["BM"]), 1 if region else tails + splits
     parts = 0 if region else splits + 1
@@ -409,7 +408,7 @@ def _tree_attention_triton(
         positions.contiguous(), acc, ml, arrived, out, out if sinks is None else sinks, kv.stride(0), S, T, R, rows,
         parts, scale, HKV=kv_heads, HD=dim, HDP=max(16, triton.next_power_of_2(dim)),
         RP=1 if region else triton.next_power_of_2(R), WINDOW=max(window, 0), REGION=region, INT8=int8, CAP=cap,
-        SINKS=sinks is not None, NATIVE=native(q.dtype), POOLED=segments is not None, **tiles, **overlapping(),
+        SINKS=sinks is not None, NATIVE=native(q.dtype), POOLED=segments is not None, **tiles,
     )  # fmt: skip
     return out
 
@@ -420,7 +419,7 @@ def _attention_problem(q: Tensor, kv: Tensor, *_rest) -> str:
 
 def _attention_cpu(
     q: Tensor, kv: Tensor, start: Tensor, visible: Tensor, positions: Tensor, window: int, scale: float,
-    _arrived: None, cap: float, sinks: Tensor | None, segments: Tensor | None, _longest: int,
+    _arrived: None, cap: float, sinks: Tensor | None, segments: Tensor | None, *_of_triton: int | bool,
 ) -> Tensor:  # fmt: skip
     visible = visible.expand(q.shape[0], -1, -1).contiguous()
     rows = q.transpose(1, 2).contiguous(), kv, start, visible, positions.contiguous()
@@ -435,7 +434,7 @@ def _attention_cpu(
 def tree_attention(
     q: Tensor, kv: Tensor, start: Tensor, visible: Tensor, positions: Tensor, window: int, scale: float,
     arrived: Tensor | None = None, cap: float = 0.0, sinks: Tensor | None = None, segments: Tensor | None = None,
-    longest: int = 0,
+    longest: int = 0, step: bool = False,
 ) -> Tensor:  # fmt: skip
     """Attention of T rows over a static cache -> [B,T,Hq,hd] in q's dtype. There is no backward.
 
@@ -451,8 +450,8 @@ def tree_attention(
     operator makes its own, which is one launch more.
     cap: scores s become cap * tanh(s / cap), if it is not 0.
     sinks [Hq]: scores of one more key per head, whose value is zero.
-    segments, longest: as of `Nodes`. The slots of a sequence then lie behind each other from its first place on, and S-1
-    stands for its last one.
+    segments, longest, step: as of `Nodes`. With segments the slots of a sequence lie behind each other from its first
+    place on, and S-1 stands for its last one.
 
     A row that a query may not see never influences it, even if it holds NaN. Plain code reads `start` on the host, so
     its cost follows the live length.

@@ -33,6 +33,10 @@ constexpr_function = triton.constexpr_function if triton else jit
 # Whether TRITON_INTERPRET=1 was set at the start: kernels then run on the CPU, slowly, to be tested.
 INTERPRETED = triton is not None and triton.knobs.runtime.interpret
 
+# The compiler option of every kernel whose bits decide a token. A product is fused with a sum only where the kernel says
+# so (`tl.fma`). Otherwise a compiler may do it in one variant of a kernel and not in that for another number of rows.
+EXACT = {"enable_fp_fusion": False}
+
 MODES = ("auto", "triton", "cpu", "reference")
 ACTIVATIONS = ("int8", "float")
 # The small work of a step: one kernel each.
@@ -61,8 +65,6 @@ class KernelBackend:
     mode: str = "auto"
     device_type: str = "cpu"
     activations: str = "int8"  # 'float': the C++ kernels do not round those of int4 and int8 weights
-    # Whether the kernels of layers are launched before the kernel before them has ended (`overlapping`).
-    overlap: bool = False
     # Measured tilings by `shape_key`. Packing uses them.
     configs: Mapping[str, LinearConfig] = field(compare=False, default_factory=dict)
     # Operation -> ('triton', 'cpu' or 'reference', why).
@@ -332,29 +334,3 @@ def dot(a, b, acc, NATIVE: tl.constexpr):
     else:
         wide = tl.dot(a.to(tl.float32), b.to(tl.float32), acc.to(tl.float32), input_precision="ieee")
         return wide.to(acc.dtype)
-
-
-@jit
-def wait_for_the_kernel_before(OVERLAP: tl.constexpr):
-    """The first statement of a kernel whose programs may be placed while the kernel before it still runs (programmatic
-    dependent launch, sm_90 and later).
-
-    It lets the next kernel do the same, and then waits until the kernel before has ended and its memory can be seen. That
-    kernel waited in its turn, so all that was launched earlier has ended, too. `tests/kernel_gate.py` checks in the
-    machine code that no memory is accessed before the wait.
-    """
-    if OVERLAP:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-
-
-def can_overlap(device: torch.device) -> bool:
-    """Whether kernels can be launched early on a device."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
-
-
-def overlapping() -> dict[str, bool]:
-    """The constant and the compiler option of a launch that may begin before the kernel before it has ended."""
-    backend = active_backend()
-    overlap = backend is not None and backend.overlap and not INTERPRETED
-    return {"OVERLAP": True, "launch_pdl": True} if overlap else {"OVERLAP": False}

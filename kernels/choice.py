@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.backend import constexpr, jit, tl, triton
+from kernels.backend import EXACT, constexpr, jit, tl, triton
 
 NOTHING = constexpr(-(2**63))  # below the rank of every candidate
 LOWEST = constexpr(-3.4028234663852886e38)  # of float32
@@ -419,7 +419,7 @@ def noise(seed: Tensor, n: Tensor, rows: int, hashes: Tensor) -> Tensor:
     B, V = seed.shape[0], hashes.shape[0]
     out = noise_shape(seed, n, rows, hashes)
     block = min(1024, triton.next_power_of_2(V))
-    noise_kernel[B * rows, triton.cdiv(V, block)](seed, n.contiguous(), hashes, out, rows, V, BLOCK=block)
+    noise_kernel[B * rows, triton.cdiv(V, block)](seed, n.contiguous(), hashes, out, rows, V, BLOCK=block, **EXACT)
     return out
 
 
@@ -442,7 +442,7 @@ def choose(
     table = logits if noise is None else noise.contiguous()
     choose_kernel[B * N,](
         logits, table, choice if depth is None else depth.contiguous(), *settings, choice, usable, N, table.shape[1], V,
-        BLOCK=block, SAMPLE=noise is not None, FILTERS=filters, BY_DEPTH=depth is not None, num_warps=warps,
+        BLOCK=block, SAMPLE=noise is not None, FILTERS=filters, BY_DEPTH=depth is not None, num_warps=warps, **EXACT,
     )  # fmt: skip
     return choice, usable
 

@@ -8,10 +8,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.backend import jit, operation, overlapping, tl, triton, wait_for_the_kernel_before
+from kernels.backend import EXACT, jit, operation, tl, triton
 from kernels.choice import NOTHING, rank_of
 from kernels.linear import GATES, epilogue, finish, launch_arguments, main_loop, packed_linear
-from kernels.norm_rope import norm_row, rms_norm, row_options
+from kernels.norm_rope import row_options
 from kernels.packing import PackedTensors, PackedWeight, dequantize, from_parts, kernel_views, panel_words
 from kernels.panels import panel_sums, weight_words
 from kernels.tuned import unsplit
@@ -55,10 +55,9 @@ def _sort_pairs(ids, pairs, used, offsets, P, E, EP: tl.constexpr, BLOCK: tl.con
 @(triton.jit(do_not_specialize=["M"]) if triton else jit)
 def route_kernel(
     logits, weights, ids, pairs, used, offsets, M, E, K, EP: tl.constexpr, KP: tl.constexpr, R: tl.constexpr,
-    BLOCK: tl.constexpr, NORMALISED: tl.constexpr, SORT: tl.constexpr, OVERLAP: tl.constexpr,
+    BLOCK: tl.constexpr, NORMALISED: tl.constexpr, SORT: tl.constexpr,
 ):  # fmt: skip
     """`choose_experts` of R rows, whatever M is. With SORT, where one program does all rows, it sorts the pairs, too."""
-    wait_for_the_kernel_before(OVERLAP)
     e = tl.arange(0, EP)
     k = tl.arange(0, KP)
     r = tl.program_id(0) * R + tl.arange(0, R)
@@ -86,10 +85,9 @@ def route_kernel(
 
 @jit
 def sort_pairs_kernel(
-    ids, pairs, used, offsets, P, E, EP: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr
+    ids, pairs, used, offsets, P, E, EP: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """`_sort_pairs` by one program, after several programs of `route_kernel`."""
-    wait_for_the_kernel_before(OVERLAP)
     _sort_pairs(ids, pairs, used, offsets, P, E, EP, BLOCK)
 
 
@@ -119,10 +117,10 @@ def _triton_route(logits, count, normalised) -> Routes:
     grid = triton.cdiv(T, rows)
     route_kernel[grid,](
         logits, routes.weights, *tables, T, E, count, EP=wide, KP=triton.next_power_of_2(count), R=rows, BLOCK=block,
-        NORMALISED=normalised, SORT=grid == 1, **overlapping(),
+        NORMALISED=normalised, SORT=grid == 1, **EXACT,
     )  # fmt: skip
     if grid > 1:
-        sort_pairs_kernel[1,](*tables, T * count, E, EP=wide, BLOCK=block, **overlapping())
+        sort_pairs_kernel[1,](*tables, T * count, E, EP=wide, BLOCK=block)
     return routes
 
 
@@ -143,14 +141,13 @@ def route(logits: Tensor, count: int, normalised: bool) -> Routes:
 def expert_kernel(
     x, w, s, z, out, pairs, used, offsets, N, K, N_OUT, DIV, BITS: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr,
     GATED: tl.constexpr, FORMS: tl.constexpr, EVEN_K: tl.constexpr, BN: tl.constexpr, BT: tl.constexpr,
-    ACC: tl.constexpr, NATIVE: tl.constexpr, OVERLAP: tl.constexpr,
+    ACC: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     """The products of all experts in one launch. Grid (token tiles, row tiles, experts in use at most).
 
     Pair p of `Routes` reads row p // DIV. Programs of idle experts end at once. The token tiles of one weight tile
     are neighbours in launch order, so its weights come from DRAM once.
     """
-    wait_for_the_kernel_before(OVERLAP)
     place = tl.program_id(2)
     first = tl.load(offsets + place) + tl.program_id(0) * BT
     end = tl.load(offsets + place + 1)
@@ -182,12 +179,8 @@ def expert_kernel(
 
 
 @jit
-def mix_kernel(
-    y, weights, residual, norm_weight, out, normed, SIZE, K, eps, LEVELS: tl.constexpr, RESIDUAL: tl.constexpr,
-    NORM: tl.constexpr, OVERLAP: tl.constexpr,
-):  # fmt: skip
+def mix_kernel(y, weights, residual, out, SIZE, K, LEVELS: tl.constexpr, RESIDUAL: tl.constexpr):
     """`mix` of one row."""
-    wait_for_the_kernel_before(OVERLAP)
     row = tl.program_id(0)
     DT: tl.constexpr = out.dtype.element_ty
     d = tl.arange(0, 2**LEVELS)
@@ -200,56 +193,46 @@ def mix_kernel(
     if RESIDUAL:
         total = (total.to(tl.float32) + tl.load(residual + at, mask=d < SIZE, other=0).to(tl.float32)).to(DT)
     tl.store(out + at, total, mask=d < SIZE)
-    if NORM:
-        tl.debug_barrier()
-        norm_row(out, norm_weight, normed, row * SIZE, row * SIZE, SIZE, eps, LEVELS)
 
 
-def _triton_mix(y, weights, residual, norm_weight, eps) -> tuple[Tensor, Tensor]:
+def _triton_mix(y, weights, residual) -> Tensor:
     T, k, size = y.shape
-    y = y.contiguous()
-    out, normed = _mix_shapes(y, weights, residual, norm_weight, eps)
-    inside = norm_weight is not None and norm_weight.dtype == y.dtype != torch.float32  # as `packed_linear_norm`
+    out = _mix_shapes(y, weights, residual)
+    residual = None if residual is None else residual.contiguous()
     mix_kernel[T,](
-        y, weights.contiguous(), out if residual is None else residual.contiguous(), norm_weight if inside else out, out,
-        normed, size, k, eps, RESIDUAL=residual is not None, NORM=inside, **row_options(size), **overlapping(),
+        y.contiguous(), weights.contiguous(), out if residual is None else residual, out, size, k,
+        RESIDUAL=residual is not None, **row_options(size),
     )  # fmt: skip
-    return out, normed if inside or norm_weight is None else rms_norm(out, norm_weight, eps)
+    return out
 
 
-def _mix_shapes(y, weights, residual, norm_weight, eps) -> tuple[Tensor, Tensor]:
-    out = y.new_empty(len(y), y.shape[-1])
-    return out, y.new_empty(0) if norm_weight is None else torch.empty_like(out)
+def _mix_shapes(y, weights, residual) -> Tensor:
+    return y.new_empty(len(y), y.shape[-1])
 
 
 @operation("mix", "packed_experts", _triton_mix, _mix_shapes)
-def mix(
-    y: Tensor, weights: Tensor, residual: Tensor | None, norm_weight: Tensor | None, eps: float
-) -> tuple[Tensor, Tensor]:
-    """The sum of weights [T,k] * y [T,k,N] in slot order, in float32 or wider, rounded to y's dtype, + residual [T,N].
-    And its RMS norm, or an empty tensor without a norm_weight [N]."""
+def mix(y: Tensor, weights: Tensor, residual: Tensor | None) -> Tensor:
+    """The sum of weights [T,k] * y [T,k,N] in slot order, in float32 or wider, rounded to y's dtype, + residual [T,N]."""
     factors = weights.to(torch.promote_types(y.dtype, torch.float32))[..., None]
     out = y[:, 0] * factors[:, 0]
     for slot in range(1, y.shape[1]):
         out = out + y[:, slot] * factors[:, slot]
     out = out.to(y.dtype)
-    out = out if residual is None else residual + out
-    return out, y.new_empty(0) if norm_weight is None else rms_norm(out, norm_weight, eps)
+    return out if residual is None else residual + out
 
 
 def packed_experts(
-    x: Tensor, routes: Routes, gate_up: PackedWeight, down: PackedWeight, residual: Tensor | None = None,
-    norm_weight: Tensor | None = None, eps: float = 0.0, gated: int = 1,
+    x: Tensor, routes: Routes, gate_up: PackedWeight, down: PackedWeight, residual: Tensor | None = None, gated: int = 1,
     biases: tuple[Tensor | None, Tensor | None] = (None, None),
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> Tensor:  # fmt: skip
     """Mixture-of-experts MLP: `mix` of MLP_e(x[t]) over the experts e that token t uses.
 
     x [T,H]; gate_up packs [E,2I,H], down packs [E,H,I]; biases [E,2I] and [E,H]; gated: one of GATES. Returns [T,H] in
-    x's dtype, and its norm. On Triton there is no host sync, and of each expert in use the weights are read once.
+    x's dtype. On Triton there is no host sync, and of each expert in use the weights are read once.
     Elsewhere the host reads which experts are in use.
     """
     hidden = _experts(x, routes, gate_up, gated, biases[0])
-    return mix(_experts(hidden, routes, down, 0, biases[1]), routes.weights, residual, norm_weight, eps)
+    return mix(_experts(hidden, routes, down, 0, biases[1]), routes.weights, residual)
 
 
 def _experts(x: Tensor, routes: Routes, weight: PackedWeight, gated: int, bias: Tensor | None) -> Tensor:

@@ -7,7 +7,6 @@ and plain decoding compute the same.
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -15,21 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import kernels.cpu as cpu
-from kernels.backend import (
-    dot,
-    jit,
-    native,
-    operation,
-    overlapping,
-    round_activations,
-    tl,
-    triton,
-    use_cpu,
-    use_triton,
-    wait_for_the_kernel_before,
-)
+from kernels.backend import EXACT, dot, jit, native, operation, round_activations, tl, triton, use_cpu, use_triton
 from kernels.choice import merge_topk
-from kernels.norm_rope import norm_row, rms_norm, turn_rows
+from kernels.norm_rope import turn_rows
 from kernels.packing import PackedTensors, PackedWeight, decode, dequantize, from_parts, kernel_views, panel_words
 from kernels.panels import kernel_forms, panel_sums
 from kernels.tuned import SMALL_M, TILE_M, LinearConfig
@@ -114,7 +101,7 @@ def _multiply_block(
                 a = a - zero.to(DT)[:, None] if NATIVE else (a.to(tl.float32) - zero[:, None]).to(DT)
             part = dot(a, xp, part, NATIVE)
             if (p + 1) * KP % GROUP == 0:  # Each group is added up in fp32.
-                acc += part.to(tl.float32) * scales[p * KP // GROUP][:, None]
+                acc = tl.fma(part.to(tl.float32), scales[p * KP // GROUP][:, None], acc)
     return acc if BITS == 4 else part
 
 
@@ -240,13 +227,12 @@ def _partial(part, split, rn, rt, width, BT: tl.constexpr, GATED: tl.constexpr):
 # M and T are not specialized: one binary per token tile also serves M = 1.
 @(triton.jit(do_not_specialize=["M", "T"]) if triton else jit)
 def linear_kernel(
-    x, w, s, z, bias, residual, norm_weight, out, normed, ids, part, count, cos, sin, kv, kv_scales, slots, q_weight,
-    k_weight, arrived, M, N, K, N_OUT, T, S, v_offset, arrivals, eps, BITS: tl.constexpr, GROUP: tl.constexpr,
-    ZEROS: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, GATED: tl.constexpr, NORM: tl.constexpr,
-    TOPK: tl.constexpr, HQ: tl.constexpr, HKV: tl.constexpr, HD: tl.constexpr, LEVELS: tl.constexpr,
+    x, w, s, z, bias, residual, out, turned, ids, part, count, cos, sin, kv, kv_scales, slots, q_weight, k_weight,
+    arrived, M, N, K, N_OUT, T, S, v_offset, arrivals, eps, BITS: tl.constexpr, GROUP: tl.constexpr,
+    ZEROS: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, GATED: tl.constexpr, TOPK: tl.constexpr,
+    HQ: tl.constexpr, HKV: tl.constexpr, HD: tl.constexpr, LEVELS: tl.constexpr,
     QK_NORM: tl.constexpr, INT8: tl.constexpr, POOLED: tl.constexpr, FORMS: tl.constexpr, EVEN_K: tl.constexpr,
     BN: tl.constexpr, BT: tl.constexpr, SPLIT: tl.constexpr, ACC: tl.constexpr, NATIVE: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """out[M, N_OUT], or the best of it if TOPK > 0 (`_finish_topk`). Grid (token tiles, row tiles, SPLIT).
 
@@ -255,12 +241,10 @@ def linear_kernel(
     stored theirs, and adds all parts in split order. It waits only for programs that are storing already. It also
     resets the counter, so that the buffer is ready for the next launch or the next replay of a graph.
 
-    With NORM > 0 the program that stores the last columns of a token tile also writes the RMS norm of its rows
-    (`norm_row` with NORM levels). With HD > 0 the weight is that of queries, keys and values. Then the program that
-    stores the last columns of a head also turns this head of its token tile (`turn_rows`), with q in `normed`, and the
-    first program sets the counters `arrived` to zero.
+    With HD > 0 the weight is that of queries, keys and values. Then the program that stores the last columns of a head
+    also turns this head of its token tile (`turn_rows`), with q in `turned`, and the first program sets the counters
+    `arrived` to zero.
     """
-    wait_for_the_kernel_before(OVERLAP)
     slab = tl.program_id(0)
     tile = tl.program_id(1)
     split = tl.program_id(2)
@@ -317,12 +301,6 @@ def linear_kernel(
     else:
         finish(acc, up, s, bias, residual, out, rn, rm, live, N, N_OUT, BITS, BIAS, RESIDUAL, GATED,
                x.dtype.element_ty)  # fmt: skip
-    if NORM > 0:
-        tl.debug_barrier()
-        if tl.atomic_add(finished + slab, 1, sem="acq_rel", scope="gpu") == tl.num_programs(1) - 1:
-            for row in range(slab * BT, tl.minimum(slab * BT + BT, M)):
-                norm_row(out, norm_weight, normed, row * N_OUT, row * N_OUT, N_OUT, eps, NORM)
-            tl.store(finished + slab, 0)
     if HD > 0:
         tl.debug_barrier()
         finished += slab * (HQ + 2 * HKV)
@@ -332,7 +310,7 @@ def linear_kernel(
                 FEW: tl.constexpr = 8 if QK_NORM or INT8 else 16  # as many as registers allow
                 for begin in range(slab * BT, tl.minimum(slab * BT + BT, M), FEW):
                     rows = begin + tl.arange(0, FEW)
-                    turn_rows(out, rows, rows < M, head, cos, sin, kv, kv_scales, slots, q_weight, k_weight, normed,
+                    turn_rows(out, rows, rows < M, head, cos, sin, kv, kv_scales, slots, q_weight, k_weight, turned,
                               v_offset, T, S, eps, HQ, HKV, HD, LEVELS, QK_NORM, INT8, POOLED)  # fmt: skip
                 tl.store(finished + head, 0)
 
@@ -367,7 +345,7 @@ def launch_tile(
     tile = min(largest, max(16, triton.next_power_of_2(tokens)))
     # With 64 tokens a fourth stage takes so much shared memory that a multiprocessor runs one program less.
     stages = min(config.stages, 3) if tile == 64 else config.stages
-    options = dict(num_warps=config.warps, num_stages=stages, maxnreg=None)
+    options = dict(num_warps=config.warps, num_stages=stages, maxnreg=None, **EXACT)
     # Without a number, ptxas would rather spill than use more than 128 registers.
     if (forms or norms) and tile == 16:
         options["maxnreg"] = 168
@@ -396,7 +374,7 @@ def launch_arguments(
     constants = dict(
         BITS=0 if weight.forms else weight.bits, GROUP=weight.group_size, ZEROS=zeros, GATED=gated,
         FORMS=kernel_forms(weight.forms), EVEN_K=weight.k % 128 == 0, BN=block_n, BT=tile,
-        ACC=tl.float16 if half else tl.float32, NATIVE=native(x.dtype), **overlapping(),
+        ACC=tl.float16 if half else tl.float32, NATIVE=native(x.dtype),
     )  # fmt: skip
     return grid, partial, options | constants
 
@@ -423,17 +401,6 @@ def epilogue(y: Tensor, bias: Tensor | None, residual: Tensor | None, gated: int
     return y if residual is None else y + residual
 
 
-def _group_sums(x: Tensor, group: int) -> Tensor:
-    """x [..., K] -> [..., K / group], the sum of every group in float32, rounded once.
-
-    It halves the groups until one value is left, because the order of a reduction may depend on the number of rows.
-    """
-    sums = x.float().unflatten(-1, (-1, group))
-    while sums.shape[-1] > 1:
-        sums = sums[..., : sums.shape[-1] // 2] + sums[..., sums.shape[-1] // 2 :]
-    return sums[..., 0].to(x.dtype)
-
-
 def packed_linear(
     x: Tensor, weight: PackedWeight, bias: Tensor | None = None, residual: Tensor | None = None,
     gated: int = 0, wide: bool = False,
@@ -441,16 +408,13 @@ def packed_linear(
     """x [..., K] @ W^T [+ bias], [`gate`, if gated], [+ residual] -> [..., N or N/2], in x's dtype, or if wide the same
     values in float32 or wider.
 
-    No host sync. With layout 'planes', up to SMALL_M rows run our kernel, more rows dequantize the weight and
-    use cuBLAS. Bias and epilogue are computed in float32 in our kernel, and in x's dtype elsewhere.
+    No host sync. With layout 'planes' our kernel runs, SMALL_M rows at a time. Only longer texts dequantize the
+    weight and use cuBLAS (`beyond_a_step`). Bias and epilogue are computed in float32 in our kernel, and in x's dtype
+    elsewhere.
     """
     if gated == GATES["swiglu_clamped"] and weight.layout != "tiles":
         return _widened(epilogue(packed_linear(x, weight, bias), None, residual, gated), wide)
     x = weight.reorder(x)
-    if weight.correction is not None:
-        own = packed_linear(_group_sums(x, weight.group_size), weight.correction, bias)
-        y = packed_linear(x, replace(weight, correction=None, mins=None, perm=None), residual=own)
-        return _widened(epilogue(y, None, residual, gated), wide)
     if weight.layout == "planes":
         # In one program two tiles and their zero points would spill registers, and two formats are two loops.
         apart = gated and (weight.has_zeros or len(weight.forms) > 1)
@@ -484,51 +448,33 @@ def _widened(y: Tensor, wide: bool) -> Tensor:
     return y.to(torch.promote_types(y.dtype, torch.float32)) if wide else y
 
 
-# The most rows whose norm is the end of the linear before it. One program norms them one by one, each in about the
-# time of a read from L2. For more rows a launch of its own is quicker. The number is an estimate, not measured.
-NORM_ROWS = 8
+def beyond_a_step(x: Tensor) -> bool:
+    """Whether x [B, T, K] has more rows of one sequence than any step has, so that cuBLAS may multiply them.
 
-
-def packed_linear_norm(
-    x: Tensor, weight: PackedWeight, bias: Tensor | None, residual: Tensor | None, norm_weight: Tensor, eps: float
-) -> tuple[Tensor, Tensor]:
-    """y = packed_linear(x, weight, bias, residual), and rms_norm(y, norm_weight, eps), in one launch for few rows.
-
-    The bits of a norm do not depend on who computes it.
+    In cuBLAS the bits of a row depend on the number of rows. No tree has more than SMALL_M nodes (`tree.MAX_NODES`), and
+    no chunk of a prompt that many tokens (`runtime.prefill.CHUNKS`), however many sequences run together. So what
+    gets here is a text that is read at once, to evaluate or to train.
     """
-    few = math.prod(x.shape[:-1]) <= NORM_ROWS
-    if not few or weight.layout != "planes" or weight.correction is not None:
-        y = packed_linear(x, weight, bias, residual)
-        return y, rms_norm(y, norm_weight, eps)
-    return planes_linear_norm(weight.reorder(x), *weight.parts(), bias, residual, norm_weight, eps)
+    return x.dim() > 2 and x.shape[-2] > SMALL_M
 
 
-def _launch_linear(
-    x: Tensor, weight: PackedWeight, bias: Tensor | None, residual: Tensor | None, gated: int, wide: bool,
-    norm_weight: Tensor | None = None, eps: float = 0.0,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The output of `planes_linear`, and its norm if there is a norm_weight, by our kernel for up to SMALL_M rows."""
+def _triton_linear(x, tensors, numbers, bias, residual, gated, wide) -> Tensor:
+    weight = from_parts(tensors, numbers)
+    if beyond_a_step(x):
+        y = x @ dequantize(weight, x.dtype, fused=True).mT
+        return _widened(epilogue(y, bias, residual, gated), wide)
     rows = x.reshape(-1, weight.k).contiguous()
-    if len(rows) > SMALL_M:
-        y = (rows @ dequantize(weight, x.dtype, fused=True).mT).unflatten(0, x.shape[:-1])
-        y = _widened(epilogue(y, bias, residual, gated), wide)
-        return y, y
-    n_out = weight.n // 2 if gated else weight.n
-    out = x.new_empty((*x.shape[:-1], n_out), dtype=torch.float32 if wide else x.dtype)
-    normed = out if norm_weight is None else torch.empty_like(out)
-    grid, partial, constants = launch_arguments(rows, weight, gated, len(rows))
-    linear_kernel[grid](
-        rows, *kernel_views(weight), rows if bias is None else bias, rows if residual is None else residual.contiguous(),
-        rows if norm_weight is None else norm_weight, out, normed, out, partial, weight.counters, M=len(rows), N=weight.n,
-        K=weight.k, N_OUT=n_out, eps=eps, BIAS=bias is not None, RESIDUAL=residual is not None,
-        NORM=0 if norm_weight is None else (n_out - 1).bit_length(), TOPK=0, SPLIT=grid[2], **constants,
-        **no_rope(rows),
-    )  # fmt: skip
-    return out, normed
-
-
-def _triton_linear(x, tensors, numbers, *epilogue_arguments) -> Tensor:
-    return _launch_linear(x, from_parts(tensors, numbers), *epilogue_arguments)[0]
+    out = _linear_shapes(x, tensors, numbers, bias, residual, gated, wide)
+    added = rows if residual is None else residual.contiguous()
+    parts = (t.view(len(rows), -1).split(SMALL_M) for t in (rows, added, out))
+    for own, other, place in zip(*parts, strict=True):
+        grid, partial, constants = launch_arguments(own, weight, gated, len(own))
+        linear_kernel[grid](
+            own, *kernel_views(weight), own if bias is None else bias, other, place, place, place, partial,
+            weight.counters, M=len(own), N=weight.n, K=weight.k, N_OUT=place.shape[1], eps=0.0, BIAS=bias is not None,
+            RESIDUAL=residual is not None, TOPK=0, SPLIT=grid[2], **constants, **no_rope(own),
+        )  # fmt: skip
+    return out
 
 
 def _linear_shapes(x, tensors, numbers, bias, residual, gated, wide) -> Tensor:
@@ -545,29 +491,6 @@ def planes_linear(
     weight = from_parts(tensors, numbers)
     y = x.reshape(-1, weight.k) @ dequantize(weight, x.dtype).mT
     return _widened(epilogue(y.unflatten(0, x.shape[:-1]), bias, residual, gated), wide)
-
-
-def _triton_linear_norm(x, tensors, numbers, bias, residual, norm_weight, eps) -> tuple[Tensor, Tensor]:
-    # float32 activations are normed apart, because their squares are rounded, and a compiler may round them in
-    # different ways.
-    weight, inside = from_parts(tensors, numbers), x.dtype == norm_weight.dtype != torch.float32
-    out, normed = _launch_linear(x, weight, bias, residual, 0, False, norm_weight if inside else None, eps)
-    return out, normed if normed is not out else rms_norm(out, norm_weight, eps)
-
-
-def _linear_norm_shapes(x, tensors, numbers, bias, residual, norm_weight, eps) -> tuple[Tensor, Tensor]:
-    out = _linear_shapes(x, tensors, numbers, bias, residual, 0, False)
-    return out, torch.empty_like(out)
-
-
-@operation("planes_linear_norm", "packed_linear", _triton_linear_norm, _linear_norm_shapes)
-def planes_linear_norm(
-    x: Tensor, tensors: PackedTensors, numbers: list[int], bias: Tensor | None, residual: Tensor | None,
-    norm_weight: Tensor, eps: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`packed_linear_norm` of few rows for layout 'planes'."""
-    y = planes_linear.reference(x, tensors, numbers, bias, residual, 0, False)
-    return y, rms_norm(y, norm_weight, eps)
 
 
 class TopK(NamedTuple):
@@ -597,27 +520,29 @@ def topk_reference(logits: Tensor, count: int) -> TopK:
 def packed_topk(x: Tensor, weight: PackedWeight, count: int) -> TopK:
     """The `count` largest of each row of packed_linear(x [..., K], weight), 1 <= count <= N. No host sync.
 
-    On Triton the logits of up to SMALL_M rows are never stored. Every weight tile gives its own best ones,
-    and these are merged in the order of the tiles.
+    On Triton the logits are never stored. Every weight tile gives its own best ones, and these are merged in the order of
+    the tiles.
     """
-    if weight.layout != "planes" or weight.correction is not None:
+    if weight.layout != "planes":
         return topk_reference(packed_linear(x, weight), count)
     top = planes_topk(weight.reorder(x).reshape(-1, weight.k), *weight.parts(), count)
     return TopK(*(t.unflatten(0, x.shape[:-1]) for t in top))
 
 
 def _triton_topk(x, tensors, numbers, count) -> TopK:
-    x, tokens, weight = x.contiguous(), len(x), from_parts(tensors, numbers)
-    if tokens > SMALL_M:
-        top = topk_reference(x @ dequantize(weight, x.dtype, fused=True).mT, count)
-        return TopK(*(t.clone() for t in top))  # an operator may not return views
+    weight = from_parts(tensors, numbers)
+    found = [_launch_topk(rows, weight, count) for rows in x.contiguous().split(SMALL_M)]
+    return found[0] if len(found) == 1 else TopK(*map(torch.cat, zip(*found, strict=True)))
+
+
+def _launch_topk(x: Tensor, weight: PackedWeight, count: int) -> TopK:
+    tokens = len(x)
     grid, partial, constants = launch_arguments(x, weight, False, min(32, tokens))
     out = x.new_empty(grid[1], tokens, count + 2, dtype=torch.float32)
     ids = x.new_empty(grid[1], tokens, count, dtype=torch.int32)
     linear_kernel[grid](
-        x, *kernel_views(weight), x, x, x, out, out, ids, partial, weight.counters, M=tokens, N=weight.n, K=weight.k,
-        N_OUT=weight.n, eps=0.0, BIAS=False, RESIDUAL=False, NORM=0, TOPK=count, SPLIT=grid[2], **constants,
-        **no_rope(x),
+        x, *kernel_views(weight), x, x, out, out, ids, partial, weight.counters, M=tokens, N=weight.n, K=weight.k,
+        N_OUT=weight.n, eps=0.0, BIAS=False, RESIDUAL=False, TOPK=count, SPLIT=grid[2], **constants, **no_rope(x),
     )  # fmt: skip
     return TopK(*merge_topk(out, ids))
 

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.backend import jit, operation, overlapping, tl, wait_for_the_kernel_before
+from kernels.backend import EXACT, jit, operation, tl
 from kernels.kv import cache_problem, cpu_problem, scales_of, store_rows, write_kv
 
 
@@ -39,9 +39,8 @@ def norm_row(x, w, out, at, to, SIZE, eps, LEVELS: tl.constexpr):
 
 
 @jit
-def rms_norm_kernel(x, w, out, SIZE, eps, LEVELS: tl.constexpr, OVERLAP: tl.constexpr):
+def rms_norm_kernel(x, w, out, SIZE, eps, LEVELS: tl.constexpr):
     """`rms_norm` with one program per row."""
-    wait_for_the_kernel_before(OVERLAP)
     at = tl.program_id(0) * SIZE
     norm_row(x, w, out, at, at, SIZE, eps, LEVELS)
 
@@ -49,14 +48,14 @@ def rms_norm_kernel(x, w, out, SIZE, eps, LEVELS: tl.constexpr, OVERLAP: tl.cons
 def row_options(size: int) -> dict[str, int]:
     """Constants and compiler options of a kernel whose programs norm a row of `size` values each."""
     levels = (size - 1).bit_length()
-    return dict(LEVELS=levels, num_warps=min(16, max(4, 2**levels // 1024)))
+    return dict(LEVELS=levels, num_warps=min(16, max(4, 2**levels // 1024)), **EXACT)
 
 
 def _norm_triton(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     x = x.contiguous()
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     size = x.shape[-1]
-    rms_norm_kernel[(x.numel() // size,)](x, weight, out, size, eps, **row_options(size), **overlapping())
+    rms_norm_kernel[(x.numel() // size,)](x, weight, out, size, eps, **row_options(size))
     return out
 
 
@@ -128,11 +127,10 @@ def turn_rows(
 def rope_kernel(
     qkv, cos, sin, kv, kv_scales, slots, q_weight, k_weight, out, arrived, tiles, v_offset, T, S, eps,
     HQ: tl.constexpr, HKV: tl.constexpr, HD: tl.constexpr, LEVELS: tl.constexpr, QK_NORM: tl.constexpr,
-    INT8: tl.constexpr, POOLED: tl.constexpr, OVERLAP: tl.constexpr,
+    INT8: tl.constexpr, POOLED: tl.constexpr,
 ):  # fmt: skip
     """`turn_rows` with one program per head of one token. The first programs set a counter to zero.
     Grid (B T, HQ + 2 HKV)."""
-    wait_for_the_kernel_before(OVERLAP)
     row = tl.program_id(0)
     head = tl.program_id(1)
     number = row * (HQ + 2 * HKV) + head
@@ -146,7 +144,7 @@ def rope_constants(qkv: Tensor, kv: Tensor, norm: bool) -> dict:
     """The constants of `turn_rows` for qkv [B,T,Hq+2Hkv,hd] and the cache kv."""
     heads, dim, kv_heads = *qkv.shape[2:], kv.shape[2]
     sizes = dict(HQ=heads - 2 * kv_heads, HKV=kv_heads, HD=dim, LEVELS=(dim - 1).bit_length())
-    return sizes | dict(QK_NORM=norm, INT8=kv.dtype == torch.int8, POOLED=kv.shape[1] < qkv.shape[0])
+    return sizes | dict(QK_NORM=norm, INT8=kv.dtype == torch.int8, POOLED=kv.shape[1] == 1)
 
 
 def rope_outputs(qkv: Tensor, kv: Tensor) -> tuple[Tensor, Tensor]:
@@ -169,7 +167,7 @@ def _rope_triton(
     rope_kernel[B * T, heads](
         qkv, cos.contiguous(), sin.contiguous(), kv, scales_of(kv), slots.contiguous(),
         q_weight if norm else qkv, k_weight if norm else qkv, out, arrived, arrived.numel(), kv.stride(0), T,
-        kv.shape[3], eps, num_warps=1, **rope_constants(qkv, kv, norm), **overlapping(),
+        kv.shape[3], eps, num_warps=1, **rope_constants(qkv, kv, norm), **EXACT,
     )  # fmt: skip
     return out, arrived
 

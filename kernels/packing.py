@@ -35,6 +35,7 @@ from kernels.backend import (
     use_cpu,
     use_triton,
 )
+from kernels.formats import Blocks, Format, Part
 from kernels.tuned import SMALL_M, LinearConfig, linear_config, shape_key, without_wgmma
 
 
@@ -184,8 +185,6 @@ class PackedWeight:
     zeros: Tensor | None = None
     mins: Tensor | None = None  # what code 0 stands for, instead of zeros
     perm: Tensor | None = None
-    # For mins in layout 'planes': min + 8 scale as a 16-bit weight [N, K/G], which multiplies the groups' sums of x.
-    correction: PackedWeight | None = None
     # How many partial sums of a tile have arrived. All are zero between launches.
     counters: Tensor | None = None
     config: LinearConfig = LinearConfig()
@@ -198,7 +197,7 @@ class PackedWeight:
         return self.weight.shape[-1] == 4 * panel_words(4, self.group_size, True) if inside else self.zeros is not None
 
     def parts(self) -> tuple[PackedTensors, list[int]]:
-        """This weight for an operator, which `from_parts` turns back: without perm and correction."""
+        """This weight for an operator, which `from_parts` turns back: without perm."""
         numbers = [LAYOUTS.index(self.layout), self.bits, self.group_size, self.n, self.k]
         tiling = [*self.config[:4], int(self.config.accumulate == "float16")]
         numbers += tiling + [number for form in self.forms for number in form]
@@ -367,8 +366,13 @@ def _pack(
         return _to_tiles(plain, reuse)
     if layout == "plain":
         return plain
-    config = _tiling(plain) if config is None else config
     device = plain.weight.device
+    if plain.mins is not None:  # the kernels for the types of a file add them
+        each = plain.group_size // 32
+        factors = (t.mT.repeat_interleave(each, 1).contiguous() for t in (plain.scales, plain.mins))
+        part = Part(Format(4, minima=True), plain.n, plain.k, [Blocks(_unpack_nibbles(plain.weight), *factors)])
+        return replace(pack_panels([part], device, config), perm=plain.perm)
+    config = _tiling(plain) if config is None else config
     counters = torch.zeros(SMALL_M // 32 * -(-plain.n // 16), dtype=torch.int32, device=device)
     if plain.bits == 16:
         return replace(plain, layout=layout, weight=plain.weight.contiguous(), config=config, counters=counters)
@@ -377,11 +381,7 @@ def _pack(
         return replace(plain, layout=layout, weight=weight, config=config, counters=counters)
     words = to_planes(_unpack_nibbles(plain.weight), 4)
     weight = _to_panels(words, plain.scales, plain.zeros, plain.group_size, 4)
-    correction = None if plain.mins is None else pack_half(_middle(plain).mT.to(dtype).contiguous(), layout)
-    return replace(
-        plain, layout=layout, weight=weight, scales=None, zeros=None, config=config, counters=counters,
-        correction=correction,
-    )  # fmt: skip
+    return replace(plain, layout=layout, weight=weight, scales=None, zeros=None, config=config, counters=counters)
 
 
 def _tiling(plain: PackedWeight) -> LinearConfig:
@@ -401,14 +401,16 @@ def _tiling(plain: PackedWeight) -> LinearConfig:
     return config._replace(block_n=rows, warps=min(config.warps, rows // 32)) if plain.forms else config
 
 
-def pack_panels(parts: Sequence[panels.Part], device: torch.device | str = "cpu") -> PackedWeight:
+def pack_panels(
+    parts: Sequence[Part], device: torch.device | str = "cpu", config: LinearConfig | None = None
+) -> PackedWeight:
     """The parts of one weight [N, K], whose codes and factors stay as they are, in layout 'planes'."""
     forms = tuple((part.n, *part.form.numbers()) for part in parts)
     rows, bits = sum(part.n for part in parts), max(part.form.low + part.form.high for part in parts)
     weight = panels.pack(parts, device)
     counters = torch.zeros(SMALL_M // 32 * -(-rows // 16), dtype=torch.int32, device=device)
     plain = PackedWeight("planes", bits, 0, rows, parts[0].k, weight, counters=counters, forms=forms)
-    return replace(plain, config=_tiling(plain))
+    return replace(plain, config=config or _tiling(plain))
 
 
 def kernel_views(packed: PackedWeight) -> tuple[Tensor, Tensor, Tensor]:

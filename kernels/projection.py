@@ -2,31 +2,27 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
 from kernels.backend import operation, use_triton
 from kernels.kv import cache_problem, scales_of
-from kernels.linear import launch_arguments, linear_kernel, packed_linear, planes_linear
+from kernels.linear import beyond_a_step, launch_arguments, linear_kernel, packed_linear, planes_linear
 from kernels.norm_rope import rope_constants, rope_outputs, rope_write_kv
 from kernels.packing import PackedTensors, PackedWeight, from_parts, kernel_views
-from kernels.tuned import TILE_M
+from kernels.tuned import SMALL_M
 
 
 def packed_linear_rope(
     x: Tensor, weight: PackedWeight, bias: Tensor | None, head_dim: int, cos: Tensor, sin: Tensor, kv: Tensor,
     slots: Tensor, q_weight: Tensor | None = None, k_weight: Tensor | None = None, eps: float = 0.0,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """`rope_write_kv` of packed_linear(x [B,T,K], weight, bias), in one launch for up to 2 TILE_M rows. No host
-    sync.
+    """`rope_write_kv` of packed_linear(x [B,T,K], weight, bias), in one launch for up to SMALL_M rows. No host sync.
 
-    Heads are turned by the programs that compute them, each of which has at most TILE_M rows to turn. The bits do not
-    depend on who turns them. More rows, a prompt's, would keep the last programs busy for longer than a launch takes.
+    Heads are turned by the programs that compute them, each of which has at most TILE_M rows to turn.
     """
     turn = cos, sin, kv, slots, q_weight, k_weight, eps
-    if weight.layout != "planes" or weight.correction is not None or math.prod(x.shape[:-1]) > 2 * TILE_M:
+    if weight.layout != "planes" or beyond_a_step(x):
         return rope_write_kv(packed_linear(x, weight, bias).unflatten(-1, (-1, head_dim)), *turn)
     return planes_linear_rope(weight.reorder(x), *weight.parts(), bias, head_dim, *turn)
 
@@ -37,18 +33,23 @@ def _triton_linear_rope(x, tensors, numbers, bias, head_dim, *turn) -> tuple[Ten
     # different ways.
     if x.dtype == torch.float32 or not use_triton("rope_write_kv", x, cache_problem(kv)):
         return planes_linear_rope.reference(x, tensors, numbers, bias, head_dim, *turn)
-    weight, tokens, norm = from_parts(tensors, numbers), x.shape[1], q_weight is not None
-    rows = x.reshape(-1, weight.k).contiguous()
-    qkv = x.new_empty(*x.shape[:2], weight.n // head_dim, head_dim)
+    weight, (B, T), norm = from_parts(tensors, numbers), x.shape[:2], q_weight is not None
+    qkv = x.new_empty(B, T, weight.n // head_dim, head_dim)
     q, arrived = rope_outputs(qkv, kv)
-    grid, partial, constants = launch_arguments(rows, weight, False, len(rows), norm)
-    linear_kernel[grid](
-        rows, *kernel_views(weight), rows if bias is None else bias, rows, rows, qkv, q, qkv, partial, weight.counters,
-        cos.contiguous(), sin.contiguous(), kv, scales_of(kv), slots.contiguous(), q_weight if norm else rows,
-        k_weight if norm else rows, arrived, len(rows), weight.n, weight.k, weight.n, tokens, kv.shape[3], kv.stride(0),
-        arrived.numel(), eps, BIAS=bias is not None, RESIDUAL=False, NORM=0, TOPK=0, SPLIT=grid[2], **constants,
-        **rope_constants(qkv, kv, norm),
-    )  # fmt: skip
+    heads = rope_constants(qkv, kv, norm)
+    each = SMALL_M // T  # sequences of a launch
+    for b in range(0, B, each):
+        one = slice(b, b + each)
+        rows, counts = x[one].reshape(-1, weight.k).contiguous(), arrived.view(B, -1)[one]
+        cache = kv if heads["POOLED"] else kv[:, one]
+        grid, partial, constants = launch_arguments(rows, weight, False, len(rows), norm)
+        linear_kernel[grid](
+            rows, *kernel_views(weight), rows if bias is None else bias, rows, qkv[one], q[one], qkv, partial,
+            weight.counters, cos[one].contiguous(), sin[one].contiguous(), cache, scales_of(cache),
+            slots[one].contiguous(), q_weight if norm else rows, k_weight if norm else rows, counts, len(rows), weight.n,
+            weight.k, weight.n, T, kv.shape[3], kv.stride(0), counts.numel(), eps, BIAS=bias is not None, RESIDUAL=False,
+            TOPK=0, SPLIT=grid[2], **constants, **heads,
+        )  # fmt: skip
     return q, arrived
 
 

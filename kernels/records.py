@@ -36,6 +36,7 @@ class Nodes(NamedTuple):
     # of which takes every write past the end
     segments: Tensor | None = None
     longest: int = 0  # slots of a sequence at most; 0: those of the cache
+    step: bool = False  # whether these are the rows of a decoding step, whose bits may not depend on their number
 
 
 class Accepted(NamedTuple):
@@ -164,7 +165,7 @@ def _struct(record: type, sizes: dict[type, int]) -> str:
     """The struct of a record. sizes: the number of tensors of the records before it; its own is added."""
     members, values, at = [], [], 0
     for name, kind in get_type_hints(record).items():
-        if kind is int:
+        if kind in (int, bool):
             continue
         inner = sizes.get(kind)
         members.append(f"  const {'Tensor&' if inner is None else kind.__name__} {name};\n")

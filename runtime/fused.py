@@ -1,4 +1,4 @@
-"""The parts of a step that something faster replaces: functions that torch.compile made, or on a CPU one C++ call for all
+"""The parts of a step that something faster replaces: a block that torch.compile made, or on a CPU one C++ call for all
 layers or for a whole draft, because calling small operators takes longer there than they do.
 
 What the C++ kernels make of weights (`stack`, `static_draft`) are tensors that only these kernels can read. They keep the
@@ -30,37 +30,18 @@ from kernels.records import (
     TreeNodes,
     flat,
 )
-from model import MLP, Block, RMSNorm, Transformer, normed_by
-from step import accept_and_commit
+from model import MLP, Block, Transformer
 from weights.lora import LoraLinear
 from weights.quantized import QuantLinear, TiedEmbedding
 
 
-def compile_parts(on_gpu: bool, mode: str | None = None, backend: str | Callable = "inductor") -> StepParts:
-    """The parts of a step, compiled: one block for all layers, one draft layer for all levels of a width, and the tail.
-
-    This takes seconds. The whole step in one piece takes minutes, and on a CPU it is slower than no compilation. On a CPU
-    only the block repays its compilation, while a captured graph wants few kernels everywhere. mode and backend are
-    those of torch.compile.
-    """
-    # every width of every engine is a variant of the same few functions
+def compiled_blocks(backend: str | Callable = "inductor") -> StepParts:
+    """One block for all layers, made by torch.compile in some seconds. The whole step in one piece would take minutes,
+    and on a CPU it is slower than no compilation."""
+    # every width of every engine is a variant of the same function
     torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
-    block, layer, tail = (
-        torch.compile(function, fullgraph=True, dynamic=False, mode=mode, backend=backend)
-        for function in (Block.forward, EagleHead.layer_forward, accept_and_commit)
-    )
-
-    def run_block(layer: Block, x: Tensor, normed: Tensor | None, *rest) -> tuple[Tensor, Tensor]:
-        # The first layer must not be a variant of its own.
-        return block(layer, x, normed_by(layer.input_norm, x) if normed is None else normed, *rest)
-
-    def draft_layer(head: EagleHead, residual: Tensor, joined: Tensor, nodes: Nodes, kv: Tensor) -> Tensor:
-        # Levels of one width differ in the number of rows that they may see, which only the attention looks at.
-        torch._dynamo.maybe_mark_dynamic(nodes.visible, 2)
-        return layer(head, residual, joined, nodes, kv)
-
-    layers = partial(Transformer.run_layers, block=run_block)
-    return StepParts(layers, draft_layer, tail) if on_gpu else StepParts(layers)
+    block = torch.compile(Block.forward, fullgraph=True, dynamic=False, backend=backend)
+    return StepParts(partial(Transformer.run_layers, block=block))
 
 
 def fused_parts() -> StepParts:
@@ -72,13 +53,11 @@ def fused_parts() -> StepParts:
             known[owner] = stack(layers, **how)
         return known[owner]
 
-    def block(
-        layer: Block, x: Tensor, normed: Tensor | None, nodes: Nodes, kv: Tensor, after: RMSNorm
-    ) -> tuple[Tensor, Tensor | None]:
+    def block(layer: Block, x: Tensor, nodes: Nodes, kv: Tensor) -> Tensor:
         found = stacked(layer, [layer])
         if found is None or kv.dtype not in kernels.CPU_DTYPES:
-            return Block.forward(layer, x, normed, nodes, kv, after)
-        return _run(x, None, found, nodes, kv[None])[0], None
+            return layer(x, nodes, kv)
+        return _run(x, None, found, nodes, kv[None])[0]
 
     def layers(
         model: Transformer, x: Tensor, nodes: Nodes, kv: Tensor, taps: tuple[int, ...]

@@ -17,8 +17,8 @@ from drafters.base import UNCOMPILED, Drafter, PlainDrafter
 from eagle_draft import EagleHead
 from memory_plan import MemoryPlan
 from model import Transformer
-from options import COMPILE_MODES, CompileMode, LoadOptions
-from runtime.fused import compile_parts, fused_parts
+from options import COMPILE_MODES, LoadOptions
+from runtime.fused import compiled_blocks, fused_parts
 from runtime.grammar import ConstrainedSteps, Constraint
 from runtime.prefill import Prefill
 from runtime.runner import Runner
@@ -105,10 +105,12 @@ class Stepper:
         self.state = self._allocate()
         self.whole = View(self.batch_size, self.state, self.drafter, self.fallback)
         self._views = {self.batch_size: self.whole}
-        self.compile_mode = COMPILE_MODES[config.compile_mode] if config.compile else CompileMode("", None, False)
-        captured = self.compile_mode.captured and on_gpu
+        self.compiled = ""  # what torch.compile makes: nothing, the "blocks" of the model, or the whole "step"
+        if config.compile and not (on_gpu and config.compile_mode == "graph"):
+            self.compiled = "step" if config.compile_mode == "reduce-overhead" else "blocks"
+        captured = config.compile and on_gpu and self.compiled != "step"
         self.runner = Runner(self.state.ring, self.state.step, torch.cuda if on_gpu else None, captured)
-        self._compile(self.compile_mode, on_gpu)
+        self._compile()
         self.constrained = ConstrainedSteps(model, self.runner, self.parts)
         # seconds of a plain and of a speculative step, by the settings and the number of rows
         self.timings: dict[tuple[SamplingMode, int], tuple[float, float]] = {}
@@ -139,24 +141,24 @@ class Stepper:
         config = self.config
         return DecodeState(self.model, self.drafter, self.batch_size, self.ctx, history, config.kv_dtype, config.pool)
 
-    def _compile(self, mode: CompileMode, on_gpu: bool) -> None:
+    def _compile(self) -> None:
         """Set up the functions that steps and prefill run. Nothing is compiled before their first call."""
-        self.parts = compile_parts(on_gpu, mode.inductor) if mode.scope == "parts" else UNCOMPILED
+        self.parts = compiled_blocks() if self.compiled == "blocks" else UNCOMPILED
         self._step: Callable[..., StepOutput] = decode_step
         self._plain_step: Callable[..., StepOutput] = decode_step
         layers = None
         if self.backend.mode == "cpu":
             self.parts = fused_parts()
             layers = self.parts.layers
-        self.prefill = Prefill(self.model, self.drafter, self.state, layers, mode.scope == "whole")
-        if mode.scope != "whole":
+        self.prefill = Prefill(self.model, self.drafter, self.state, layers, self.compiled == "step")
+        if self.compiled != "step":
             return
-        if mode.inductor:  # Inductor captures no step that writes a buffer whose address may change
-            _mark_static(self.state.buffers() + self.drafter.buffers())
+        # Inductor captures no step that writes a buffer whose address may change
+        _mark_static(self.state.buffers() + self.drafter.buffers())
         # torch limits recompilations per code object, so the plain step gets a code object of its own
         plain_step = lambda *args, **named: decode_step(*args, **named)  # noqa: E731
-        self._step = torch.compile(decode_step, fullgraph=True, dynamic=False, mode=mode.inductor)
-        self._plain_step = torch.compile(plain_step, fullgraph=True, dynamic=False, mode=mode.inductor)
+        self._step = torch.compile(decode_step, fullgraph=True, dynamic=False, mode="reduce-overhead")
+        self._plain_step = torch.compile(plain_step, fullgraph=True, dynamic=False, mode="reduce-overhead")
 
     def view(self, rows: int) -> View:
         """The first rows. A GPU and compiled steps have views of 1, 2, 4, 8, ... rows, a CPU has one of each number."""
@@ -164,7 +166,7 @@ class Stepper:
             rows = self._rounded(rows)
         if rows not in self._views:
             view = View(rows, self.state.first(rows), self.drafter.first(rows), self.fallback)
-            if self.compile_mode.scope == "whole" and self.compile_mode.inductor:
+            if self.compiled == "step":
                 _mark_static(view.state.buffers() + view.drafter.buffers())
             self._views[rows] = view
         return self._views[rows]
@@ -199,8 +201,8 @@ class Stepper:
         Steps no longer run ahead of the host. Raises ValueError for an observer of phases if the step is compiled in one
         piece, or is captured already, because a graph holds only the marks of its capture.
         """
-        if self.compile_mode.scope == "whole" and observer.marks:
-            raise ValueError("a step compiled in one piece has no phases to time; use --compile-mode regions.")
+        if self.compiled == "step" and observer.marks:
+            raise ValueError("a step compiled in one piece has no phases to time; leave out --compile-mode.")
         if self.runner.graphs and observer.marks:
             raise ValueError("the step is captured without marks; add an observer of phases before the first request.")
         self.observers.append(observer)

@@ -46,7 +46,9 @@ from support.progress import Progress
 from weights.quantized import weights_digest
 
 # options that all arms share
-SHARED = ("checkpoint", "lora", "compile", "kernels", "overlap", "device", "dtype", "quant", "threads", "ctx", "tp")
+SHARED = (
+    "checkpoint", "lora", "compile", "compile_mode", "kernels", "device", "dtype", "quant", "threads", "ctx", "tp",
+)  # fmt: skip
 
 
 def build_parser() -> argparse.ArgumentParser:

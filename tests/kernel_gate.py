@@ -5,8 +5,7 @@
 - it spills;
 - the loop of fp16 symmetric g128 int4 needs more than 2.7 instructions per weight up to 16 rows, or 3.5 up to 32;
 - a quantized loop stores decoded weights to shared memory, or copies nothing asynchronously;
-- a wgmma reads shared memory without a proxy fence since the one before;
-- a kernel that is launched early accesses memory before its wait.
+- a wgmma reads shared memory without a proxy fence since the one before.
 """
 
 from __future__ import annotations
@@ -119,8 +118,6 @@ def inspect(variant: Variant, arch: int) -> dict:
         failures.append(f"decoded weights go through shared memory ({stores} STS in the loop)")
     if variant.weights and not any(op.startswith("LDGSTS") for op in loop):
         failures.append("the loop makes no asynchronous copies")
-    if variant.constants.get("OVERLAP") and (early := before_the_wait(sass)):
-        failures.append(f"memory is accessed before the kernel before has ended ({early})")
     if bare := unfenced(compiled.asm["ptx"]):
         failures.append(f"{bare} groups of wgmma read shared memory without a proxy fence")
     return dict(
@@ -139,18 +136,3 @@ def unfenced(ptx: str) -> int:
         if "wgmma.commit_group" in line:
             missing, fenced = missing + (not fenced), False
     return missing
-
-
-# How instructions of global memory begin, and jumps, behind which the order of the lines says nothing.
-MEMORY = tuple("LDG STG LD. ST. ATOM RED. REDG UTMA UBLKCP CCTL BRA".split())
-
-
-def before_the_wait(sass: str) -> str:
-    """The first instruction of global memory in front of the wait for the kernel before, or "". The wait is ACQBULK."""
-    for line in sass.splitlines():
-        found = re.match(r"\s*/\*[0-9a-f]+\*/\s*(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)", line)
-        if found and found[1].startswith("ACQBULK"):
-            return ""
-        if found and found[1].startswith(MEMORY):
-            return found[1]
-    return "no wait at all"

@@ -25,13 +25,13 @@ from weights.gguf_types import FORMATS
 ARCHITECTURES = (86, 89, 90, 120)
 QUICK_ARCHITECTURES = (86, 90)  # of tests that run without --slow
 LIMITS = {16: 2.7, 32: 3.5}  # rows -> thread instructions per int4 weight, in these forms of fp16 layers:
-MAIN = ("", "narrow", "gate-up", "top-10", "experts", "experts gate-up", "fp16-acc", "norm", "qkv")
+MAIN = ("", "narrow", "gate-up", "top-10", "experts", "experts gate-up", "fp16-acc", "qkv")
 # The linear layers: (bits, dtype, numbers of tokens, forms). A form is as `linear` takes it.
 LINEARS = (
     (4, "fp16", (16, 32, 64), ("", "gate-up", "zeros")),
     (4, "bf16", (16, 32, 64), ("",)),
     (4, "bf16", (64,), ("gate-up", "zeros")),
-    (4, "fp16", (16, 64), ("ragged", "norm")),
+    (4, "fp16", (16, 64), ("ragged",)),
     (4, "fp16", (16, 32, 64), ("fp16-acc",)),
     (4, "fp16", (16,), ("narrow",)),
     (4, "fp16", (16, 32, 64), ("qkv",)),
@@ -69,14 +69,6 @@ QUICK = (
 )
 
 
-EARLY = (  # launched before the kernel before has ended, which GPUs can since sm_90
-    (4, "fp16", (16, 32, 64), ("qkv overlap",)),
-    (4, "fp16", (16, 64), ("gate-up overlap", "overlap")),
-    (4, "fp16", (16,), ("norm overlap", "experts overlap")),
-    (16, "bf16", (16, 64), ("overlap",)),
-)
-
-
 class Variant(NamedTuple):
     """One kernel with the constants it is compiled for."""
 
@@ -96,9 +88,8 @@ def linear(bits: int, dtype: str, tokens: int, form: str, arch: int = 86) -> Var
 
     `form` holds words. experts: as `packed_experts` launches it; g64, g32: groups of so many weights instead of 128;
     zeros: with zero points; gate-up: two matrices at once; fp16-acc: sums in fp16; ragged: sizes that do not divide the
-    tiles; narrow: a tile of 64 rows; top-10: an LM head that keeps 10 values; norm: the norm of its rows behind it;
-    qkv: 16 heads of queries and 8 of keys turned behind it; qk-norm: normed before; int8-cache: into such a cache;
-    overlap: launched before the kernel before it has ended.
+    tiles; narrow: a tile of 64 rows; top-10: an LM head that keeps 10 values; qkv: 16 heads
+    of queries and 8 of keys turned behind it; qk-norm: normed before; int8-cache: into such a cache.
     """
     words = form.split()
     expert, zeros, gated, ragged, top = (w in words for w in ("experts", "zeros", "gate-up", "ragged", "top-10"))
@@ -112,19 +103,12 @@ def linear(bits: int, dtype: str, tokens: int, form: str, arch: int = 86) -> Var
     pointers = {"x": act, "w": act if bits == 16 else "*i32", "s": "*fp32" if bits == 8 else "*fp16", "z": "*u8"}
     pointers["out"] = "*fp32" if top else act
     constants = dict(BITS=bits, GROUP=group, ZEROS=zeros, GATED=gated, FORMS=(), EVEN_K=not ragged)
-    constants |= dict(
-        OVERLAP="overlap" in words,
-        BN=block,
-        BT=tile,
-        ACC=tl.float16 if "fp16-acc" in words else tl.float32,
-        NATIVE=True,
-    )
+    constants |= dict(BN=block, BT=tile, ACC=tl.float16 if "fp16-acc" in words else tl.float32, NATIVE=True)
     if expert:
         pointers |= dict.fromkeys(("pairs", "used", "offsets"), "*i32")
     else:
-        pointers |= dict(bias=act, residual=act, norm_weight=act, normed=act, ids="*i32", part="*fp32", count="*i32")
+        pointers |= dict(bias=act, residual=act, turned=act, ids="*i32", part="*fp32", count="*i32")
         constants |= dict(BIAS=False, RESIDUAL=not gated and not top, SPLIT=4, TOPK=10 if top else 0)
-        constants["NORM"] = 12 if "norm" in words else 0
         pointers |= dict.fromkeys(("cos", "sin", "kv", "kv_scales", "slots", "q_weight", "k_weight", "arrived"), act)
         constants |= NO_HEADS
     if "qkv" in words:
@@ -136,7 +120,7 @@ def linear(bits: int, dtype: str, tokens: int, form: str, arch: int = 86) -> Var
     name = f"{'experts' if expert else 'linear'} w{bits} {dtype} M<={tokens}" + f" g{group}" * (bits == 4)
     name = " ".join([name, *(word for word in words if word not in ("experts", f"g{group}"))])
     weights = block * 128 / (options["num_warps"] * 32) * (1 + gated)
-    main = bits == 4 and dtype == "fp16" and form.removesuffix("overlap").strip() in MAIN
+    main = bits == 4 and dtype == "fp16" and form in MAIN
     limit = LIMITS.get(tokens, math.inf) if main else math.inf
     kernel = expert_kernel if expert else linear_kernel
     return Variant(name, kernel, pointers, constants, options, weights, limit, bits < 16)
@@ -162,10 +146,10 @@ def attention(
     pointers |= dict(sinks=act, visible="*u8", positions="*i64", acc_part="*fp32", ml_part="*fp32", arrived="*i32")
     label = f"{dtype}{' prefill' if region else ''}{f' window {window}' if window else ''}"
     label += " int8 cache" * int8 + f" hd {dim}" * (dim != 128) + f" {nodes} nodes" * (not region)
-    tiles = attention_tiles(dim, region, int8, window, not lacks_fences(divmod(arch, 10)))
+    tiles = attention_tiles(dim, region, int8, window, nodes, not lacks_fences(divmod(arch, 10)))
     constants = dict(HKV=8, HD=dim, HDP=dim, RP=1 if region else nodes, WINDOW=window, REGION=region, INT8=int8)
     constants |= dict(CAP=0.0, SINKS=False, POOLED=True)
-    constants |= {key: value for key, value in tiles.items() if key.isupper()} | dict(NATIVE=True, OVERLAP=False)
+    constants |= {key: value for key, value in tiles.items() if key.isupper()} | dict(NATIVE=True)
     options = {key: value for key, value in tiles.items() if key.islower()}
     return Variant(f"attention {label}", attend_kernel, pointers, constants, options)
 
@@ -174,13 +158,13 @@ def norm_and_rope() -> list[Variant]:
     """The kernels as `rms_norm` and `rope_write_kv` launch them."""
     half = "*fp16"
     pointers = dict(x=half, w=half, out=half)
-    found = [Variant("rms_norm", rms_norm_kernel, pointers, dict(LEVELS=12, OVERLAP=False), dict(num_warps=4))]
+    found = [Variant("rms_norm", rms_norm_kernel, pointers, dict(LEVELS=12), dict(num_warps=4))]
     pointers = dict(qkv=half, cos="*fp32", sin="*fp32", slots="*i64", q_weight=half, k_weight=half, out=half)
     pointers["arrived"] = "*i32"
     for norms, int8 in ((False, False), (True, False), (False, True)):
         name = "rope + kv write" + " + q/k norm" * norms + " int8 cache" * int8
         cache = dict(kv="*i8" if int8 else half, kv_scales="*fp32" if int8 else half)
-        constants = dict(HQ=32, HKV=8, HD=128, LEVELS=7, QK_NORM=norms, INT8=int8, POOLED=True, OVERLAP=False)
+        constants = dict(HQ=32, HKV=8, HD=128, LEVELS=7, QK_NORM=norms, INT8=int8, POOLED=True)
         found.append(Variant(name, rope_kernel, pointers | cache, constants, dict(num_warps=1)))
     return found
 
@@ -322,8 +306,7 @@ def launch_small_work(B: int, V: int, K: int, N: int, half: torch.dtype) -> None
     for (E, k), kind in itertools.product(((8, 2), (128, 8)), (half, wide) if B == 1 else ()):
         for rows in (1, 200):
             experts.route.triton(new(rows, E, kind=kind), k, True)
-        y, rest, norm = new(B, k, H, kind=kind), new(B, H, kind=kind), new(H, kind=kind)
-        experts.mix.triton(y, new(B, k, kind=kind), rest, None if kind == wide else norm, 1e-5)
+        experts.mix.triton(new(B, k, H, kind=kind), new(B, k, kind=kind), new(B, H, kind=kind))
 
 
 def variants(quick: bool = False, arch: int = 86) -> list[Variant]:
@@ -331,9 +314,8 @@ def variants(quick: bool = False, arch: int = 86) -> list[Variant]:
     if quick:
         found = [linear(bits, dtype, m, form, arch) for bits, dtype, m, form, archs in QUICK if arch in archs]
         return found + [attention("fp16", dim=256)]
-    rows = LINEARS + (EARLY if arch >= 90 else ())
     found = [
-        linear(bits, dtype, m, form, arch) for bits, dtype, tokens, forms in rows for form in forms for m in tokens
+        linear(bits, dtype, m, form, arch) for bits, dtype, tokens, forms in LINEARS for form in forms for m in tokens
     ]
     found += [panels(dtype, m, form, arch) for dtype, tokens, forms in PANELS for form in forms for m in tokens]
     found += [panel_rows(kind, "bf16", listed) for kind in FORMATS for listed in (False, True)]
@@ -343,13 +325,5 @@ def variants(quick: bool = False, arch: int = 86) -> list[Variant]:
         if dim > 64:
             found.append(attention("fp16", region=True, int8=int8, dim=dim, arch=arch))
             found.append(attention("bf16", region=True, window=4096, int8=int8, dim=dim, arch=arch))
-    found += [attention("fp16", nodes=nodes) for nodes in (1, 32, 64, 128)]
-    small = small_work()
-    found += norm_and_rope() + small
-    early = [attention("fp16"), attention("bf16", int8=True), *norm_and_rope()] if arch >= 90 else []
-    early += [
-        v
-        for v in small
-        if arch >= 90 and v.kernel in (experts.route_kernel, experts.sort_pairs_kernel, experts.mix_kernel)
-    ]
-    return found + [v._replace(name=f"{v.name} overlap", constants=v.constants | {"OVERLAP": True}) for v in early]
+    found += [attention("fp16", nodes=nodes) for nodes in (1, 32, 64, 128, 256)]
+    return found + norm_and_rope() + small_work()

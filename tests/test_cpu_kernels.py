@@ -573,7 +573,7 @@ def test_experts_with_the_types_of_files_have_the_same_bits_at_every_width(kind)
 
     def rows(first: int, end: int, gated: int, bias: tuple) -> torch.Tensor:
         routes = kernels.route(logits[first:end], 2, True)
-        return kernels.packed_experts(x[first:end], routes, *weights, None, None, 0.0, gated, bias)[0]
+        return kernels.packed_experts(x[first:end], routes, *weights, None, gated, bias)
 
     weights, x = (experts(512, 256), experts(256, 256)), torch.randn(60, 256, generator=generator)
     logits, *biases = (torch.randn(*size, generator=generator) for size in ((60, 4), (4, 512), (4, 256)))

@@ -38,13 +38,13 @@ import sampling
 import step as step_module
 import tree as trees
 import tree_building
-from drafters.base import Draft, Drafter, PlainDrafter
+from drafters.base import Draft, Drafter, PlainDrafter, StepParts
 from drafters.tree_drafter import DraftRule
 from eagle_draft import EagleDrafter
 from engine import Engine, EngineConfig
 from model import Transformer
 from runtime import stepping
-from runtime.fused import compile_parts
+from runtime.fused import compiled_blocks
 from runtime.prefill import Prefill
 from runtime.results import Chunk, SequenceOutput
 from sampling import SamplingParams
@@ -1299,12 +1299,8 @@ def test_compiled_output_equals_eager_output():
         assert steps_of(compiled, prompt, params) == steps_of(eager, prompt, params)
 
 
-# Graphs that are compiled: one block and one tail, and one draft layer per width. On a CPU it is the block alone.
-PARTS = [("plain", True, 2), ("static", True, 4), ("dynamic", True, 4), ("multi-round", True, 4), ("static", False, 1)]
-
-
-@pytest.mark.parametrize("mode, everything, graphs", PARTS)
-def test_parts_compile_once_per_width_and_leave_other_engines_alone(mode, everything, graphs, monkeypatch):
+@pytest.mark.parametrize("mode", ("plain", "static", "dynamic", "multi-round"))
+def test_a_block_compiles_once_per_width_and_leaves_other_engines_alone(mode, monkeypatch):
     """Catches a block that is compiled anew for every layer, level, prompt, position, seed or temperature. Catches
     another engine on the same model and head whose layers run compiled too, also after an error."""
     torch._dynamo.reset()
@@ -1314,7 +1310,7 @@ def test_parts_compile_once_per_width_and_leave_other_engines_alone(mode, everyt
         compiled.append(graph)
         return lambda *arguments: ran.append(graph) or graph.forward(*arguments)
 
-    monkeypatch.setattr(stepping, "compile_parts", lambda on_gpu, how: compile_parts(everything, how, backend))
+    monkeypatch.setattr(stepping, "compiled_blocks", lambda: compiled_blocks(backend))
     tree = {"plain": None, "dynamic": trees.DynamicTree(6, 2, 2)}.get(mode, trees.chain(2))
     rule = {"multi_round": "without"} if mode == "multi-round" else {}
     model = tiny_model(torch.float32, layers=3)
@@ -1336,7 +1332,7 @@ def test_parts_compile_once_per_width_and_leave_other_engines_alone(mode, everyt
     engine, eager = make(True), make(False)
     expected = uncompiled(PROMPT, first)
     assert steps_of(engine, PROMPT, first) == expected and ran
-    assert len(compiled) == graphs
+    assert len(compiled) == 1
     with torch.compiler.set_stance("fail_on_recompile"):
         for prompt, changes in REQUESTS:
             changes = {**changes, "temperature": changes.get("temperature", 1) * temperature, "top_p": 1.0}
@@ -1346,13 +1342,12 @@ def test_parts_compile_once_per_width_and_leave_other_engines_alone(mode, everyt
     engine._step = lambda *arguments, **named: (real(*arguments, **named), 1 / 0)
     with pytest.raises(ZeroDivisionError):
         engine.generate(PROMPT, first).run()
-    assert uncompiled(PROMPT, first) and len(compiled) == graphs
+    assert uncompiled(PROMPT, first) and len(compiled) == 1
 
 
-@pytest.mark.parametrize("mode", ("inductor", "reduce-overhead"))
-def test_a_step_compiled_whole_decodes_the_same(mode, monkeypatch):
+def test_a_step_compiled_whole_decodes_the_same(monkeypatch):
     """Catches a mode that compiles the step in one piece and leaves out a function, breaks its graph, recompiles for a
-    request, or (reduce-overhead) does not mark the buffers whose addresses stay."""
+    request, or does not mark the buffers whose addresses stay."""
     torch._dynamo.reset()
     real, calls = torch.compile, []
 
@@ -1363,13 +1358,13 @@ def test_a_step_compiled_whole_decodes_the_same(mode, monkeypatch):
     monkeypatch.setattr(torch, "compile", compile)
     monkeypatch.setattr(Engine, "_measure", lambda *_: (1.0, 99.0))  # plain steps take over after 16
     drafter = eagle_drafter(HEADS["eagle1"], TREES["chain4"])
-    engine = Engine(MODEL, drafter=drafter, config=EngineConfig(compile=True, compile_mode=mode, eagle_always=False))
+    engine = Engine(
+        MODEL, drafter=drafter, config=EngineConfig(compile=True, compile_mode="reduce-overhead", eagle_always=False)
+    )
     assert all(how["fullgraph"] and not how["dynamic"] for how in calls)
-    inductor = None if mode == "inductor" else mode
-    assert [how.get("mode") for how in calls] == [None, inductor, inductor], "prefill, step, plain step"
+    assert [how.get("mode") for how in calls] == [None, *["reduce-overhead"] * 2], "prefill, step, plain step"
     buffers = [*engine.state.buffers(), drafter.cache]
-    marked = [hasattr(buffer, "_dynamo_static_input_type") for buffer in buffers]
-    assert all(marked) if inductor else not any(marked)
+    assert all(hasattr(buffer, "_dynamo_static_input_type") for buffer in buffers)
     for number, prompt in enumerate((PROMPT, PROMPT * 3, PROMPT[:4])):
         params = settings(2, seed=number, max_new_tokens=40)
         stance = "fail_on_recompile" if number == 2 else "default"
@@ -1381,7 +1376,7 @@ def test_a_step_compiled_whole_decodes_the_same(mode, monkeypatch):
 
 def test_unknown_compile_mode_is_named():
     """Catches a mode that silently falls back to another one."""
-    with pytest.raises(ValueError, match="compile_mode is 'fast'; allowed: graph, max-autotune, capture, regions"):
+    with pytest.raises(ValueError, match="compile_mode is 'fast'; allowed: graph, blocks, reduce-overhead"):
         Engine(tiny_model(), config=EngineConfig(compile_mode="fast"))
 
 
@@ -1389,10 +1384,8 @@ def test_a_first_request_does_not_decode_on_the_compiler_s_time(monkeypatch):
     """Catches compilation that counts as decoding. The first request would report a fraction of the real speed and
     the second one would not."""
     clock = fake_clock(monkeypatch)
-    drafter = eagle_drafter(HEADS["eagle1"], TREES["chain4"])
-    engine = Engine(
-        MODEL, drafter=drafter, config=EngineConfig(compile=True, compile_mode="capture")
-    )  # compiles nothing on a CPU
+    monkeypatch.setattr(stepping, "compiled_blocks", StepParts)  # which compiles nothing
+    engine = Engine(MODEL, drafter=eagle_drafter(HEADS["eagle1"], TREES["chain4"]), config=EngineConfig(compile=True))
     step, compiled = engine._step, []
 
     def compiling(*arguments, **named):

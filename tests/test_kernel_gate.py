@@ -75,28 +75,10 @@ def test_attention_adds_up_alike_for_one_node_and_for_many(arch):
     """Verification and plain decoding must use the same matrix instructions, and their threads must add in
     the same order. No interpreter would show a difference."""
     seen = []
-    for nodes in (1, 26, 128):
+    for nodes in (1, 26, 256):
         fixed = dict(T=1, R=1) if nodes == 1 else {}  # what Triton makes of arguments equal to 1
         width = 1 << (nodes - 1).bit_length()
         variant = kernel_variants.attention("fp16", nodes=width)
         variant = variant._replace(constants=variant.constants | fixed)
         seen.append(sums(kernel_gate.lower(variant, arch)))
     assert len(seen[0]) >= 8 and seen[0] == seen[1] == seen[2]
-
-
-@pytest.mark.parametrize("arch", [86, 90])
-def test_a_norm_adds_up_alike_wherever_it_is_computed(arch):
-    """A linear that also norms must not add its products in another order, and must not spill."""
-    alone, both = (kernel_variants.linear(4, "fp16", 16, form, arch) for form in ("", "norm"))
-    products, all_sums = (sums(kernel_gate.lower(variant, arch)) for variant in (alone, both))
-    assert products and all_sums[: len(products)] == products and len(all_sums) > len(products)
-    assert not kernel_gate.inspect(both, arch)["failures"]
-
-
-def test_a_kernel_that_is_launched_early_touches_no_memory_before_its_wait():
-    """A race with the kernel before, which no test on values would show; or a check that finds every kernel good."""
-    early = kernel_variants.linear(4, "fp16", 16, "overlap", 90)
-    assert not kernel_gate.inspect(early, 90)["failures"]
-    usual = early._replace(constants=early.constants | {"OVERLAP": False})
-    sass, _ = kernel_gate.disassemble(kernel_gate.compile_variant(usual, 90).asm["cubin"])
-    assert kernel_gate.before_the_wait(sass).startswith("LDG")

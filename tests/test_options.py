@@ -46,10 +46,9 @@ TYPED = {
     "threads": ("3", 3),
     "tp": ("2", 2),
     "compile": (None, True),
-    "compile_mode": ("regions", "regions"),
+    "compile_mode": ("blocks", "blocks"),
     "activations": ("float", "float"),
     "kernels": ("reference", "reference"),
-    "overlap": (None, True),
     "kv": ("int8", "int8"),
     "eagle": ("heads/e", "heads/e"),
     "eagle_config": ("rope_theta=1e4", ("rope_theta=1e4",)),
@@ -190,7 +189,7 @@ IGNORED = [
     (dict(verify="multi-round", medusa="m"), "medusa has none"),
     (dict(draft_noise=False), "--draft-noise off is about a draft head"),
     (dict(ngram_nodes=4), "another drafter"),
-    (dict(kernels="cpu", compile=True, compile_mode="regions"), "leave --compile-mode out"),
+    (dict(kernels="cpu", compile=True, compile_mode="blocks"), "leave --compile-mode out"),
     (dict(device="cuda", threads=2), "--threads is about a CPU.*add --device cpu"),
     (dict(eagle="e", draft_checkpoint="d"), "--draft-checkpoint DIR does not go with the drafter eagle"),
     (dict(drafter="draft"), "--drafter draft needs --draft-checkpoint DIR"),
@@ -432,7 +431,7 @@ def test_a_tree_is_pruned_by_itself_only_where_that_works_and_no_tree_is_named(m
     assert decided() == (BY_PRICE, options.NGRAM_NODES) and decided(ngram_nodes=3) == (BY_PRICE, 3)
     assert decided(tree="paper25") == decided(prune=0) == (0, 0)
     assert decided(tree="chain:9", prune=30) == (30, 0)
-    unable = dict(compile=True, compile_mode="regions"), dict(kernels="reference"), dict(verify="multi-round")
+    unable = dict(compile=True, compile_mode="blocks"), dict(kernels="reference"), dict(verify="multi-round")
     for changes in (*unable, dict(dtype="bfloat16"), dict(eagle=None, drafter="ngram")):
         assert decided(**changes) == (0, 0)
         with pytest.raises(UsageError, match="--prune needs --eagle, --verify match and the C.. kernels of CPUs"):

@@ -121,8 +121,6 @@ def test_interpreted_weights_of_several_types():
         assert torch.equal(kernels.dequantize(packed, torch.float16, fused=True), want.half())
         best = kernels.packed_topk(x, packed, 4)
         assert torch.equal(best.ids[:, 0], exact.argmax(-1)) and (best.ids[0] >= 0).all()
-        y, normed = kernels.packed_linear_norm(x, packed, None, residual, bias, 1e-5)
-        assert torch.equal(normed, kernels.rms_norm(y, bias, 1e-5))
 
 
 @interpreted
@@ -137,7 +135,7 @@ def test_interpreted_experts_of_a_type(kind, down, wide):
         torch.tensor([[0, 2], [2, 0], [0, 2]]),
     )
     with TRITON.active():
-        got, _ = packed_experts(x, sort_pairs(weights, ids, 3), gate_up, back)
+        got = packed_experts(x, sort_pairs(weights, ids, 3), gate_up, back)
     want = torch.zeros(3, 40, dtype=torch.float64)
     for t, slot in ((t, slot) for t in range(3) for slot in range(2)):
         e = ids[t, slot]

@@ -12,7 +12,7 @@ from tiny import CTX, PROMPT, TREES, ScriptedDrafter, eagle_drafter, fake_clock,
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cli.steps import Gauge
-from drafters.base import Drafter
+from drafters.base import Drafter, StepParts
 from drafters.draft_model import DraftModelDrafter
 from drafters.lookahead import LookaheadDrafter
 from drafters.ngram import NGramDrafter, WithNGrams
@@ -20,7 +20,7 @@ from engine import Engine, EngineConfig
 from runtime import runner as runner_module
 from runtime import stepping
 from runtime.batch import Batch
-from runtime.fused import compile_parts
+from runtime.fused import compiled_blocks
 from runtime.prefill import Prefill
 from runtime.request import Request
 from runtime.runner import WARM_UP, Pacer, Runner, capture_graph
@@ -783,9 +783,10 @@ def test_captures_and_first_runs_do_not_count_as_steps(lag, monkeypatch):
     """Catches a break-even that holds the seconds of a capture or of a compilation. Speculation would be given up
     without reason, or never."""
     clock, times = fake_clock(monkeypatch), []
+    monkeypatch.setattr(stepping, "compiled_blocks", StepParts)  # which compiles nothing
     for slow in (0, 300):
         drafter = drafter_of("eagle1-chain", 1)
-        options = dict(compile=True, compile_mode="capture", lag=lag, eagle_always=False)
+        options = dict(compile=True, lag=lag, eagle_always=False)
         engine = with_graphs(Engine(MODEL, drafter=drafter, config=EngineConfig(**options)))
         real = engine.runner.capture
 
@@ -816,15 +817,15 @@ def test_what_cannot_catch_up_says_so():
     assert not Engine(MODEL, drafter=drafter_of("ngram", 1), config=EngineConfig(eagle_always=False)).always_on
 
 
-@pytest.mark.parametrize("scope", ("whole", "parts"))
+@pytest.mark.parametrize("scope", ("whole", "blocks"))
 def test_plain_steps_and_catching_up_do_not_recompile(scope, monkeypatch):
     """Catches a switch between the two kinds of step that compiles anew in the middle of a request."""
     torch._dynamo.reset()
     for name, value in (("WINDOW", 2), ("PLAIN", 5), ("PROBE", 2)):
         monkeypatch.setattr(Pacer, name, value)
     monkeypatch.setattr(Engine, "_measure", lambda *_: (1.0, 99.0))
-    monkeypatch.setattr(stepping, "compile_parts", lambda on_gpu, how: compile_parts(True, how, "eager"))
-    compiled = dict(compile=True) if scope == "parts" else {}
+    monkeypatch.setattr(stepping, "compiled_blocks", lambda: compiled_blocks("eager"))
+    compiled = dict(compile=True) if scope == "blocks" else {}
     engine = Engine(
         MODEL, drafter=drafter_of("eagle1-chain", 1), config=EngineConfig(lag=2, eagle_always=False, **compiled)
     )

@@ -138,7 +138,7 @@ def test_the_key_tells_apart_what_changes_the_best_tree(checkpoint, monkeypatch,
             drafting.tuned_tree_path(replace(opts, **more), opened, one)
             for more in (
                 {"dtype": "bfloat16"},
-                {"compile": True, "compile_mode": "regions"},
+                {"compile": True, "compile_mode": "blocks"},
                 {"draft_vocab": 9},
                 {"kv": "int8"},
             )

@@ -239,7 +239,7 @@ def hf_views(model: Transformer, fused_experts: bool | None = None) -> dict[str,
             sizes = [c.shared_intermediate_size] * 2
             put(f"{at}.mlp.shared_expert", "gate_proj up_proj", block.mlp.shared.gate_up, sizes)
             put(f"{at}.mlp.shared_expert", "down_proj", block.mlp.shared.down)
-            views[f"{at}.mlp.shared_expert_gate.weight"] = block.mlp.shared_gate
+            views[f"{at}.mlp.shared_expert_gate.weight"] = block.mlp.shared_gate.weight
         views |= _expert_views(block.mlp, f"{at}.{place}.experts", () if fused_experts else names)
     put("model", "norm", model.norm)
     if model.lm_head is not None:

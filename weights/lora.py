@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 import kernels
-from model import RMSNorm, Transformer, linear
+from model import Transformer, linear
 from model_config import ModelConfig
 from support.errors import UsageError
 from support.files import read_json
@@ -107,16 +107,13 @@ class LoraLinear(nn.Module):
         owner = torch.arange(1, len(ranks) + 1).repeat_interleave(torch.tensor(ranks, dtype=torch.int64))
         self.register_buffer("owner", owner.to(a.device), persistent=False)  # [r]: the adapter of each row of A
 
-    def forward(
-        self, x: Tensor, residual: Tensor | None = None, gated: int = 0, norm: RMSNorm | None = None
-    ) -> Tensor | tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, residual: Tensor | None = None, gated: int = 0) -> Tensor:
         """As `QuantLinear.forward`."""
         low = self.down(x)
         if self.choice is not None:
             own = self.choice.rows[: len(x), None] == self.owner
             low = torch.where(own.view(len(x), *[1] * (x.dim() - 2), -1), low, 0)
-        y = kernels.epilogue(linear(self.up, low, self.base(x)), None, residual, gated)
-        return y if norm is None else (y, norm(y))
+        return kernels.epilogue(linear(self.up, low, self.base(x)), None, residual, gated)
 
     def heads(self, x: Tensor, head_dim: int, *turn: Any) -> tuple[Tensor, Tensor | None]:
         """As `QuantLinear.heads`."""

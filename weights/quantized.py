@@ -24,7 +24,7 @@ import torch.nn as nn
 from torch import Tensor
 
 import kernels
-from model import Experts, RMSNorm, SelfCounting, Transformer, add_shared
+from model import Experts, SelfCounting, Transformer, add_shared
 from support.errors import BadFileError, UsageError
 from support.reader import check
 from weights.shards import RankConcat, RankEmbedding
@@ -63,12 +63,12 @@ class QuantSpec:
             raise UsageError("--act-order orders GPTQ's column updates; add --algorithm gptq.")
 
     def bits(self, name: str, in_features: int) -> int:
-        """Bits of the linear `name`: 4, 8, or 16 if it is left alone (a router, an fp16 LM head).
+        """Bits of the linear `name`: 4, 8, or 16 if it is left alone (a router, a shared expert's gate, an fp16 LM head).
 
         Raises UsageError if the group size does not divide its inputs.
         """
         leaf = name.rpartition(".")[2]
-        kind = "fp16" if leaf == "router" else self.lm_head if leaf == "lm_head" else self.mode
+        kind = "fp16" if leaf in ("router", "shared_gate") else self.lm_head if leaf == "lm_head" else self.mode
         if kind == "int4" and in_features % self.group_size:
             fits = [str(g) for g in GROUPS if in_features % g == 0]
             advice = f"use --group-size {' or '.join(fits)}" if fits else "use --mode int8"
@@ -143,10 +143,8 @@ class QuantLinear(SelfCounting):
             self.packed_for = dtype
             if self.packed.layout == "planes" and self.qweight.is_cuda:
                 self.qweight = None
-                self.scales, self.zeros = (
-                    self.packed.scales,
-                    self.packed.zeros,
-                )  # those of int4 lie in the packed weight
+                # those of int4 lie in the packed weight
+                self.scales, self.zeros, self.mins = self.packed.scales, self.packed.zeros, None
         return self.packed
 
     def repack(self, dtype: torch.dtype) -> None:
@@ -184,16 +182,9 @@ class QuantLinear(SelfCounting):
         kept = {} if first.scales is None else {"scales": self.scales}  # only of int8
         return replace(first, weight=weight, **kept)
 
-    def forward(
-        self, x: Tensor, residual: Tensor | None = None, gated: int = 0, norm: RMSNorm | None = None
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        """x [..., in] -> y [..., out] (+ residual). gated: one of `kernels.GATES`, for y [..., out / 2].
-
-        With a norm: (y, norm(y)).
-        """
-        if norm is None:
-            return kernels.packed_linear(x, self.pack(x.dtype), self.bias, residual, gated)
-        return kernels.packed_linear_norm(x, self.pack(x.dtype), self.bias, residual, norm.weight, norm.eps)
+    def forward(self, x: Tensor, residual: Tensor | None = None, gated: int = 0) -> Tensor:
+        """x [..., in] -> [..., out] (+ residual). gated: one of `kernels.GATES`, for [..., out / 2]."""
+        return kernels.packed_linear(x, self.pack(x.dtype), self.bias, residual, gated)
 
     def heads(self, x: Tensor, head_dim: int, *turn: Any) -> tuple[Tensor, Tensor | None]:
         """`forward` of the projection of queries, keys and values, and then `kernels.rope_write_kv` with `turn`."""
@@ -323,17 +314,13 @@ class QuantExperts(nn.Module):
         self.gate_up = gate_up
         self.down = down
 
-    def forward(
-        self, x: Tensor, residual: Tensor | None = None, norm: RMSNorm | None = None
-    ) -> Tensor | tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """As `model.Experts.forward`."""
         rows, residual = (None if t is None else t.reshape(-1, x.shape[-1]) for t in (x, add_shared(self, x, residual)))
         routes = kernels.route(self.router(rows), self.per_token, self.normalised)
         packed = self.gate_up.pack(x.dtype), self.down.pack(x.dtype)
-        after = (None, 0.0) if norm is None else (norm.weight, norm.eps)
         biases = self.gate_up_bias, self.down_bias
-        out, normed = kernels.packed_experts(rows, routes, *packed, residual, *after, self.gate, biases)
-        return out.view(x.shape) if norm is None else (out.view(x.shape), normed.view(x.shape))
+        return kernels.packed_experts(rows, routes, *packed, residual, self.gate, biases).view(x.shape)
 
 
 def tied_parts(model: Transformer) -> bool:
@@ -382,7 +369,6 @@ def weights_digest(model: nn.Module) -> str:
     tensors = sorted(model.state_dict().items())
     for place, module in model.named_modules():
         packed = [value for value in vars(module).values() if isinstance(value, kernels.PackedWeight)]
-        packed += [weight.correction for weight in packed if weight.correction]
         for weight in packed:
             parts = {"weight": weight.weight, "scales": weight.scales, "zeros": weight.zeros, "mins": weight.mins}
             tensors += ((f"{place}.{name}", part) for name, part in parts.items() if part is not None)

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import kernels
-from model import RMSNorm, Transformer, linear
+from model import Transformer, linear
 from model_config import ModelConfig
 from support.errors import UsageError
 from weights.files import Entries, Entry, Spans
@@ -236,12 +236,9 @@ class RankSum(nn.Module):
         self.inner = inner
         self.ranks = ranks
 
-    def forward(
-        self, x: Tensor, residual: Tensor | None = None, gated: int = 0, norm: RMSNorm | None = None
-    ) -> Tensor | tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, residual: Tensor | None = None, gated: int = 0) -> Tensor:
         own = linear(self.inner, x) if isinstance(self.inner, nn.Linear) else self.inner(x)
-        y = kernels.epilogue(rank_sum(own, self.ranks), None, residual, gated)
-        return y if norm is None else (y, norm(y))
+        return kernels.epilogue(rank_sum(own, self.ranks), None, residual, gated)
 
 
 class RankConcat(nn.Module):

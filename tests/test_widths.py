@@ -1,0 +1,165 @@
+"""A row of a decoding step has the same kernels, tilings, splits and norms whatever the number of rows, on a GPU.
+
+Nothing runs here. The launches of steps on fake CUDA tensors are recorded and compared. That equal launches give equal
+bits is for a device to show (tests/test_kernels_gpu.py, tests/test_engine_gpu.py).
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from fake_cuda import Indexing, Launches, OneDevice, fake_gpu
+
+import kernels
+import step
+from bench.random_models import SHAPES, random_model
+from bench.steps import pin
+from engine import Engine, EngineConfig
+from kernels.attention import attention_tiles
+from kernels.panels import panels_bytes
+from load import open_backend
+from model import RMSNorm, Transformer, chain_ancestors
+from options import LoadOptions
+from runtime.prefill import CHUNKS
+from sampling import SamplingParams
+from tree import MAX_NODES
+from weights.gguf_types import FORMATS
+from weights.quantized import FloatLinear, TiedEmbedding, replace_module
+
+pytestmark = pytest.mark.skipif(kernels.triton is None, reason="triton is not installed")
+# (sequences, nodes of each): 1 to 1,024 rows, on both sides of every number that ever chose a kernel
+ROWS = (
+    (1, 1), (1, 2), (2, 1), (1, 8), (1, 9), (1, 17), (2, 26), (1, 64), (1, 65), (1, 129), (8, 17), (1, 256), (8, 60),
+    (4, 256),
+)  # fmt: skip
+# What may differ: how many tokens a program multiplies or looks at, what the compiler does with that many, and who
+# sorts integers.
+FREE = {"BT", "RP", "num_stages", "maxnreg", "SORT"}
+# Operators of torch that move values or work on one element at a time. A step has no other ones.
+HARMLESS = {"aten::" + name for name in """embedding clone contiguous cat sub add mul div exp to _to_copy reciprocal neg
+    gt bitwise_and""".split()}  # fmt: skip
+SMOL = dict(hidden_size=576, intermediate_size=1536, num_attention_heads=9, num_key_value_heads=3, head_dim=64)
+OWN_NORM, OWN_TILES = RMSNorm.forward, attention_tiles
+
+
+def of_a_file(model: Transformer) -> Transformer:
+    """The model with the weights of SmolLM2's file: Q4_1, and Q8_0 for a tied LM head."""
+    for name, module in list(model.named_modules()):
+        if isinstance(module, FloatLinear):
+            n, k, bits = module.out_features, module.in_features, 8 if name == "lm_head" else 4
+            form = FORMATS["Q8_0" if name == "lm_head" else "Q4_1"]
+            weight = torch.empty(panels_bytes(form, n, k) // 4, dtype=torch.int32, device="cuda")
+            counters = torch.empty(n, dtype=torch.int32, device="cuda")
+            how = dict(counters=counters, config=kernels.linear_config(n, k, bits), forms=((n, *form.numbers()),))
+            replace_module(model, name, FloatLinear(kernels.PackedWeight("planes", bits, 0, n, k, weight, **how)))
+    model.embed_tokens = TiedEmbedding(model.lm_head, model.dtype)
+    return model
+
+
+def target(kind: str) -> Transformer:
+    """Two layers on the fake GPU: a shape, and how its weights are kept."""
+    shape, quant = kind.split()
+    config = replace(SHAPES["llama-3-8b" if shape == "smollm2" else shape], num_hidden_layers=2, windows=(0, 64))
+    if shape == "smollm2":
+        config = replace(config, vocab_size=49152, tie_word_embeddings=True, **SMOL)
+    if quant == "shared":
+        config = replace(config, shared_intermediate_size=512)
+    dtype = torch.float16 if quant == "int4" else torch.bfloat16
+    model = random_model(config, quant if quant.startswith("int") else None, torch.device("cuda"), dtype)
+    return of_a_file(model) if quant == "file" else model
+
+
+def same(launches: Launches) -> Iterator[tuple]:
+    """What decides the bits of a row in each launch. A launch that continues the rows of the one before counts once."""
+    before = None
+    for kernel, arguments, options in launches.launches:
+        if kernel.fn.__module__ in ("kernels.draft", "kernels.kv") or kernel.__name__ == "sort_pairs_kernel":
+            continue  # they move integers, and rows of the cache
+        constants = {p.name for p in kernel.params if p.is_constexpr}
+        chosen = {k: v for k, v in arguments.items() if k in constants} | options
+        weight = arguments["w"].untyped_storage()._cdata if "w" in arguments else 0
+        found = kernel.__name__, weight, sorted((k, str(v)) for k, v in chosen.items() if k not in FREE)
+        if found != before:
+            yield found
+        before = found
+
+
+def recorded(engine: Engine, nodes: int, params: SamplingParams) -> list[tuple]:
+    """The launches of one step of plain decoding whose forward has so many nodes in each sequence."""
+    twin = engine.twin(nodes)
+    pin(twin, 128)
+    count = Launches()
+    with torch.no_grad(), engine.backend.active(), OneDevice(), count:
+        step.decode_step(engine.model, twin.drafter, twin.state, params.mode)
+    strange = {name for _, name in count.counts if "::" in name} - HARMLESS
+    assert not strange, f"operators of torch that may add up in another order: {strange}"
+    return list(same(count))
+
+
+def launched_by_width(kind: str) -> list[list[tuple]]:
+    """`recorded` for all numbers of rows."""
+    backend, found = open_backend(LoadOptions(device="cuda"), lambda note: None), []
+    with torch.no_grad(), backend.active():
+        model = target(kind)
+    for sequences, nodes in ROWS:
+        config = EngineConfig(batch_size=sequences, ctx=512, backend=backend)
+        found.append(recorded(Engine(model, config=config), nodes, SamplingParams(temperature=1.0, top_p=0.9)))
+    return found
+
+
+@pytest.mark.parametrize("kind", [
+    "llama-3-8b half", "llama-3-8b int4", "llama-3-8b int8", "smollm2 file", "smollm2 half", "mixtral-8x7b int4",
+    "mixtral-8x7b shared",
+])  # fmt: skip
+def test_a_row_has_the_same_kernels_in_every_step(monkeypatch, kind):
+    """A product that goes to cuBLAS because there are many rows, a norm that few rows get in another kernel, another
+    split or tiling, heads that are turned elsewhere, attention that adds up otherwise for a large tree, and any operator
+    of torch that reduces. With a drafter, or among others, a text would then differ from plain decoding."""
+    with fake_gpu(monkeypatch):
+        found = launched_by_width(kind)
+    assert all(launches == found[0] for launches in found), ROWS[[one == found[0] for one in found].index(False)]
+    assert sum(name == "rms_norm_kernel" for name, *_ in found[0]) == 5 and found[0][-1][0] == "choose_kernel"
+
+
+def few_rows_elsewhere(norm, x):
+    """A norm that few rows get from another kernel."""
+    rows = x.reshape(-1, 1, x.shape[-1])
+    few = len(rows) <= 8
+    return kernels.experts.mix(rows, rows[:, :, 0].contiguous(), None).view(x.shape) if few else OWN_NORM(norm, x)
+
+
+@pytest.mark.parametrize("owner,name,value", [
+    ("kernels.linear", "SMALL_M", 64), ("model", "RMSNorm.forward", few_rows_elsewhere),
+    ("kernels.attention", "attention_tiles", lambda *args: OWN_TILES(*args) | {"BM": 64 if args[4] > 64 else 32}),
+])  # fmt: skip
+def test_a_kernel_that_depends_on_the_width_is_found(monkeypatch, owner, name, value):
+    """A comparison that passes whatever the launches are."""
+    monkeypatch.setattr(f"{owner}.{name}", value)
+    with fake_gpu(monkeypatch):
+        try:
+            found = launched_by_width("llama-3-8b int4")
+        except AssertionError as error:
+            assert name == "SMALL_M" and "aten::matmul" in str(error)
+        else:
+            assert name != "SMALL_M" and any(launches != found[0] for launches in found)
+
+
+def test_a_row_of_a_prompt_has_the_same_kernels_in_every_chunk(monkeypatch):
+    """A prompt whose last chunk is narrower than that of another engine, which kept more of the text: its keys and values
+    would have other bits. Chunks and trees must also be narrow enough for our kernels."""
+    assert max(CHUNKS) <= kernels.SMALL_M >= MAX_NODES
+    with fake_gpu(monkeypatch):
+        backend, found = open_backend(LoadOptions(device="cuda"), lambda note: None), []
+        with torch.no_grad(), backend.active():
+            model = target("llama-3-8b int4")
+            cache = model.new_cache(1, 2048)
+            for width in CHUNKS:
+                count, at = Launches(), torch.zeros(1, dtype=torch.int64, device="cuda")
+                tokens, depth = (torch.zeros(1, width, dtype=torch.int64, device="cuda") for _ in range(2))
+                seen = chain_ancestors(1, width, "cuda").contiguous()
+                with OneDevice(), Indexing(), count:
+                    model(tokens, model.nodes(at, depth, seen, 2048, step=False), cache)
+                assert {name for _, name in count.counts if "::" in name} <= HARMLESS
+                found.append(list(same(count)))
+    assert all(launches == found[0] for launches in found)

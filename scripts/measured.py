@@ -3,7 +3,8 @@
     python -m scripts.measured                        # write every block of the page again
 
 A block stands between `<!-- KIND FILE -->` and `<!-- /KIND -->`. KIND is `arms` (speed and tau of every arm), `clients`
-(requests that run together), or `acceptance` or `paper` (as `scripts.bench --suite` prints them).
+(requests that run together), `steps` (the time of a step), `tilings` (of a linear on a GPU), or `acceptance` or `paper`
+(as `scripts.bench --suite` prints them).
 """
 
 from __future__ import annotations
@@ -13,18 +14,18 @@ from pathlib import Path
 
 from bench.paper import acceptance_table, paper_tables
 from bench.records import read_lines
-from bench.report import arms_table, client_table
+from bench.report import arms_table, client_table, step_table, tiling_table
 from support.errors import command_parser, run_command
-from support.files import write_text
+from support.files import read_json_lines, write_text
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "results"
 PAGE = ROOT / "docs" / "results.md"
 TABLES = {
     "arms": arms_table, "acceptance": acceptance_table, "paper": paper_tables,
-    "clients": lambda summary: client_table(summary["clients"]),
+    "clients": lambda summary: client_table(summary["clients"]), "steps": lambda summary: step_table(summary["steps"]),
 }  # fmt: skip
-BLOCK = re.compile(rf"(<!-- ({'|'.join(TABLES)}) (\S*) -->\n).*?(<!-- /\2 -->)", re.S)
+BLOCK = re.compile(rf"(<!-- ({'|'.join(TABLES)}|tilings) (\S*) -->\n).*?(<!-- /\2 -->)", re.S)
 
 
 def filled(page: str, results: Path = RESULTS) -> str:
@@ -32,7 +33,8 @@ def filled(page: str, results: Path = RESULTS) -> str:
 
     def block(match: re.Match) -> str:
         begin, kind, file, end = match.groups()
-        text = TABLES[kind](read_lines(results / file)[1])
+        path = results / file
+        text = tiling_table(read_json_lines(path)) if kind == "tilings" else TABLES[kind](read_lines(path)[1])
         return f"{begin}{text}\n{end}"
 
     return BLOCK.sub(block, page)

@@ -108,8 +108,8 @@ def step_table(lines: Sequence[Line]) -> str:
 
 
 def tiling_table(lines: Sequence[Line]) -> str:
-    """Microseconds of linears by the number of rows: with the default tiling, with the fastest one that was tried for each
-    number, and by torch's own int4 kernel where it was measured."""
+    """Microseconds of linears by the number of rows: with the default tiling, with the fastest one that was tried for
+    each number, and by torch's own int4 kernel where it was measured."""
     body, rows = [], ("1", "16", "60")
     for shape in dict.fromkeys(line["shape"] for line in lines):
         tried = [line for line in lines if line["shape"] == shape and "config" in line]

@@ -204,9 +204,15 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_kill_at_every_rename_leaves_the_old_or_the_new(name, made, tmp_path):
+def test_kill_at_every_rename_leaves_the_old_or_the_new(name, made, tmp_path, request):
     """After a kill before any rename or deletion the folder holds the old or the new files, and a second run ends with
     the new ones and leaves nothing else."""
+    if name == "train_eagle" and not os.environ.get("EAGLET_ALONE"):
+        # With torch 2.11 training failed in a fork of a process that had run other tests, and never in a new one.
+        again = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"{__file__}::{request.node.name}"]
+        done = subprocess.run(again, cwd=ROOT, env=os.environ | {"EAGLET_ALONE": "1"}, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout  # 5 where no test was found
+        return
     main, words, expected = CASES[name]
     argv = words.replace("{m}", str(tmp_path)).split()
     out = tmp_path / "int4"

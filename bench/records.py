@@ -111,6 +111,7 @@ def read_lines(path: str | Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
 
 # ---- the machine --------------------------------------------------------------------------------------------
 
+COMMIT = "EAGLET_COMMIT"  # the variable that names the commit where Git cannot
 GPU_FIELDS = (
     "name,driver_version,power.limit,power.default_limit,clocks.sm,clocks.max.sm,clocks.mem,temperature.gpu,"
     "utilization.gpu,memory.used,persistence_mode"
@@ -149,14 +150,25 @@ def _output(command: list[str]) -> str:
     return done.stdout.strip() if done.returncode == 0 else ""
 
 
+def source() -> dict[str, Any]:
+    """The commit of this project and whether it was modified: what $EAGLET_COMMIT says, or else Git.
+
+    A copy without a .git folder may lie in another repository, whose commit would say nothing.
+    """
+    if given := os.environ.get(COMMIT):
+        return {"commit": given, "dirty": None}
+    if _output(["git", "rev-parse", "--show-toplevel"]) != str(Path(__file__).resolve().parent.parent):
+        return {"commit": None, "dirty": None}
+    dirty = _output(["git", "status", "--porcelain", "--untracked-files=no"])
+    return {"commit": _output(["git", "rev-parse", "--short=12", "HEAD"]) or None, "dirty": bool(dirty)}
+
+
 def environment(device: torch.device) -> dict[str, Any]:
     """Everything about the machine that moves the numbers."""
     known = dict.fromkeys(("torch", "triton", "transformers", "llama-cpp-python", "numpy"))
     for name in known:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             known[name] = importlib.metadata.version(name)
-    commit = _output(["git", "rev-parse", "--short=12", "HEAD"])
-    dirty = _output(["git", "status", "--porcelain", "--untracked-files=no"])
     return {
         "device": describe_device(device),
         "gpu": gpu_state(device),
@@ -165,7 +177,7 @@ def environment(device: torch.device) -> dict[str, Any]:
         "load_average": None if sys.platform == "win32" else os.getloadavg()[0],
         "platform": platform.platform(),
         "versions": {"python": platform.python_version(), **known, "cuda": torch.version.cuda},
-        "git": {"commit": commit or None, "dirty": bool(dirty)},
+        "git": source(),
         "time_utc": datetime.now(UTC).isoformat(timespec="seconds"),
     }
 

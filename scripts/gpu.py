@@ -1,23 +1,20 @@
-"""Everything that needs a CUDA device, in one command: step times, tests, decoding, tilings, start.
+"""Everything that needs a CUDA device, in one visit to a machine with one: what compiles or checks, then what is timed.
 
-    make gpu                                       # installs nothing, needs no network
-    python -m scripts.gpu --only steps             # one part
-    python -m scripts.gpu --device cpu --tiny      # tries the machinery on small shapes; measures nothing
+    make gpu                                                 # nine minutes; installs nothing, needs no network
+    python -m scripts.gpu --seconds 300 --only int4 demo     # some parts, in less time
+    python -m scripts.gpu --device cpu --tiny --seconds 60   # tries the machinery on small shapes; measures nothing
 
-Every part is a process of its own with a time limit. What a part measured is kept whatever happens to it or after it:
-each writes as it goes into the folder --out. A part that takes too long is interrupted as by Ctrl-C, and killed 10
-seconds later. One that needs a package which is missing says so in one line. torch and numpy are enough for the step
-times, the peers and the start. NAME is the GPU's. A file of a part that was killed ends in .part.
+First the checks run side by side on all cores, together with an untimed run of every benchmark, so that its kernels are
+compiled. Then the benchmarks run again, one at a time, and their times count. Every part is a process of its own with a
+time limit. One that takes too long is interrupted as by Ctrl-C, and killed a little later. What it wrote until then is
+kept. A part that lacks a package or memory, or that the time does not suffice for, is named. Torch and numpy are enough
+for the step times and for torch's own int4 kernel.
 
-    NAME-first.jsonl     the step time of plain decoding, after seconds   (scripts.bench --steps)
-    NAME-steps-*.jsonl   step times of real shapes with random weights, and the microseconds of every kernel
-    NAME-peer-*.jsonl    plain decoding of a real shape beside torch's own int4 kernel and beside transformers,
-                        and beside torchao and gemlite where they are installed
-    NAME-demo.jsonl      the demo model's decoders against each other
-    NAME-tilings         the fastest tiling of every layer shape          (scripts.tune_kernels)
-    NAME-start-*.jsonl   one short request with empty caches of compiled kernels, and with filled ones
-    NAME-summary.json    the machine, the parts, how they ended and how long they took
-    NAME.log             everything that the parts printed
+Three files are written to the folder --out, again after each part, so that a visit that is cut short loses nothing:
+
+    NAME-summary.json      the machine, the parts, how they ended, how long they took, and the last lines they printed
+    NAME-records.tar.gz    what scripts.bench and scripts.tune_kernels measured, one file for each part
+    NAME-logs.tar.gz       everything that the parts printed
 """
 
 from __future__ import annotations
@@ -25,153 +22,305 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib.util
+import io
 import itertools
+import math
 import os
 import re
 import shutil
 import signal
 import subprocess
 import sys
+import tarfile
+import tempfile
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from bench.records import environment
-from support.errors import UsageError, command_parser, run_command
-from support.files import write_json
+from bench.records import COMMIT, environment
+from scripts.demo import find_model
+from support.errors import UsageError, at_least, command_parser, run_command
+from support.files import write_json, written_whole
 
 ROOT = Path(__file__).resolve().parent.parent
 FILES = ("safetensors", "sentencepiece")  # read the demo model
-GRACE = 10.0  # seconds between the interrupt and the kill
-LOOK = 0.5  # seconds between two looks at what a part wrote
-SKIPPED = "skipped"
+USUAL = 540.0  # seconds for which the limits of the parts are made
+CHECKING = 0.35  # share of the time that checks and untimed runs may take
+GRACE = 5.0  # seconds between the interrupt and the kill
+LOOK = 0.2  # seconds between two looks at what runs
+SAVE = 20.0  # seconds between two saves while nothing ends
+LEAST = 4.0  # seconds without which no part is begun
+LAST_LINES = 16
+COMPILE = "--limit 1 --reps 1 --max-seconds 1".split()  # what a benchmark does where nothing is timed
+SKIPPED, UNDONE = "skipped", "not begun"
 
 
 class Part(NamedTuple):
-    """A command, its time limit in seconds, and the modules without which it cannot run."""
+    """A command with a limit in seconds (of a visit of USUAL seconds), the modules that it needs, and gigabytes of the
+    device's memory that it may take. `{records}` in the command stands for the folder of its records."""
 
     name: str
-    command: list[str]
+    command: tuple[str, ...]
     seconds: float
     needs: tuple[str, ...] = ()
+    gigabytes: float = 2.0
 
 
-def parts(out: Path, name: str, tiny: bool) -> list[Part]:
-    """What to run, most important first."""
-    python = [sys.executable, "-m"]
-    bench = [*python, "scripts.bench", "-q", *(["--device", "cpu"] if tiny else ["--compile"])]
-    shapes = {"tiny": ("tiny", 3)} if tiny else {"l2-7b": ("llama-2-7b", 1), "l3-8b": ("llama-3-8b", 3)}
-    trees = ("dynamic:16,5,8", "dynamic:24,6,8", "dynamic:60,7,10")[: 1 if tiny else 3]
-
-    usual = "tiny" if tiny else "llama-2-7b"
-
-    def written(kind: str) -> list[str]:
-        return ["--json", str(out / f"{name}-{kind}.jsonl")]
-
-    def random(shape: str, quant: str) -> list[str]:
-        return ["--shape", shape, *(["--quant", quant] if quant else [])]
-
-    def steps(kind: str, shape: str, quant: str, arms: list[str], contexts: str, ctx: str) -> list[str]:
-        return [*random(shape, quant), *arms, "--steps", contexts, "--ctx", ctx, *written(kind)]
-
-    def peer(library: str, quant: str, seconds: float, *needs: str) -> Part:
-        kind, much = f"peer-{library}", "--temperature 0 --reps 2 --max-seconds 40 --only plain".split()
-        command = [*bench, "--baseline", library, *much, *random(usual, quant), *written(kind)]
-        return Part(kind, command, seconds, needs)
-
-    # Step times are captured without --compile, which takes minutes.
-    timed = [*python, "scripts.bench", "-q", *(["--device", "cpu"] if tiny else [])]
-    near, far = (("32", "128"), ("32", "128")) if tiny else (("128", "4096"), ("128,2048", "4096"))
-    only = ["--only", "plain"]
-    run = [Part("first", [*timed, *steps("first", usual, "int4", only, *near)], 90)]
-    for quant, (short, (shape, version)) in itertools.product(("int4",) if tiny else ("int4", ""), shapes.items()):
-        kind = f"steps-{short}-{quant or 'half'}"
-        arms = [word for tree in trees for word in ("--arm", f"{tree}=eagle=random:{version};tree={tree}")]
-        run.append(Part(kind, [*timed, *steps(kind, shape, quant, arms, *far)], 150))
-    tests = ["-q", "-m", "gpu", "-p", "no:cacheprovider", "tests/test_kernels_gpu.py", "tests/test_engine_gpu.py"]
-    run.append(Part("tests", [*python, "pytest", *tests, *["--collect-only"] * tiny], 300, FILES + ("pytest",)))
-    one = "--limit 1 --max-new-tokens 8 --reps 1 --temperature 0 --only plain"
-    run += [peer("torch", "int4", 240), peer("hf", "", 150, "transformers")]
-    run += [peer("torchao", "int4", 240, "torchao"), peer("gemlite", "int4", 240, "gemlite", "torchao")]
-    demo = one if tiny else "--max-seconds 60"
-    run.append(Part("demo", [*bench, *demo.split(), *written("demo")], 150, FILES))
-    tilings = ["--models", "llama-2-7b", "llama-3-8b", "--seconds", "200", "--tuned", str(out / f"{name}-tilings")]
-    run.append(Part("tilings", [*python, "scripts.tune_kernels", *(["--help"] if tiny else tilings)], 240, ("triton",)))
-    caches = [f"{key}={out / f'{name}-caches'}" for key in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")]
-    for kind in ("start-cold", "start-warm"):  # the second one finds what the first one compiled
-        request = [*random(usual, "int4"), *one.split(), *written(kind)]
-        run.append(Part(kind, ["env", *caches, *bench, *request], 150))
-    return run
+# ---- the parts ----------------------------------------------------------------------------------------------
 
 
-def run_part(part: Part, log: Path) -> dict[str, Any]:
-    """Run one part with its output in `log`, whose new lines go to the terminal at once. Says how it ended."""
-    line: dict[str, Any] = {"part": part.name, "ended": "", "seconds": 0.0, "command": part.command}
-    if missing := [module for module in part.needs if importlib.util.find_spec(module) is None]:
-        print(f"== {part.name}: skipped, because {' and '.join(missing)} cannot be imported", flush=True)
-        return line | {"ended": SKIPPED, "missing": missing}
-    print(f"== {part.name}: {' '.join(part.command)}  (at most {part.seconds:.0f} s)", flush=True)
-    began = time.monotonic()
-    with log.open("a", encoding="utf-8") as out, log.open(encoding="utf-8", errors="replace") as new:
-        new.seek(0, os.SEEK_END)
-        process = subprocess.Popen(part.command, stdout=out, stderr=out, cwd=ROOT, start_new_session=True)
+def python(module: str, *arguments: str) -> tuple[str, ...]:
+    """The command of a module of this project."""
+    return (sys.executable, "-m", module, *arguments)
+
+
+def checks(tiny: bool, workers: int) -> list[Part]:
+    """What compares, the most important first: a row with itself in wider forwards, then kernels with references."""
+    equal = "independent or rows or alone or slots or plain_decoding"
+    shared = ["-n", str(workers)] if workers > 1 and importlib.util.find_spec("xdist") and not tiny else []
+    pytest = ["-q", "-m", "gpu", "-p", "no:cacheprovider", "--tb=short", *shared, *["--collect-only"] * tiny]
+    found = []
+    for what, file in itertools.product((equal,) if tiny else (equal, f"not ({equal})"), ("engine", "kernels")):
+        name = f"{'equal' if what == equal else 'tests'}-{file}"
+        command = python("pytest", *pytest, f"tests/test_{file}_gpu.py", "-k", what)
+        found.append(Part(name, command, 150, (*FILES, "pytest"), 1.5 * (workers if shared else 1)))
+    prove = ["-p", "def", "--eagle", "demo/eagle3", "--prove", "--max-new-tokens", "16" if tiny else "100"]
+    prove += ["--device", "cpu"] if tiny else ["--compile"]
+    return [*found, Part("prove", (sys.executable, "generate.py", *prove), 90, FILES)]
+
+
+def timed(device: str, tiny: bool, smollm2: Path | None) -> list[Part]:
+    """What measures, the most important first."""
+    usual, small, experts = ("tiny", "tiny", "tiny-moe") if tiny else ("llama-3-8b", "llama-2-7b", "mixtral-8x7b")
+    contexts, ctx = ("32", "128") if tiny else ("128,2048", "4096")
+    trees = {"e3-16": "dynamic:16,5,8", "e3-60": "dynamic:60,7,10"}
+    heads = [word for name, tree in trees.items() for word in ("--arm", f"{name}=eagle=random:3;tree={tree}")]
+    short = "--limit 1 --reps 1 --max-new-tokens 8 --temperature 0".split()
+    texts = short if tiny else "--limit 4 --reps 2 --max-seconds 40".split()
+    compiled = () if tiny else ("--compile",)
+
+    def bench(name: str, seconds: float, gigabytes: float, *arguments: str, needs: tuple[str, ...] = ()) -> Part:
+        command = python("scripts.bench", "-q", "--device", device, *arguments, "--json", f"{{records}}/{name}.jsonl")
+        return Part(name, command, seconds, needs, gigabytes)
+
+    def steps(name: str, shape: str, quant: str, gigabytes: float, *arms: str) -> Part:
+        # A step is captured for --steps in any case.
+        random = ("--shape", shape, *(("--quant", quant) if quant else ()))
+        return bench(name, 40, gigabytes, *random, *(arms or ("--only", "plain")), "--steps", contexts, "--ctx", ctx)
+
+    plain = "--only", "plain", "--temperature", "0"
+    parts = [
+        steps("int4", usual, "int4", 8, *heads),
+        bench("demo", 70, 2, *compiled, *texts, *["--only", "plain"] * tiny, needs=FILES),
+    ]
+    if smollm2:
+        head = f"e3=eagle={ROOT / 'heads' / 'smollm2-eagle3'}"
+        parts.append(
+            bench("smollm2", 70, 3, *compiled, "--checkpoint", str(smollm2), "--arm", head, *texts, needs=FILES)
+        )
+    random = ("--shape", usual, "--quant", "int4")
+    parts += [
+        bench("torch-int4", 70, 16, *compiled, *random, "--baseline", "torch", *(short if tiny else texts), *plain)
+    ]
+    formats = () if tiny else (("bf16", "", 20.0), ("int8", "int8", 12.0))
+    parts += [steps(name, usual, quant, gigabytes, *heads) for name, quant, gigabytes in formats]
+    parts += [] if tiny else [steps("l2-7b-int4", small, "int4", 7, *heads)]
+    parts += [steps("mixtral-int4", experts, "int4", 28)]
+    tilings = ["--help"] if tiny else ["--models", usual, "--seconds", "50", "--tuned", "{records}/tilings.jsonl"]
+    parts += [Part("tilings", python("scripts.tune_kernels", *tilings), 70, ("triton",), 4)]
+    return parts
+
+
+def starts(device: str, tiny: bool, caches: Path) -> list[Part]:
+    """One short request with empty caches of compiled kernels, and one that finds what the first one compiled."""
+    variables = tuple(f"{name}={caches}" for name in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"))
+    request = ["-p", "The", "--max-new-tokens", "8", "--device", device, *["--compile"] * (not tiny)]
+    command = ("env", *variables, sys.executable, "generate.py", "--eagle", "demo/eagle3", *request)
+    return [Part(f"start-{kind}", command, 60, FILES) for kind in ("cold", "warm")]
+
+
+# ---- running them -------------------------------------------------------------------------------------------
+
+
+class Running(NamedTuple):
+    """A part whose process runs."""
+
+    part: Part
+    process: subprocess.Popen
+    log: Path
+    began: float
+    until: float
+
+
+@dataclass
+class Visit:
+    """Runs parts, and saves after each what all of them gave. Times are those of time.monotonic()."""
+
+    out: Path
+    name: str
+    summary: dict[str, Any]
+    gigabytes: float  # of the device
+    scale: float  # of the parts' limits
+    variables: dict[str, str]  # of the environment of all parts
+    work: Path = field(default_factory=lambda: Path(tempfile.mkdtemp(prefix="eaglet-gpu-")))
+    saved: float = 0.0
+
+    def run(self, parts: Sequence[Part], phase: str, width: int, until: float) -> None:
+        """Run parts, at most `width` of them and as many as memory holds at a time, and none after `until`."""
+        waiting, running = list(parts), []
+        for folder in (self.work / "logs", self.work / phase):
+            folder.mkdir(exist_ok=True)
         try:
-            while process.poll() is None and time.monotonic() - began < part.seconds:
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(LOOK)
-                print(new.read(), end="", flush=True)
-            late = process.poll() is None
+            while waiting or running:
+                while waiting and (not running or self._fits(waiting[0], running, width)):
+                    part = waiting.pop(0)
+                    if why := self._obstacle(part, until):
+                        self._note(part, phase, *why)
+                    else:
+                        running.append(self._start(part, phase, until))
+                for one in [one for one in running if one.process.poll() is not None or time.monotonic() > one.until]:
+                    running.remove(one)
+                    self._finish([one], phase)
+                if time.monotonic() > self.saved + SAVE:
+                    self.save()
+                time.sleep(LOOK)
         finally:
-            end(process)
-        print(new.read(), flush=True)
-    ended = f"stopped after {part.seconds:.0f} s" if late else process.returncode
-    return line | {"ended": ended, "seconds": round(time.monotonic() - began, 1)}
+            self._finish(running, phase)
+            for part in waiting:
+                self._note(part, phase, UNDONE, "the visit was cut short")
+            self.save()
+
+    def _fits(self, part: Part, running: list[Running], width: int) -> bool:
+        taken = sum(one.part.gigabytes for one in running)
+        return len(running) < width and taken + part.gigabytes <= self.gigabytes
+
+    def _obstacle(self, part: Part, until: float) -> tuple[str, str] | None:
+        """Why a part cannot be begun: how that counts, and in words."""
+        if missing := [module for module in part.needs if importlib.util.find_spec(module) is None]:
+            return SKIPPED, f"{' and '.join(missing)} cannot be imported"
+        if part.gigabytes > self.gigabytes:
+            return SKIPPED, f"it needs {part.gigabytes:.0f} GB of memory, and the device has {self.gigabytes:.0f}"
+        if time.monotonic() > until - LEAST:
+            return UNDONE, "the time is over; a larger --seconds or --only gives it some"
+        return None
+
+    def _start(self, part: Part, phase: str, until: float) -> Running:
+        log = self.work / "logs" / f"{phase}-{part.name}.log"
+        command = [word.replace("{records}", str(self.work / phase)) for word in part.command]
+        with log.open("w") as file:
+            how = {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": file, "cwd": ROOT}
+            process = subprocess.Popen(command, env=os.environ | self.variables, start_new_session=True, **how)
+        now = time.monotonic()
+        return Running(part, process, log, now, min(until, now + part.seconds * self.scale))
+
+    def _finish(self, ended: list[Running], phase: str) -> None:
+        """End parts that still run, and note how all of these ended."""
+        late = [one for one in ended if one.process.poll() is None]
+        seconds = {one.part.name: time.monotonic() - one.began for one in ended}
+        end([one.process for one in late])
+        for one in ended:
+            stopped = f"stopped after {seconds[one.part.name]:.0f} s"
+            lines = one.log.read_text(encoding="utf-8", errors="replace").splitlines()[-LAST_LINES:]
+            how = stopped if one in late else one.process.returncode
+            self._note(one.part, phase, how, "", round(seconds[one.part.name], 1), lines)
+        if ended:
+            self.save()
+
+    def _note(
+        self, part: Part, phase: str, ended: str | int, why: str, seconds: float = 0.0, lines: Sequence[str] = ()
+    ) -> None:
+        about = {"part": part.name, "phase": phase, "ended": ended, "why": why, "seconds": seconds}
+        self.summary["parts"].append(about | {"command": part.command, "last_lines": list(lines)})
+        state = (
+            f"FAILED with exit code {ended}" if isinstance(ended, int) else f"{ended}, because {why}" if why else ended
+        )
+        print(f"{phase} {part.name}: {state if ended else f'done after {seconds:.0f} s'}", flush=True)
+        if phase == "timed" or ended not in (0, SKIPPED, UNDONE):
+            print("".join(f"    {line}\n" for line in lines), end="", flush=True)
+
+    def save(self) -> None:
+        """Write the three files."""
+        self.saved = time.monotonic()
+        write_json(self.out / f"{self.name}-summary.json", self.summary)
+        for kind, folder in (("records", "timed"), ("logs", "logs")):
+            pack(self.work / folder, self.out / f"{self.name}-{kind}.tar.gz")
 
 
-def end(process: subprocess.Popen) -> None:
-    """Interrupt a process and its children, so that it writes what it has, and kill what is left of them."""
-    for number, seconds in ((signal.SIGINT, GRACE), (signal.SIGKILL, None)):
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, number)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(seconds)
+def pack(folder: Path, archive: Path) -> None:
+    """Pack the files of a folder, which may be written meanwhile, with the names that finished ones will have."""
+    with written_whole(archive) as part, tarfile.open(part, "w:gz") as packed:
+        for file in sorted(folder.glob("*")) if folder.is_dir() else ():
+            with contextlib.suppress(FileNotFoundError):
+                content = file.read_bytes()
+                about = tarfile.TarInfo(f"{archive.name.removesuffix('.tar.gz')}/{file.name}")
+                about.size, about.mtime = len(content), int(time.time())
+                packed.addfile(about, io.BytesIO(content))
+
+
+def end(processes: Sequence[subprocess.Popen]) -> None:
+    """Interrupt processes and their children, so that they write what they have, and kill what is left of them."""
+    for number, seconds in ((signal.SIGINT, GRACE), (signal.SIGKILL, GRACE)):
+        until = time.monotonic() + seconds
+        for process in processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, number)
+        for process in processes:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, until - time.monotonic()))
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the parts one after another. Returns 1 if one of them failed."""
+    """Run the parts. Returns 1 if one of them failed."""
     if args.device == "cuda" and not torch.cuda.is_available():
         raise UsageError("this torch sees no CUDA device; --device cpu --tiny tries the machinery.")
     if args.device == "cpu" and not args.tiny:
         raise UsageError("--device cpu needs --tiny: on a CPU this measures nothing.")
-    device = torch.device(args.device)
-    name = re.sub(r"[^A-Za-z0-9]+", "-", torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu-tiny")
+    began, device, cores = time.monotonic(), torch.device(args.device), os.cpu_count() or 1
+    cuda = device.type == "cuda"
+    name = re.sub(r"[^A-Za-z0-9]+", "-", torch.cuda.get_device_name(device) if cuda else "cpu-tiny")
+    variables = {"PYTHONUNBUFFERED": "1"} | ({COMMIT: args.commit} if args.commit else {})
     args.out.mkdir(parents=True, exist_ok=True)
-    chosen = [part for part in parts(args.out, name, args.tiny) if not args.only or part.name in args.only]
-    if not chosen:
-        names = ", ".join(part.name for part in parts(args.out, name, args.tiny))
-        raise UsageError(f"--only {' '.join(args.only)}: the parts are {names}.")
-    shutil.rmtree(args.out / f"{name}-caches", ignore_errors=True)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the part that runs is ended, too
-    summary: dict[str, Any] = {"environment": environment(device), "parts": []}
-    for part in chosen:
-        try:
-            summary["parts"].append(run_part(part, args.out / f"{name}.log"))
-        finally:
-            write_json(args.out / f"{name}-summary.json", summary)
-    failed = [line["part"] for line in summary["parts"] if line["ended"] not in (0, SKIPPED)]
-    print(f"results in {args.out}" + (f"; failed: {', '.join(failed)}" if failed else ""))
+    summary: dict[str, Any] = {"environment": environment(device), "seconds": args.seconds, "parts": []}
+    gigabytes = torch.cuda.get_device_properties(device).total_memory / 1e9 if cuda else math.inf
+    visit = Visit(args.out, name, summary, gigabytes, max(1.0, args.seconds / USUAL), variables)
+    benches = timed(args.device, args.tiny, args.smollm2)
+    untimed = checks(args.tiny, max(1, cores // 4))
+    untimed += [p._replace(command=(*p.command, *COMPILE)) for p in benches if "scripts.bench" in p.command]
+    alone = benches + starts(args.device, args.tiny, visit.work / "caches")
+    known = list(dict.fromkeys(part.name for part in untimed + alone))
+    if unknown := [part for part in args.only if part not in known]:
+        raise UsageError(f"--only {' '.join(unknown)}: the parts are {', '.join(known)}.")
+    untimed, alone = ([p for p in parts if not args.only or p.name in args.only] for parts in (untimed, alone))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the parts that run are ended, too
+    until = began + args.seconds - GRACE
+    first = began + args.seconds * CHECKING
+    try:
+        visit.run(untimed, "untimed", cores, first)
+        visit.run(alone, "timed", 1, until)
+    finally:
+        shutil.rmtree(visit.work, ignore_errors=True)
+    failed = [f"{p['phase']} {p['part']}" for p in summary["parts"] if p["ended"] not in (0, SKIPPED, UNDONE)]
+    undone = [p["part"] for p in summary["parts"] if p["ended"] == UNDONE]
+    sums = [f"; {what}: {', '.join(parts)}" for what, parts in (("failed", failed), (UNDONE, undone)) if parts]
+    print(f"results in {args.out}/{name}-*{''.join(sums)}")
     return int(bool(failed))
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line."""
     parser = command_parser("scripts.gpu", __doc__)
-    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
-    parser.add_argument("--tiny", action="store_true", help="small shapes and few repetitions")
-    parser.add_argument("--only", nargs="+", default=[], metavar="PART", help="these parts alone")
-    parser.add_argument("--out", type=Path, default=ROOT / "results", help="folder of the results")
+    add = parser.add_argument
+    add("--seconds", type=at_least(1), default=int(USUAL), metavar="N", help="time of the whole visit (default: 540)")
+    add("--device", default="cuda", choices=("cuda", "cpu"))
+    add("--tiny", action="store_true", help="small shapes and few repetitions")
+    add("--only", nargs="+", default=[], metavar="PART", help="these parts alone")
+    add("--smollm2", type=Path, default=find_model(), metavar="FILE", help="SmolLM2-135M (default: the wheel's)")
+    add("--commit", default="", metavar="HASH", help="what the records name as this project's commit, if Git cannot")
+    add("--out", type=Path, default=ROOT / "results", help="folder of the results")
     args = parser.parse_args(argv)
     return run_command(lambda: run(args), args.debug)
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import math
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
+import tarfile
 import time
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
@@ -18,7 +22,7 @@ import torch
 from fake_cuda import OneDevice, fake_gpu, step_engine
 
 import model as model_module
-from bench import random_models, steps
+from bench import random_models, records, steps
 from bench.arms import NO_STOP
 from bench.measure import step_bytes
 from bench.peers import PackedInt4, TorchArm, check_peers, rounded_by_torchao
@@ -42,25 +46,59 @@ def usual_sigterm():
 # ---- make gpu ----------------------------------------------------------------------------------------------
 
 
-def test_a_tiny_run_writes_the_records_of_its_parts(tmp_path, monkeypatch):
-    """A part whose command cannot run, that leaves no file, or that comes before the step times. The parts that are left
-    out differ from these in a flag."""
-    names = [part.name for part in gpu.parts(tmp_path, "cpu-tiny", True)]
-    assert names == [
-        "first",
-        *"steps-tiny-int4 tests peer-torch peer-hf peer-torchao peer-gemlite demo tilings start-cold start-warm".split(),
-    ]
-    run = [names[1], names[2], *names[-3::2]]
-    assert gpu.main([*TINY, "--out", str(tmp_path), "--only", *run]) == 0
-    summary = json.loads((tmp_path / "cpu-tiny-summary.json").read_text())
-    assert [part["part"] for part in summary["parts"]] == run
+def summary_of(folder: Path) -> dict:
+    return json.loads((folder / "cpu-tiny-summary.json").read_text())
+
+
+def packed(folder: Path, kind: str) -> dict[str, str]:
+    """The texts in one of the two archives, by file name."""
+    with tarfile.open(folder / f"cpu-tiny-{kind}.tar.gz") as archive:
+        return {Path(name).name: archive.extractfile(name).read().decode() for name in archive.getnames()}
+
+
+def short_visit(monkeypatch, checks=(), timed=()):
+    """Let `gpu.main` run these parts: (name, Python code) or a Part. Ctrl-C has a second to work."""
+
+    def parts(given):
+        return [p if isinstance(p, gpu.Part) else gpu.Part(p[0], (sys.executable, "-c", p[1]), 2) for p in given]
+
+    for name, given in (("checks", checks), ("timed", timed), ("starts", ())):
+        monkeypatch.setattr(gpu, name, lambda *_, given=given: parts(given))
+    monkeypatch.setattr(gpu, "GRACE", 1.0)
+
+
+def test_a_tiny_visit_writes_the_records_of_its_parts(tmp_path):
+    """A part whose command cannot run, that leaves no record, or that is not one of the two phases."""
+    run = ["equal-kernels", "prove", "int4", "start-warm"]
+    assert gpu.main([*TINY, "--seconds", "100", "--out", str(tmp_path), "--only", *run]) == 0
+    summary = summary_of(tmp_path)
+    untimed = {"equal-kernels", "prove", "int4"}
+    assert {p["part"] for p in summary["parts"] if p["phase"] == "untimed"} == untimed
+    assert [p["part"] for p in summary["parts"] if p["phase"] == "timed"] == ["int4", "start-warm"]
     assert all(part["ended"] == 0 for part in summary["parts"]) and summary["environment"]["versions"]["torch"]
-    lines = read_json_lines(tmp_path / "cpu-tiny-steps-tiny-int4.jsonl")
-    timed = [line for line in lines if line["type"] == "step"]
-    assert {line["nodes"] for line in timed} == {1, 16}
-    kernels = [line["microseconds"] for line in lines if line["type"] == "kernels"]
-    assert len(kernels) == len(timed) and all(times and min(times.values()) > 0 for times in kernels)
-    assert "test_kernels_gpu" in (tmp_path / "cpu-tiny.log").read_text()
+    records = packed(tmp_path, "records")
+    assert list(records) == ["int4.jsonl"]
+    timed = [json.loads(line) for line in records["int4.jsonl"].splitlines()]
+    assert {line["nodes"] for line in timed if line["type"] == "step"} == {1, 16, 60}
+    kernels = [line["microseconds"] for line in timed if line["type"] == "kernels"]
+    assert len(kernels) == 3 and all(times and min(times.values()) > 0 for times in kernels)
+    logs = packed(tmp_path, "logs")
+    assert set(logs) == {f"untimed-{name}.log" for name in untimed} | {"timed-int4.log", "timed-start-warm.log"}
+    assert "test_kernels_gpu" in logs["untimed-equal-kernels.log"] and len(list(tmp_path.iterdir())) == 3
+
+
+def test_the_parts_of_a_visit_come_in_the_order_of_their_weight():
+    """Rows that are compared after the rest, a word that chooses no test, and figures that nobody waits for before the
+    plain step."""
+    parts = gpu.checks(False, 1)
+    assert [p.name for p in parts] == "equal-engine equal-kernels tests-engine tests-kernels prove".split()
+    words, rest = parts[0].command[-1], parts[2].command[-1]
+    assert rest == f"not ({words})" and parts[1].command[-1] == words
+    tests = "".join((gpu.ROOT / "tests" / f"test_{kind}_gpu.py").read_text() for kind in ("engine", "kernels"))
+    names = re.findall(r"^def (test_\w+)", tests, re.M)
+    assert all(any(word in name for name in names) for word in words.split(" or "))
+    names = [part.name for part in gpu.timed("cuda", False, Path("file"))]
+    assert names == "int4 demo smollm2 torch-int4 bf16 int8 l2-7b-int4 mixtral-int4 tilings".split()
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
@@ -71,33 +109,124 @@ def test_make_gpu_says_where_torch_is_missing():
     assert done.returncode and "has no torch" in done.stderr and "Traceback" not in done.stderr
 
 
-def test_parts_that_fail_or_hang_do_not_end_the_run(tmp_path, monkeypatch, capsys):
-    """A part that raises, is killed, or ignores the interrupt is noted, the interrupted one keeps what it wrote,
-    one that needs what is not installed is a line, and the last part still runs."""
+def test_parts_that_fail_or_hang_do_not_end_the_visit(tmp_path, monkeypatch, capsys):
+    """A part that raises, is killed, or ignores the interrupt ends the visit, an interrupted one loses what it wrote, and
+    one that lacks a module or memory is run."""
+    kept = tmp_path / "kept.txt"
     code = {
         "raises": "raise RuntimeError('no such kernel')",
         "killed": "import os, signal; print('so far', flush=True); os.kill(os.getpid(), signal.SIGKILL)",
-        "polite": "import time\ntry: time.sleep(60)\nexcept KeyboardInterrupt: open(r'{}', 'w').write('kept')",
+        "polite": f"import time\ntry: time.sleep(60)\nexcept KeyboardInterrupt: open(r'{kept}', 'w').write('kept')",
         "deaf": "import signal, time\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\ntime.sleep(60)",
         "last": "print('the end')",
     }
-    kept = tmp_path / "kept.txt"
-    parts = [gpu.Part(name, [sys.executable, "-c", text.format(kept)], 2) for name, text in code.items()]
-    parts.insert(4, gpu.Part("bare", [sys.executable, "-c", "raise SystemExit(1)"], 2, ("sys", "no_such_module")))
-    monkeypatch.setattr(gpu, "parts", lambda *_: parts)
-    monkeypatch.setattr(gpu, "GRACE", 1.0)
+    nothing = (sys.executable, "-c", "raise SystemExit(1)")
+    bare = gpu.Part("bare", nothing, 2, ("sys", "no_such_module"))
+    large = gpu.Part("large", nothing, 2, (), math.inf)
+    monkeypatch.setattr(gpu.math, "inf", 24.0)  # the memory of a CPU
+    short_visit(monkeypatch, timed=[*list(code.items())[:4], bare, large, ("last", code["last"])])
     assert gpu.main([*TINY, "--out", str(tmp_path)]) == 1
     printed = capsys.readouterr().out
-    assert (
-        "bare: skipped, because no_such_module cannot be imported" in printed
-        and "failed: raises, killed, pol" in printed
-    )
-    assert printed.index("so far") < printed.index("== polite") < printed.index("the end")
-    summary = json.loads((tmp_path / "cpu-tiny-summary.json").read_text())
-    assert [part["ended"] for part in summary["parts"]] == [1, -9, *["stopped after 2 s"] * 2, "skipped", 0]
-    log = (tmp_path / "cpu-tiny.log").read_text()
-    assert "RuntimeError: no such kernel" in log and "Traceback" in log and "the end" in log
+    assert "bare: skipped, because no_such_module cannot be imported" in printed
+    assert "large: skipped, because it needs inf GB of memory, and the device has 24" in printed
+    assert "failed: timed raises, timed killed, timed polite, timed deaf" in printed
+    assert printed.index("so far") < printed.index("timed polite") < printed.index("the end")
+    ended = [part["ended"] for part in summary_of(tmp_path)["parts"]]
+    assert ended == [1, -9, *["stopped after 2 s"] * 2, *["skipped"] * 2, 0]
+    logs = packed(tmp_path, "logs")
+    assert "RuntimeError: no such kernel" in logs["timed-raises.log"] and "the end" in logs["timed-last.log"]
     assert kept.read_text() == "kept"
+
+
+def test_untimed_parts_run_together_and_timed_ones_alone(tmp_path, monkeypatch):
+    """Checks that wait for each other, a benchmark that is timed beside another, and memory that is taken twice."""
+    meet = "import pathlib, time; pathlib.Path(r'{0}/{1}').touch()\n"
+    meet += "while not pathlib.Path(r'{0}/{2}').exists(): time.sleep(0.05)"
+    pair = [("a", meet.format(tmp_path, "a", "b")), ("b", meet.format(tmp_path, "b", "a"))]
+    lonely = (
+        "import os, pathlib, time; place = pathlib.Path(r'{0}/lonely'); place.mkdir(); time.sleep(0.3); place.rmdir()"
+    )
+    command = sys.executable, "-c", lonely.format(tmp_path)
+    large = [gpu.Part(f"large {i}", command, 2, (), 20) for i in range(2)]
+    monkeypatch.setattr(gpu.math, "inf", 24.0)
+    monkeypatch.setattr(gpu.os, "cpu_count", lambda: 4)
+    short_visit(monkeypatch, checks=[*pair, *large], timed=[(f"timed {i}", command[-1]) for i in range(2)])
+    assert gpu.main([*TINY, "--out", str(tmp_path / "out")]) == 0
+
+
+def test_a_visit_keeps_to_its_time(tmp_path, monkeypatch, capsys):
+    """A visit whose parts take the limit of each, and parts that were not begun and are not named."""
+    monkeypatch.setattr(gpu, "LEAST", 1.0)
+    slow = [
+        gpu.Part(name, (sys.executable, "-c", "import time; time.sleep(60)"), 90) for name in ("one", "two", "three")
+    ]
+    short_visit(monkeypatch, slow[:1], slow)
+    began = time.monotonic()
+    assert gpu.main([*TINY, "--seconds", "6", "--out", str(tmp_path)]) == 1
+    assert time.monotonic() - began < 6 + 5  # generous: the machine may be slow
+    assert [p["ended"] == "not begun" for p in summary_of(tmp_path)["parts"]] == [False, False, True, True]
+    assert "not begun: two, three" in capsys.readouterr().out
+
+
+def test_an_interrupt_keeps_the_summary(tmp_path, monkeypatch):
+    """Ctrl-C during the second part loses the first, and the third is not named."""
+    stop = f"import os, signal, time; os.kill({os.getpid()}, signal.SIGINT); time.sleep(60)"
+    short_visit(monkeypatch, timed=[("one", ""), ("two", stop), ("three", "")])
+    assert gpu.main([*TINY, "--out", str(tmp_path)]) == 128 + signal.SIGINT
+    ended = {part["part"]: part["ended"] for part in summary_of(tmp_path)["parts"]}
+    assert list(ended) == ["one", "two", "three"] and ended["one"] == 0 and ended["three"] == "not begun"
+
+
+def test_a_visit_that_is_terminated_ends_its_parts(tmp_path, monkeypatch):
+    """SIGTERM leaves a part running on the GPU."""
+    alive = tmp_path / "alive"
+    code = f"import os, signal, time; os.kill({os.getpid()}, signal.SIGTERM); time.sleep(3); open({str(alive)!r}, 'w')"
+    short_visit(monkeypatch, timed=[("one", ""), ("two", code)])
+    with pytest.raises(SystemExit, match="143"):
+        gpu.main([*TINY, "--out", str(tmp_path)])
+    time.sleep(3.2)
+    assert not alive.exists() and [part["part"] for part in summary_of(tmp_path)["parts"]] == ["one", "two"]
+
+
+def test_a_visit_that_is_killed_has_saved_what_ended(tmp_path):
+    """Files that are written at the end alone."""
+    parts = "[gpu.Part(name, (sys.executable, '-c', code), 9) for name, code in (('one', 'print(7)'), ('two', KILL))]"
+    code = "import os, signal, sys\nfrom scripts import gpu\n"
+    code += "KILL = 'import os, signal; os.kill(os.getppid(), signal.SIGKILL)'\n"
+    code += f"gpu.checks, gpu.timed, gpu.starts = (lambda *_: []), (lambda *_: {parts}), (lambda *_: [])\n"
+    code += f"gpu.main({[*TINY, '--out', str(tmp_path)]})"
+    done = subprocess.run([sys.executable, "-c", code], cwd=gpu.ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert [part["part"] for part in summary_of(tmp_path)["parts"]] == ["one"]
+    assert packed(tmp_path, "logs")["timed-one.log"] == "7\n"
+
+
+def test_the_records_name_the_commit_of_this_project(tmp_path, monkeypatch):
+    """The commit of another repository around a copy without .git, and a commit that was given and is not recorded."""
+    monkeypatch.delenv(records.COMMIT, raising=False)
+    monkeypatch.setattr(records, "__file__", str(gpu.ROOT / "bench" / "records.py"))
+    answers = {"--show-toplevel": str(gpu.ROOT.parent), "HEAD": "0123456789ab"}
+    monkeypatch.setattr(records, "_output", lambda command: answers.get(command[-1], ""))
+    assert records.source() == {"commit": None, "dirty": None}
+    answers["--show-toplevel"] = str(gpu.ROOT)
+    assert records.source() == {"commit": "0123456789ab", "dirty": False}
+    show = f"from bench.records import source; open(r'{tmp_path}/commit', 'w').write(source()['commit'])"
+    short_visit(monkeypatch, timed=[gpu.Part("one", (sys.executable, "-c", show), 30)])
+    assert gpu.main([*TINY, "--commit", "abc123", "--out", str(tmp_path)]) == 0
+    assert (tmp_path / "commit").read_text() == "abc123"
+
+
+@pytest.mark.parametrize("arguments,message", [
+    (["--device", "cpu"], "needs --tiny"), (["--device", "cuda"], "sees no CUDA device"),
+    ([*TINY, "--only", "zebra"], "the parts are equal-engine, equal-kernels, prove"),
+])  # fmt: skip
+def test_usage_errors_are_one_line(arguments, message, tmp_path, capsys):
+    """A wrong device and an unknown part end with exit code 2 before anything runs."""
+    assert gpu.main(["--out", str(tmp_path), *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+# ---- step times --------------------------------------------------------------------------------------------
 
 
 def test_step_times_need_torch_and_numpy_alone(tmp_path):
@@ -110,43 +239,6 @@ def test_step_times_need_torch_and_numpy_alone(tmp_path):
     done = subprocess.run([sys.executable, "-c", code], cwd=gpu.ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and "step of plain, batch 1, context 32" in done.stderr, done.stderr
     assert len(read_json_lines(tmp_path / "first.jsonl")) == 3
-
-
-def test_an_interrupt_keeps_the_summary(tmp_path, monkeypatch):
-    """Ctrl-C during the second part leaves the summary of the first."""
-    monkeypatch.setattr(gpu, "parts", lambda *_: [gpu.Part(name, [], 1) for name in ("one", "two")])
-    results = mock.Mock(side_effect=[{"part": "one", "ended": 0}, KeyboardInterrupt])
-    monkeypatch.setattr(gpu, "run_part", results)
-    assert gpu.main([*TINY, "--out", str(tmp_path)]) == 128 + signal.SIGINT
-    assert [p["part"] for p in json.loads((tmp_path / "cpu-tiny-summary.json").read_text())["parts"]] == ["one"]
-
-
-def test_a_run_that_is_terminated_ends_its_part(tmp_path, monkeypatch):
-    """SIGTERM ends the part that runs, so that nothing is left on the GPU, and the summary has the parts before it."""
-    alive = tmp_path / "alive"
-    code = f"import os, signal, time; os.kill({os.getpid()}, signal.SIGTERM); time.sleep(2); open({str(alive)!r}, 'w')"
-    commands = {"one": "", "two": code}
-    monkeypatch.setattr(
-        gpu, "parts", lambda *_: [gpu.Part(n, [sys.executable, "-c", c], 9) for n, c in commands.items()]
-    )
-    with pytest.raises(SystemExit, match="143"):
-        gpu.main([*TINY, "--out", str(tmp_path)])
-    time.sleep(2.2)
-    assert not alive.exists()
-    assert [p["part"] for p in json.loads((tmp_path / "cpu-tiny-summary.json").read_text())["parts"]] == ["one"]
-
-
-@pytest.mark.parametrize("arguments,message", [
-    (["--device", "cpu"], "needs --tiny"), (["--device", "cuda"], "sees no CUDA device"),
-    ([*TINY, "--only", "zebra"], "the parts are first, steps-tiny-int4"),
-])  # fmt: skip
-def test_usage_errors_are_one_line(arguments, message, tmp_path, capsys):
-    """A wrong device and an unknown part end with exit code 2 before anything runs."""
-    assert gpu.main(["--out", str(tmp_path), *arguments]) == 2
-    assert message in capsys.readouterr().err
-
-
-# ---- step times --------------------------------------------------------------------------------------------
 
 
 def test_step_times_have_a_line_per_arm_batch_and_context(tmp_path, capsys):

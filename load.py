@@ -20,6 +20,7 @@ from typing import Unpack
 import torch
 
 import kernels
+from drafters.base import PlainDrafter
 from drafting import DraftFiles, build_drafter, build_head, drafts_blocks, read_drafter, resolve
 from engine import Engine, EngineConfig
 from kernels import tuned
@@ -38,6 +39,7 @@ from ranks import (
     meet,
     same_model,
 )  # fmt: skip
+from runtime.first_look import first_look
 from support import cache
 from support.errors import UsageError, bad_files, one_line
 from support.machine import (
@@ -83,7 +85,7 @@ def load(
     options = {name: str(given) if isinstance(given, Path) else given for name, given in keywords.items()}
     options["checkpoint"] = str(checkpoint)
     asked = LoadOptions(**options)
-    asked.check()
+    asked.validate()
     size = asked.tp or int(os.environ.get("WORLD_SIZE", "1"))
     if size == 1:
         return _load(asked, progress, say)
@@ -175,6 +177,8 @@ def _load(
     config = replace(EngineConfig.of(options, backend, head), plan=plan, generation=checkpoint.generation)
     if ranks:
         return RankedEngine(model, tokenizer, drafter, config, ranks)
+    if backend.device_type == "cuda" and backend.mode != "reference":
+        first_look(model, drafter or PlainDrafter(model), config, say, options.check)
     return Engine(model, tokenizer, drafter, config)
 
 

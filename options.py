@@ -102,6 +102,9 @@ class LoadOptions:
         "implementation of the operations (default: auto, which is triton on a GPU and cpu on a CPU); cpu: C++ kernels, "
         "which round the activations of int4 and int8 layers to int8", "auto", KERNELS,
     )  # fmt: skip
+    check: bool = option(
+        "on a GPU compare the kernels with their references again; the first use of a model does it once", False
+    )
     kv: str = option(
         "dtype of the KV cache. model is that of the activations, float32 on a CPU; float16 (CPU kernels only) and int8: "
         "smaller; auto: float16 with the CPU kernels if the checkpoint has 16 bits or fewer, else model",
@@ -199,7 +202,7 @@ class LoadOptions:
         """The LoRA adapters, each as DIR or NAME=DIR."""
         return (self.lora,) if isinstance(self.lora, str) else self.lora or ()
 
-    def check(self) -> None:
+    def validate(self) -> None:
         """Raise UsageError for an option that is wrong or would be ignored, without reading any file."""
         import torch
 
@@ -239,6 +242,8 @@ class LoadOptions:
             raise UsageError("--tp splits no LoRA adapter yet; leave out --tp, or merge the adapter with PEFT.")
         if self.threads and (self.device or default_device()) != "cpu":
             raise UsageError("--threads is about a CPU, and this runs on a GPU; leave it out, or add --device cpu.")
+        if self.check and not (self.on_triton and (self.device or default_device()) == "cuda"):
+            raise UsageError("--check is about the kernels of a GPU, and none of them run here; leave it out.")
         if self.device == "cuda" and not torch.cuda.is_available():
             raise UsageError("--device cuda, but this torch sees no CUDA device. Use --device cpu.")
 
@@ -292,6 +297,7 @@ class LoadKeywords(TypedDict, total=False):
     compile_mode: str
     activations: str
     kernels: str
+    check: bool
     kv: str
     eagle: str | Path | None
     eagle_config: tuple[str, ...]

@@ -81,27 +81,8 @@ def kernel_times(call: Callable[[], Any], before: Callable[[], Any], device: tor
     return {name[:80]: round(time_ / PROFILED, 2) for name, time_ in longest if time_ > 0}
 
 
-def pin(engine: Engine, context: int) -> None:
-    """Set all sequences back to `context` cached tokens with room to go on. Fills device buffers without waiting."""
-    state = engine.state
-    values = {state.n: context, state.count: 1, state.produced: 1, state.done: False, state.limit: 1 << 40}
-    for buffer, value in values.items():
-        buffer.fill_(value)
-
-
-def fill_(engine: Engine) -> None:
-    """Fill the caches of an engine with random numbers: a prompt would need kernels of its own to be compiled."""
-    state = engine.state
-    for buffer in (state.kv, state.features, state.history, *engine.drafter.caches):
-        if buffer.is_floating_point():
-            buffer.normal_()
-        else:  # int8 keys and values with their scales
-            buffer.random_(0, 2)
-    state.tokens.random_(0, engine.model.config.vocab_size)
-
-
 def ready_step(engine: Engine, context: int) -> Callable[[], Any]:
-    """A step of the engine as a call that does not wait for the device. It runs behind whatever `pin` says.
+    """A step of the engine as a call that does not wait for the device. It runs behind whatever `Engine.pin` says.
 
     Only a compiled engine decodes a request first, which compiles and captures.
     """
@@ -109,8 +90,8 @@ def ready_step(engine: Engine, context: int) -> Callable[[], Any]:
     if engine.config.compile:
         engine.generate_batch([[1]] * engine.batch_size, params).run()
         graph = engine.graph(params.mode)
-    fill_(engine)
-    pin(engine, context)
+    engine.fill()
+    engine.pin(context)
     return graph.replay if graph is not None else captured(partial(engine.step, params.mode), engine.model.device)
 
 
@@ -131,7 +112,7 @@ class Ready(NamedTuple):
         device = self.engine.model.device
         synchronize(device)
         with self.engine.backend.active():
-            return milliseconds(self.step, partial(pin, self.engine, context), device)
+            return milliseconds(self.step, partial(self.engine.pin, context), device)
 
 
 @torch.inference_mode()
@@ -160,7 +141,7 @@ def step_lines(
                 for context in contexts:
                     yield {"type": "step"} | _timed(ready, plain, place | {"context": context}, bandwidth)
                     with engine.backend.active():
-                        kernels = kernel_times(ready.step, partial(pin, engine, context), engine.model.device)
+                        kernels = kernel_times(ready.step, partial(engine.pin, context), engine.model.device)
                     yield {"type": "kernels", **place, "context": context, "microseconds": kernels}
             except Exception as error:  # of any library: what the other arms can tell must not be lost
                 if plain is None:

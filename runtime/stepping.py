@@ -190,6 +190,23 @@ class Stepper:
                 buffer.copy_(value)
             self.runner.begin()
 
+    def pin(self, context: int) -> None:
+        """Set all sequences back to `context` cached tokens with room to go on. Fills device buffers without waiting."""
+        state = self.state
+        values = {state.n: context, state.count: 1, state.produced: 1, state.done: False, state.limit: 1 << 40}
+        for buffer, value in values.items():
+            buffer.fill_(value)
+
+    def fill(self) -> None:
+        """Fill the caches with random numbers: a prompt would need kernels of its own to be compiled."""
+        state = self.state
+        for buffer in (state.kv, state.features, state.history, *self.drafter.caches):
+            if buffer.is_floating_point():
+                buffer.normal_()
+            else:  # int8 keys and values with their scales
+                buffer.random_(0, 2)
+        state.tokens.random_(0, self.model.config.vocab_size)
+
     @property
     def break_even_tau(self) -> float:
         """The break-even tau: speculation pays above it. 0 if it was not measured; then speculation always stays on."""

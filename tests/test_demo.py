@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from bench import suites
 from scripts import demo
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -22,7 +23,8 @@ def shown(monkeypatch, tmp_path) -> list:
     monkeypatch.setattr(demo, "real", lambda file, heads: calls.append((file.name, [head.name for head in heads])))
     monkeypatch.setattr(demo.generate, "main", lambda argv: calls.append(argv) or 0)
     monkeypatch.setattr(demo, "HEADS", tmp_path / "heads")
-    monkeypatch.setattr(demo, "PACKAGE", "a_wheel_of_this_test")
+    for user in (demo, suites):
+        monkeypatch.setattr(user, "PACKAGE", "a_wheel_of_this_test")
     monkeypatch.syspath_prepend(tmp_path)
     return calls
 

@@ -769,5 +769,5 @@ def test_every_drafter_loads_and_decodes_the_same(tmp_path):
 def test_options_that_disagree_are_refused(options, message):
     """A flag that is silently ignored: the wrong drafter measured."""
     with pytest.raises(UsageError, match=message) as error:
-        LoadOptions(**options).check()
+        LoadOptions(**options).validate()
     assert error.value.code == USAGE

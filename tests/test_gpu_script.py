@@ -87,7 +87,7 @@ def test_a_tiny_visit_writes_the_records_of_its_parts(tmp_path):
     assert "test_kernels_gpu" in logs["untimed-equal-kernels.log"] and len(list(tmp_path.iterdir())) == 3
 
 
-def test_the_parts_of_a_visit_come_in_the_order_of_their_weight():
+def test_the_parts_of_a_visit_come_in_the_order_of_their_weight(monkeypatch):
     """Rows that are compared after the rest, a word that chooses no test, and figures that nobody waits for before the
     plain step."""
     parts = gpu.checks(False, 1)
@@ -97,7 +97,8 @@ def test_the_parts_of_a_visit_come_in_the_order_of_their_weight():
     tests = "".join((gpu.ROOT / "tests" / f"test_{kind}_gpu.py").read_text() for kind in ("engine", "kernels"))
     names = re.findall(r"^def (test_\w+)", tests, re.M)
     assert all(any(word in name for name in names) for word in words.split(" or "))
-    names = [part.name for part in gpu.timed("cuda", False, Path("file"))]
+    monkeypatch.setenv("EAGLET_SMOLLM2", "file")
+    names = [part.name for part in gpu.timed("cuda", False)]
     assert names == "int4 demo smollm2 torch-int4 bf16 int8 l2-7b-int4 mixtral-int4 tilings".split()
 
 
@@ -234,7 +235,7 @@ def test_step_times_need_torch_and_numpy_alone(tmp_path):
     wanted = "tqdm safetensors sentencepiece tokenizers jinja2 prompt_toolkit llguidance starlette uvicorn pytest"
     wanted += " transformers gguf matplotlib torch._inductor.compile_fx"
     flags = "--device cpu --shape tiny --quant int4 --steps 32 --ctx 128 --only plain -q --json".split()
-    code = f"import sys; sys.modules |= dict.fromkeys({wanted.split()})\nfrom scripts import bench\n"
+    code = f"import sys; sys.modules |= dict.fromkeys({wanted.split()})\nfrom scripts import bench, gpu\n"
     code += f"sys.exit(bench.main({[*flags, str(tmp_path / 'first.jsonl')]}))"
     done = subprocess.run([sys.executable, "-c", code], cwd=gpu.ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and "step of plain, batch 1, context 32" in done.stderr, done.stderr
@@ -299,7 +300,7 @@ def test_real_shapes_build_and_step_on_a_fake_gpu(monkeypatch, shape, quant, ver
     pytest.importorskip("triton", reason="a GPU's backend is Triton")
     with fake_gpu(monkeypatch):
         engine = step_engine(shape, quant, version, nodes, 8)
-        steps.pin(engine, 128)
+        engine.pin(128)
         with torch.inference_mode(), engine.backend.active(), OneDevice():
             out = decode_step(engine.model, engine.drafter, engine.state, SamplingParams().mode)
         assert out.emitted.shape == (1, engine.drafter.D + 1) and engine.drafter.N == nodes

@@ -10,7 +10,13 @@ import pytest
 import kernels
 
 ROOT = Path(__file__).resolve().parent.parent
-FILES = ("tests/test_kernels.py", "tests/test_launches.py", "tests/test_block_draft.py", "tests/test_panels.py")
+FILES = (
+    "tests/test_kernels.py",
+    "tests/test_launches.py",
+    "tests/test_block_draft.py",
+    "tests/test_panels.py",
+    "tests/test_first_look.py",
+)
 
 
 @pytest.mark.skipif(kernels.triton is None, reason="triton is not installed")

@@ -23,7 +23,6 @@ import tree_building
 import verify
 from bench import random_models
 from bench.random_models import BLOCKS, SHAPES, block_config
-from bench.steps import pin
 from eagle_draft import EagleDrafter
 from engine import Engine, EngineConfig
 from kernels import KernelBackend, choice, draft, records
@@ -48,7 +47,7 @@ def counted(engine, settings, rows=None):
     rows: how many of the engine's rows run; all of them where it is left out.
     """
     view = engine.view(rows or engine.batch_size)
-    pin(engine, 128)
+    engine.pin(128)
     count = Launches()
 
     def in_part(owner, name, part):

@@ -49,6 +49,7 @@ TYPED = {
     "compile_mode": ("blocks", "blocks"),
     "activations": ("float", "float"),
     "kernels": ("reference", "reference"),
+    "check": (None, True),
     "kv": ("int8", "int8"),
     "eagle": ("heads/e", "heads/e"),
     "eagle_config": ("rope_theta=1e4", ("rope_theta=1e4",)),
@@ -148,7 +149,7 @@ def test_read_option_names_what_it_cannot_read(name):
 
 def refused(name: str, value, allowed: str) -> None:
     with pytest.raises(UsageError) as error:
-        LoadOptions(**{name: value}).check()
+        LoadOptions(**{name: value}).validate()
     assert str(error.value).startswith(f"{flag(name)} is {value!r}; allowed: {allowed}"), str(error.value)
 
 
@@ -204,7 +205,7 @@ IGNORED = [
 def test_options_that_would_be_ignored_are_refused(changes, message):
     """An option that is accepted and does nothing: the wrong thing measured."""
     with pytest.raises(UsageError, match=message) as error:
-        LoadOptions(**changes).check()
+        LoadOptions(**changes).validate()
     assert "\n" not in str(error.value)
 
 
@@ -221,16 +222,16 @@ def test_options_that_go_together_are_accepted():
         dict(drafter="lookahead", ngram_nodes=4),
         dict(eagle="e", slots=2, tree=("paper25", "chain:2")),
     ):
-        LoadOptions(**changes).check()
+        LoadOptions(**changes).validate()
 
 
 def test_a_gpu_that_is_not_there_is_refused(monkeypatch):
     """--device cuda that ends in a traceback of torch."""
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(UsageError, match="--device cpu"):
-        LoadOptions(device="cuda").check()
+        LoadOptions(device="cuda").validate()
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    LoadOptions(device="cuda").check()
+    LoadOptions(device="cuda").validate()
 
 
 def test_shapes_of_what_is_drafted():
@@ -435,7 +436,7 @@ def test_a_tree_is_pruned_by_itself_only_where_that_works_and_no_tree_is_named(m
     for changes in (*unable, dict(dtype="bfloat16"), dict(eagle=None, drafter="ngram")):
         assert decided(**changes) == (0, 0)
         with pytest.raises(UsageError, match="--prune needs --eagle, --verify match and the C.. kernels of CPUs"):
-            replace(on_cpu, prune=5, **changes).check()
-    replace(on_cpu, prune=5).check()
+            replace(on_cpu, prune=5, **changes).validate()
+    replace(on_cpu, prune=5).validate()
     with pytest.raises(UsageError, match="--prune is 100; allowed: 0 to 99"):
-        replace(on_cpu, prune=100).check()
+        replace(on_cpu, prune=100).validate()

@@ -14,7 +14,6 @@ from fake_cuda import Indexing, Launches, OneDevice, fake_gpu
 import kernels
 import step
 from bench.random_models import SHAPES, random_model
-from bench.steps import pin
 from engine import Engine, EngineConfig
 from kernels.attention import attention_tiles
 from kernels.panels import panels_bytes
@@ -88,7 +87,7 @@ def same(launches: Launches) -> Iterator[tuple]:
 def recorded(engine: Engine, nodes: int, params: SamplingParams) -> list[tuple]:
     """The launches of one step of plain decoding whose forward has so many nodes in each sequence."""
     twin = engine.twin(nodes)
-    pin(twin, 128)
+    twin.pin(128)
     count = Launches()
     with torch.no_grad(), engine.backend.active(), OneDevice(), count:
         step.decode_step(engine.model, twin.drafter, twin.state, params.mode)

@@ -272,10 +272,11 @@ def arms_of(args: argparse.Namespace, base: Engine, ctx: int) -> list[Arm]:
     directory = None if args.shape else Path(args.checkpoint)
     cuda = base.model.device.type == "cuda"
     third = {"eagle": "random:3", "tree": DYNAMIC_GPU if cuda else DYNAMIC}
-    specs = [("plain", {}), ("eagle1 paper25", {"eagle": "random:1"}), ("eagle3 dynamic", third)]
-    if args.arm:
-        specs = [("plain", {}), *map(parse_arm, args.arm)]
-    elif directory:
+    specs: list[tuple[str, dict[str, str]]] = [("plain", {})]
+    with_default = args.only or not args.arm
+    if with_default and args.shape:
+        specs += [("eagle1 paper25", {"eagle": "random:1"}), ("eagle3 dynamic", third)]
+    elif with_default:
         specs = default_arms(directory, base.model.config, cuda)
         if args.suite:
             specs = suite_arms(args.suite, args.head, specs)
@@ -284,6 +285,7 @@ def arms_of(args: argparse.Namespace, base: Engine, ctx: int) -> list[Arm]:
         if unknown := wanted - {name for name, _ in specs}:
             raise UsageError(f"--only {', '.join(unknown)}: arms are {', '.join(n for n, _ in specs)}.")
         specs = [spec for spec in specs if spec[0] in wanted | {"plain"}]
+    specs += map(parse_arm, args.arm)
     names = [name for name, _ in specs]
     if len(set(names)) < len(names):
         raise UsageError(f"arm names must differ, and the first is always plain; got {', '.join(names)}.")

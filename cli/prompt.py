@@ -30,9 +30,9 @@ class Prompt:
 
 
 def read_prompt(args: argparse.Namespace) -> Prompt:
-    """The prompt that the arguments name, or what stdin holds, or at a terminal the built-in text.
+    """The prompt that the arguments name, or what a pipe or file at stdin holds, or else the built-in text.
 
-    Raises UsageError for a file, pipe or /dev/null that holds nothing.
+    Raises UsageError for a file or pipe that holds nothing.
     """
     if args.prompt_ids is not None:
         return Prompt("", ids=list(parse_ids(args.prompt_ids, "--prompt-ids")))
@@ -52,12 +52,12 @@ def read_prompt(args: argparse.Namespace) -> Prompt:
 
 
 def stdin_is_fed() -> bool:
-    """Whether stdin is anything but a terminal, such as a pipe, a file or /dev/null."""
+    """Whether stdin is a pipe or a file. Containers, cron and CI start programs with /dev/null or none at all."""
     try:
         mode = os.fstat(sys.stdin.fileno()).st_mode if sys.stdin else 0
     except (OSError, ValueError):  # closed, or an object of a program that runs this one
         return False
-    return stat.S_ISFIFO(mode) or stat.S_ISREG(mode) or (stat.S_ISCHR(mode) and not sys.stdin.isatty())
+    return stat.S_ISFIFO(mode) or stat.S_ISREG(mode)
 
 
 def read_stdin() -> str:

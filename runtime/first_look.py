@@ -215,7 +215,7 @@ def first_look(
         started = time.perf_counter()
         try:
             found = look(model, drafter, config)
-        except (RuntimeError, ValueError) as error:
+        except Exception as error:  # whatever it is, it must not keep a model from being used
             return report(f"note    the comparison ended early, so the kernels run as they are: {one_line(error)}")
         answers[name] = {"wrong": found.wrong, "uneven": found.uneven}
         with contextlib.suppress(OSError):  # it is made again next time

@@ -60,7 +60,12 @@ def build_parser() -> argparse.ArgumentParser:
     add("--arm", **many, metavar="NAME=OPTIONS", help="an arm beside plain decoding (repeatable)")
     add("--suite", choices=tuple(SUITES), help="every head with the trees of the EAGLE paper, or by tree and rule")
     add("--head", **many, metavar="DIR", help="with --suite: an EAGLE head (default: those beside the checkpoint)")
-    add("--only", default="", metavar="A,B", help="of the default arms only these (plain is always in)")
+    add(
+        "--only",
+        default="",
+        metavar="A,B",
+        help="of the default arms only these (plain is always in; without it, --arm replaces them)",
+    )
     what = "hf: transformers, dynamic and static cache; llama.cpp: on the same GGUF file; torch: on its int4 kernel"
     add("--baseline", **many, choices=tuple(LIBRARIES), help=what)
     add = parser.add_argument_group("questions").add_argument

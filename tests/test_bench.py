@@ -779,6 +779,17 @@ def test_all_arms_share_the_rounded_weights(capsys):
     assert "option quant is the same for all arms" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("flags,arms", [
+    (["--arm", "x=eagle=random:1"], ["plain", "x"]), (["--only", "plain", "--arm", "x=eagle=random:1"], ["plain", "x"]),
+    (["--only", "eagle1 paper25", "--arm", "x=eagle=random:3"], ["plain", "eagle1 paper25", "x"]),
+])  # fmt: skip
+def test_a_named_arm_runs_whatever_only_says(flags, arms, capsys):
+    """An arm that `--only plain` drops in silence, and default arms that nobody asked for."""
+    common = "--shape tiny --device cpu --limit 1 --reps 1 --max-new-tokens 4 --temperature 0 -q --json -".split()
+    assert bench.main([*common, "--warmup-runs", "1", *flags]) == 0
+    assert [row["arm"] for row in json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]] == arms
+
+
 def test_on_random_weights_only_plain_decoding_is_compared():
     """A ratio withheld from another engine that decodes the same random weights, or given to an arm that drafts."""
     runs = [line("plain", baseline=True, depth=0, decode=1.0, random_weights=True)]

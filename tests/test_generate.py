@@ -125,14 +125,13 @@ def test_the_model_s_own_settings_apply_and_are_reported(instruct, capsys):
 
 
 def test_a_prompt_may_come_from_a_pipe(capsys, monkeypatch):
-    """A pipe is the prompt, with and without `-f -`; an empty one, and /dev/null, are errors."""
+    """A pipe is the prompt, with and without `-f -`; an empty one is an error."""
 
-    def piped(text: str | None, *flags: str) -> tuple[int, str, str]:
-        """main() with a pipe as its stdin, or with /dev/null."""
-        read, write = os.pipe() if text is not None else (os.open(os.devnull, os.O_RDONLY), None)
-        if write is not None:
-            os.write(write, text.encode())
-            os.close(write)
+    def piped(text: str, *flags: str) -> tuple[int, str, str]:
+        """main() with a pipe as its stdin."""
+        read, write = os.pipe()
+        os.write(write, text.encode())
+        os.close(write)
         with os.fdopen(read) as stdin, monkeypatch.context() as patch:
             patch.setattr(sys, "stdin", stdin)
             return run(capsys, "--max-new-tokens", "4", *flags)
@@ -142,9 +141,16 @@ def test_a_prompt_may_come_from_a_pipe(capsys, monkeypatch):
     command = [sys.executable, "generate.py", "--max-new-tokens", "4", "--json"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, input="def f(x):\n")
     assert '"prompt_tokens": 7' in done.stdout
-    for empty in (piped("", "-q"), piped(None, "-q")):
-        assert empty == (2, "", "error  standard input: it is empty; give a prompt, like -p TEXT.\n")
+    assert piped("", "-q") == (2, "", "error  standard input: it is empty; give a prompt, like -p TEXT.\n")
     assert piped("", "-f", "-") == (2, "", "error  --prompt-file -: it is empty; give a prompt.\n")
+
+
+@pytest.mark.parametrize("stdin", ["</dev/null", "<&-"])
+def test_without_a_prompt_the_built_in_one_is_decoded(stdin):
+    """An error where a container, cron or CI gives no stdin."""
+    command = f"{sys.executable} generate.py --max-new-tokens 4 {stdin}"
+    done = subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0 and done.stdout.startswith(generate.DEMO_PROMPT), done.stderr
 
 
 def test_help_and_version_need_no_torch():

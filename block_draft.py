@@ -274,13 +274,10 @@ class BlockDrafter(TreeDrafter):
     priced_nodes = 12  # no forward ends a tree early, so a pruned one is still large, and many nodes cost more than few
 
     def __init__(
-        self, head: nn.Module, tree: DynamicTree | TreeTables, batch_size: int, slots: int,
+        self, head: BlockHead, tree: DynamicTree | TreeTables, batch_size: int, slots: int,
         rule: DraftRule = DEFAULT_RULE,
     ):  # fmt: skip
-        """head: a BlockHead, or another module with its methods. The other arguments are those of TreeDrafter.
-
-        ValueError if the tree is deeper than a block, or too wide.
-        """
+        """As TreeDrafter. ValueError if the tree is deeper than a block, or too wide."""
         config = head.config
         if tree.D > config.depth:
             hint = f"use --tree chain:{config.depth}, or another tree of that depth"
@@ -295,11 +292,7 @@ class BlockDrafter(TreeDrafter):
         if rule.shared_noise and (rule.p_min or config.markov):
             self.scoring = "noisy"
         self.used = max(self.D, 1)  # slots that are
-        self._prepare()
-
-    def _prepare(self) -> None:
-        """Make what the rows of every block have in common."""
-        config, device = self.head.config, self.cache.device
+        device = self.cache.device
         self.masks = torch.full((1, config.slots - 1), config.mask_id, device=device)
         self.block_depth = torch.arange(config.slots, device=device)[None]
         self.visible, self.visible_window = slot_masks(config, device)
@@ -340,16 +333,11 @@ class BlockDrafter(TreeDrafter):
         """Whether the children of a row are drawn from all of its logits, which then depend on more than the slot."""
         return bool(inputs.mode.penalties or self.multi_round)
 
-    def _committed(self, inputs: DraftInput) -> Tensor:
-        """The features of what was committed [B, D + 1, F], or only of rows that count, where reading values is free."""
-        features = inputs.features
-        if kernels.use_cpu("draft_tree", features):
-            features = features.narrow(1, 0, min(int(inputs.count.max()), features.shape[1]))
-        return features
-
     def _hidden(self, inputs: DraftInput) -> Tensor:
         """Absorb what was committed, and run a block: what the LM head reads of its slots [B, slots, H]."""
-        features = self._committed(inputs)
+        features = inputs.features
+        if kernels.use_cpu("draft_tree", features):  # reading values is free, so only rows that count are fed
+            features = features.narrow(1, 0, min(int(inputs.count.max()), features.shape[1]))
         fed = features.shape[1]
         where = self._place(inputs, self.block_depth, fed)
         self._absorb(features, where, self.cache)

@@ -21,7 +21,6 @@ from drafters.lookahead import LookaheadDrafter
 from drafters.medusa import MedusaDrafter, load_medusa
 from drafters.ngram import NGramDrafter, WithNGrams
 from drafters.tree_drafter import DraftRule
-from eagle_block import EagleBlockDrafter, EagleBlockHead
 from eagle_draft import EagleHead, eagle_drafter
 from model import Transformer
 from model_config import ModelConfig
@@ -129,10 +128,10 @@ def default_tree(options: LoadOptions, quantization: str | None, head: EagleConf
 
 def drafts_blocks(config: EagleConfig | BlockConfig | None) -> bool:
     """Whether a head of this config drafts all levels of a tree at once."""
-    return isinstance(config, BlockConfig) or config is not None and config.slots > 0
+    return isinstance(config, BlockConfig)
 
 
-def block_tree(config: EagleConfig | BlockConfig, nodes: int = 26, topk: int = 8) -> str:
+def block_tree(config: BlockConfig, nodes: int = 26, topk: int = 8) -> str:
     """The dynamic tree that a block head drafts by default."""
     return f"dynamic:{nodes},{min(config.depth, 8) - 1},{topk}"
 
@@ -239,15 +238,11 @@ def _vocabulary_order(tokenizer: Tokenizer, K: int, V: int) -> Tensor:
 
 def head_class(config: EagleConfig | BlockConfig) -> type[DraftHead]:
     """The module of a head."""
-    if isinstance(config, BlockConfig):
-        return BlockHead
-    return EagleBlockHead if config.slots else EagleHead
+    return BlockHead if isinstance(config, BlockConfig) else EagleHead
 
 
 def head_drafter(head: DraftHead) -> Callable[..., Drafter]:
     """What makes a drafter of this head; its arguments are those of BlockDrafter."""
-    if isinstance(head, EagleBlockHead):
-        return EagleBlockDrafter
     return eagle_drafter if isinstance(head, EagleHead) else BlockDrafter
 
 

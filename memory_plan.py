@@ -96,8 +96,6 @@ def plan_memory(checkpoint: Checkpoint, files: DraftFiles, options: LoadOptions)
         drafter += options.draft_vocab * (row + 8) or own * row
         if isinstance(head.config, BlockConfig):  # the product that makes the keys and values of all layers
             drafter += held_bytes(context_rows(head), dtype, options.device, options.kernels, rounded=rounded)
-        elif head.config.slots:  # the tables of what corrects the logits
-            drafter += head.config.rank * (config.vocab_size + head.config.layer.vocab_size) * element
         kept = D + 1 + (0 if options.eagle_always else HISTORY + 1)
         buffers += B * kept * max(1, len(head.config.taps)) * config.hidden_size * element
         buffers += 4 * ctx * head.config.layer.head_dim

@@ -2,7 +2,7 @@
 
     python -m scripts.train_block --checkpoint MODEL --data chats.jsonl --kind dspark --slots 7 --out HEAD
 
-The options for data, resuming and --force are those of scripts.train_eagle, which trains the E-block. Losses, their
+The options for data, resuming and --force are those of scripts.train_eagle. Losses, their
 weights and masks are those of the papers, as far as they are published; the optimizer is Muon for short runs. The layout
 of --kind dflash, jetspec and dflash2 is z-lab's, and that of dspark is DeepSpec's.
 """

@@ -25,7 +25,6 @@ from training.drafters import drafter_parser, parsed, tap_list, train
 from training.eagle import INPUTS, EagleTraining
 from training.loop import recipe_options, run
 from training.losses import FEATURE_NOISE
-from weights.heads import FORMS
 
 # Options of one generation of heads: which one, and their defaults.
 ONE_VERSION: dict[str, tuple[int, float | None]] = {
@@ -34,8 +33,6 @@ ONE_VERSION: dict[str, tuple[int, float | None]] = {
     "token_weight": (1, 0.1),
     "noise_share": (3, 0.0),
     "row_share": (3, 1.0),
-    "anchor_share": (3, 0.25),
-    "block": (3, 0),
     "taps": (3, None),
     "norm_before_residual": (3, None),
 }
@@ -64,15 +61,11 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--token-weight", type=float, help="version 1: weight of soft cross-entropy (default: 0.1)")
     add("--noise-share", type=float, help="version 3: weight of the loss with shared noise (default: 0, as published)")
     add("--row-share", type=float, help="version 3: share of the rows that are judged, at random (default: 1)")
-    add("--anchor-share", type=float, help="--block: share of the rows that blocks are drafted behind (default: 0.25)")
     add("--ttt-steps", type=at_least(1), help="steps on the head's own outputs (default: 7, and 1 for version 1)")
 
     add = p.add_argument_group("head").add_argument
     add("--draft-vocab", type=int, help="draft only the N most frequent tokens of the data (default: all)", metavar="N")
     add("--inputs", choices=INPUTS, default=INPUTS[0], help="the paper's input ablation")
-    add("--block", type=at_least(2), metavar="N", help="version 3: draft N tokens at once, with masks (an E-block)")
-    add("--form", choices=FORMS, default="own", help="--block: what masks read and run through (see docs/training.md)")
-    add("--rank", type=at_least(1), default=64, help="--block: of what corrects a slot by the token before it")
     add("--intermediate-size", type=at_least(1), help="of the head's MLP (default: the target's)")
     add("--heads", type=at_least(1), help="attention heads of the head (default: the target's)")
     add("--taps", type=tap_list, help="version 3: layers whose input is read (default: 2, L/2, L-3)")

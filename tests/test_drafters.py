@@ -26,7 +26,6 @@ from drafters.medusa import MedusaDrafter, MedusaHeads, load_medusa, save_medusa
 from drafters.ngram import NGramDrafter, WithNGrams, graft, lookup
 from drafters.tree_drafter import DraftRule
 from drafting import tree_shape
-from eagle_block import EagleBlockDrafter, EagleBlockHead
 from eagle_draft import EagleDrafter
 from engine import Engine, EngineConfig
 from load import load
@@ -74,13 +73,6 @@ def block(model=MODEL, B=1, tree=SHALLOW, prune=0.0, **changes):
     return BlockDrafter(head, built, B, CTX + built.N + 1, DraftRule(p_min=prune))
 
 
-def e_block(model=MODEL, B=1, tree=SHALLOW, prune=0.0, form="own"):
-    built = tables(tree, B)
-    given = dict(slots=5, form=form, rank=6, shortlist=9, norm_before_residual=True, taps=(0, 1))
-    head = tiny_head(model, 3, DRAFT_VOCAB, cls=EagleBlockHead, **given)
-    return EagleBlockDrafter(head, built, B, CTX + built.N + 1, DraftRule(p_min=prune))
-
-
 KINDS = {
     "ngram": lambda model, B: NGramDrafter(model, 14, 5),
     "lookahead": lambda model, B: LookaheadDrafter(model, B, 4, 3, 3),
@@ -102,9 +94,6 @@ KINDS = {
     "DFlash2, tree": lambda model, B: block(
         model, B, trees.DynamicTree(14, 3, 4), markov="selector", rank=6, conv_taps=2, conv_group=8
     ),
-    "E-block, tree": lambda model, B: e_block(model, B, trees.DynamicTree(14, 4, 4)),
-    "E-block, static": lambda model, B: e_block(model, B, form="twice"),
-    "E-block, pruned chain": lambda model, B: e_block(model, B, trees.chain(4), 0.02, form="once"),
     "block and n-grams": lambda model, B: WithNGrams(block(model, B, trees.DynamicTree(9, 2, 3)), 5),
     "lookahead and n-grams": lambda model, B: WithNGrams(LookaheadDrafter(model, B, 3, 2, 2), 5),
 }

@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # A room is a file at the top or a folder. It may import the rooms before it. docs/extending.md says what each one owns.
 ORDER = (
     "support kernels tree_building tree sampling_params sampling verify chat_template tokenizer model_config model "
-    "weights drafters eagle_draft block_draft eagle_block step options drafting memory_plan runtime engine ranks load "
+    "weights drafters eagle_draft block_draft step options drafting memory_plan runtime engine ranks load "
     "cli serving generate quantize bench training scripts package"
 ).split()
 APART = {"bench": {"training", "generate", "quantize"}, "training": {"bench", "generate", "quantize"}}

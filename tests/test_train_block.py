@@ -15,10 +15,10 @@ from torch.nn.functional import cross_entropy
 
 from scripts import train_block
 from support.errors import UsageError
-from training.blocks import KINDS, BlockTraining, TrainBlockHead, loss_blocks
+from training.blocks import KINDS, BlockTraining, TrainBlockHead, draw_anchors, loss_blocks
 from training.data import Batch
 from training.drafters import train
-from training.losses import TargetRows, draw_anchors
+from training.losses import TargetRows
 from weights.block_heads import read_block
 
 LAYOUTS = layouts()

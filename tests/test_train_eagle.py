@@ -33,7 +33,7 @@ from training.eagle import INPUTS, TrainHead
 from training.loop import Muon, World
 from training.losses import FEATURE_NOISE, KeptFeatures, TargetRows, loss_eagle1, loss_eagle3, noise_loss
 from weights.checkpoint import load_config, load_model
-from weights.heads import FORMS, read_eagle, save_eagle, save_quantized_eagle
+from weights.heads import read_eagle, save_eagle, save_quantized_eagle
 from weights.hf import save_hf
 from weights.quantized import QuantSpec, lm_head_rows
 
@@ -1043,91 +1043,3 @@ def test_publishing_keeps_what_others_put_beside_a_head(files, tmp_path):
     run(files, out, "--force", work=tmp_path / "w", steps=1)
     assert (out / "notes" / "thesis.txt").read_text() == "years of work"
     assert sorted(p.name for p in out.iterdir()) == ["CARD.json", "config.json", "model.safetensors", "notes"]
-
-
-# ----------------------------------------------------------------------------------------------- blocks at once
-
-BLOCK = [
-    "--block",
-    "5",
-    "--rank",
-    "8",
-    "--eval-prompts",
-    "3",
-    "--eval-tokens",
-    "24",
-    "--anchor-share",
-    "0.5",
-    "--lr",
-    "0.01",
-]
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_an_e_block_learns_from_an_eagle3_head(files, trained, tmp_path, form):
-    """Masks that learn nothing, a loss of other tokens, weights that should have stayed, or a head that drafts otherwise
-    in the engine than in training."""
-    path, _ = trained[3]
-    more = [*BLOCK, "--start", str(path), "--form", form, "--noise-share", "0.5"]
-    card = run(files, tmp_path / "head", *more, version=3, steps=40)
-    assert card["loss_curve"][-1] < 0.85 * card["loss_curve"][0]
-    accuracy = card["held_out_accuracy"]
-    assert len(accuracy) == 5 and min(accuracy) > 0.1 and card["tau_greedy"] > 1.5
-    start = read_eagle(path, load_config(files / "target")).tensors
-    found = read_eagle(tmp_path / "head", load_config(files / "target"))
-    same = {name for name, tensor in start.items() if torch.equal(tensor, found.tensors[name])}
-    assert "lm_head.weight" in same and (same == set(start)) == (form == "own")
-    assert card["block"] == {"slots": 5, "form": form, "rank": 8} and found.config.form == form
-    again = run(files, tmp_path / "next", "--start", str(tmp_path / "head"), version=3, steps=1, lr=1e-6)
-    assert again["loss_curve"][0] < 0.9 * card["loss_curve"][0]  # it goes on where the other stopped
-
-
-def test_an_e_block_resumes_exactly(files, trained, tmp_path):
-    """Anchors or noise that depend on more than the step, or a state that misses masks."""
-    more = [*BLOCK, "--start", str(trained[3][0]), "--noise-share", "0.5"]
-    whole = run(files, tmp_path / "a", *more, version=3, steps=6)
-    run(files, tmp_path / "b", *more, "--pause-at", "3", version=3, steps=6)
-    rest = run(files, tmp_path / "b", *more, version=3, steps=6)
-    assert rest["loss_curve"] == whole["loss_curve"]
-    a, b = saved(tmp_path / "a")["module"], saved(tmp_path / "b")["module"]
-    assert all(torch.equal(a[name], b[name]) for name in a)
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_loss_block_is_that_of_blocks_one_by_one(files, trained, form):
-    """A slot that is judged by the token of another one, corrected by another one, or counted behind the end of an
-    answer; gradients that are lost, or reach what is frozen."""
-    target = load_model(files / "target", dtype=torch.float64)
-    args = parse(options(files, "unused", *BLOCK, "--start", str(trained[3][0]), "--form", form, version=3))
-    training = eagle.EagleTraining(args, target)
-    head = training.build(TokenData.load(files / "data.npz")).double()
-    torch.nn.init.normal_(head.markov_out, std=0.2)
-    head.rotary.build("cpu")
-    tokens = torch.from_numpy(np.random.default_rng(3).integers(0, V, (2, 24)))
-    mask = torch.ones_like(tokens, dtype=torch.bool)
-    mask[0, :7] = mask[1, 15:] = False
-    rows = head.run_on(tokens)
-    loss, hits = losses.loss_block(head, Batch(tokens, mask), rows, anchor_share=1.0)
-    total, count = 0.0, int(mask[:, 1:].sum())
-    for b in range(2):
-        feature = head.fuse(rows.features[b : b + 1, :-1])
-        for a in (i for i in range(23) if mask[b, i + 1]):
-            output, masks = head.forward_block(tokens[b : b + 1, 1:], feature, torch.tensor([[a]]))
-            for j in range(5):
-                if a + 1 + j > 23 or not mask[b, a + 1 : a + 2 + j].all():
-                    break
-                hidden = output[0, a] if j == 0 else head.corrected(masks[0, 0, j - 1], tokens[b, a + 1 + j])
-                p = target.logits(rows.hidden_states[b, a + 1 + j]).double()
-                if int(p.argmax()) not in head.draft_ids or (j == 0 and form == "own"):
-                    continue
-                p = p[head.draft_ids].softmax(-1)
-                slot = j - (form == "own")
-                total += math.exp(-slot / 4) * F.cross_entropy(head.lm_head(hidden), p)
-    torch.testing.assert_close(loss, total / count, rtol=1e-6, atol=0)
-    loss.backward()
-    trained_names = {name for name, p in head.named_parameters() if p.grad is not None and p.grad.any()}
-    frozen = {"lm_head.weight"} | (
-        {n for n, _ in head.named_parameters() if n.startswith(("layer", "fc", "norm"))} if form == "own" else set()
-    )
-    assert trained_names == {name for name, _ in head.named_parameters()} - frozen
-    assert len(hits) == (4 if form == "own" else 5)

@@ -26,7 +26,7 @@ from model_config import ModelConfig, RopeConfig
 from training.data import Batch, TokenData
 from training.drafters import DrafterTraining, Evaluation, check_shares
 from training.loop import Recipe, init_weights, recipe_with
-from training.losses import Rows, TargetRows, draw_anchors, in_chunks, keep_features, noise_loss
+from training.losses import Rows, TargetRows, in_chunks, keep_features, noise_loss
 from weights.block_heads import MARKOV, BlockConfig, read_block, save_block
 from weights.quantized import lm_head_rows
 
@@ -163,6 +163,27 @@ def selector_loss(logits: Tensor, factor: Tensor, head: TrainBlockHead, label: T
     best[:, -1] = label.where(missing, best[:, -1])
     scores = logits.gather(1, best) + (factor[:, None] * head.successor(best)).sum(-1)
     return F.cross_entropy(scores, (best == label[:, None]).int().argmax(-1), reduction="sum")
+
+
+def draw_anchors(
+    keep: Tensor, share: float, generator: torch.Generator | None = None, every: int = 0
+) -> tuple[Tensor, Tensor]:
+    """Rows behind which blocks are drafted, int64 [B, A] ascending, and which of these numbers count, bool [B, A].
+
+    keep [B, T]: the rows that may be drawn. share: of them that are drawn at random. every: all whose number it divides
+    instead, whatever the share is.
+    """
+    order = torch.rand(keep.shape, generator=generator, device=keep.device).masked_fill(~keep, 2.0)
+    if every:
+        there = keep & (torch.arange(keep.shape[1], device=keep.device) % every == 0)
+        order, wanted = (~there).to(order.dtype), there.sum(1)
+    else:
+        wanted = (keep.sum(1) * share).ceil().long()
+    most = max(1, int(wanted.max()))
+    drawn = order.argsort(dim=1, stable=True)[:, :most]
+    drawn = drawn.where(torch.arange(most, device=keep.device) < wanted[:, None], keep.shape[1])
+    anchors = drawn.sort(1).values
+    return anchors.clamp(max=keep.shape[1] - 1), anchors < keep.shape[1]
 
 
 def loss_blocks(

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from drafters.base import Drafter, take_rows
 from drafting import build_head, head_drafter
-from eagle_block import EagleBlockHead
 from eagle_draft import EagleHead
 from model import Transformer
 from model_config import ModelConfig, RopeConfig
@@ -28,7 +27,6 @@ from training.losses import (
     KeptFeatures,
     TargetRows,
     keep_features,
-    loss_block,
     loss_eagle1,
     loss_eagle3,
 )  # fmt: skip
@@ -90,18 +88,6 @@ class TrainHead(EagleHead):
         return TargetRows(hidden_states, (hidden_states if taps is None else taps).to(self.fc.weight.dtype))
 
 
-class TrainBlock(TrainHead, EagleBlockHead):
-    """An E-block in training. Its LM head stays as it is, and with masks that have a layer of their own EAGLE-3 does."""
-
-    def freeze(self, half: bool) -> None:
-        """Choose what is trained. half: under autocast, which would convert a frozen LM head anew for every chunk."""
-        masks = ("mask_", "markov_", "mix.")
-        for name, p in self.named_parameters():
-            p.requires_grad_(name.startswith(masks) if self.config.form == "own" else name != "lm_head.weight")
-        if half:
-            self.lm_head.to(torch.bfloat16)
-
-
 def head_config(target: ModelConfig, args: argparse.Namespace) -> EagleConfig:
     """One decoder layer of the target's geometry, with the options' overrides.
 
@@ -137,13 +123,8 @@ def head_config(target: ModelConfig, args: argparse.Namespace) -> EagleConfig:
     common = {"layer": layer, "target_hidden_size": target.hidden_size, "target_vocab_size": target.vocab_size}
     if args.version == 1:
         return EagleConfig(1, **common, fc_bias=True, unshifted=args.inputs == "feature+unshifted-token")
-    common |= {"norm_before_residual": args.norm_before_residual == "on", **block_fields(args)}
+    common |= {"norm_before_residual": args.norm_before_residual == "on"}
     return EagleConfig(3, **common, taps=taps, has_lm_head=True)
-
-
-def block_fields(args: argparse.Namespace) -> dict[str, Any]:
-    """The fields of an EagleConfig that --block makes another kind of head."""
-    return {"slots": args.block, "form": args.form, "rank": args.rank} if args.block else {}
 
 
 def start_config(file: EagleFile, args: argparse.Namespace) -> EagleConfig:
@@ -164,11 +145,6 @@ def start_config(file: EagleFile, args: argparse.Namespace) -> EagleConfig:
     wanted = args.draft_vocab or held
     if not held <= wanted <= config.target_vocab_size:
         raise UsageError(f"--draft-vocab {wanted}: --start {args.start} has {held} tokens and can only get more.")
-    if args.block and config.slots:
-        raise UsageError(
-            f"--block does not go with --start {args.start}, which drafts blocks already and keeps its shape."
-        )
-    config = replace(config, **block_fields(args))
     if config.version == 3:
         layer = replace(layer, vocab_size=wanted)
     longest = args.max_positions or layer.max_position_embeddings
@@ -258,12 +234,8 @@ def head_loss(
     if head.config.version == 1:
         return loss_eagle1(head, batch, rows, args.ttt_steps, count, noise, (args.feature_weight, args.token_weight))
     if not batch.numbers:  # of held-out text: all rows are judged, and only their accuracy is read
-        if head.config.slots:
-            return loss_block(head, batch, rows, count, anchor_share=0)
         return loss_eagle3(head, batch, rows, args.ttt_steps, count)
     generator = torch.Generator(batch.tokens.device).manual_seed(args.seed + batch.numbers[0])
-    if head.config.slots:
-        return loss_block(head, batch, rows, count, args.noise_share, args.anchor_share, generator)
     return loss_eagle3(head, batch, rows, args.ttt_steps, count, args.noise_share, args.row_share, generator)
 
 
@@ -299,8 +271,7 @@ class EagleTraining(DrafterTraining):
 
     def __init__(self, args: argparse.Namespace, target: Transformer):
         super().__init__(args, target)
-        shares = "noise_share", "row_share", "anchor_share", "average"
-        check_shares(args, *shares, positive=("row_share", "anchor_share"))
+        check_shares(args, "noise_share", "row_share", "average", positive=("row_share",))
         if args.average and not args.start:
             raise UsageError("--average is the share of --start in the head that is written; add --start HEAD.")
         with bad_files():
@@ -327,16 +298,11 @@ class EagleTraining(DrafterTraining):
         if self.args.keep_features:
             self.kept = keep_features(self.args, data, self.target.config.hidden_size, self.config.taps)
         ids = frequent_tokens(data, self.draft_vocab, self.target.config.vocab_size, self.known_ids)
-        kind = TrainBlock if self.config.slots else TrainHead
-        head = kind(self.config, self.target, ids, self.args.inputs, self.args.compile)
+        head = TrainHead(self.config, self.target, ids, self.args.inputs, self.args.compile)
         init_head(head, self.args.seed)
         if self.start:
             self.first = widened(self.start.floats(), head)
-            head.load_state_dict(self.first, strict=not self.args.block)
-        if isinstance(head, TrainBlock):
-            if self.args.block:
-                head.init_masks(torch.Generator().manual_seed(self.args.seed))
-            head.freeze(self.autocast)
+            head.load_state_dict(self.first)
         head.to(self.target.device)
         head.rotary.build(self.target.device, self.target.rotary.length)
         return head
@@ -361,8 +327,7 @@ class EagleTraining(DrafterTraining):
             if name == "draft_ids":
                 tensors[name] = tensor.cpu()
             else:
-                first = self.first.get(name) if self.first else None  # masks may be new
-                averaged = tensor if first is None else tensor.lerp(first.to(tensor), self.args.average)
+                averaged = tensor.lerp(self.first[name].to(tensor), self.args.average) if self.first else tensor
                 tensors[name] = averaged.to("cpu", torch.bfloat16)
         if module.config.version == 1 and module.inputs in ("feature", "token"):
             embedding, feature = tensors["fc.weight"].chunk(2, 1)
@@ -395,10 +360,7 @@ class EagleTraining(DrafterTraining):
         return {
             "norm_before_residual": None if first else self.config.norm_before_residual,
             "inputs": args.inputs,
-            "ttt_steps": None if self.config.slots else args.ttt_steps,
-            "block": {name: vars(self.config)[name] for name in ("slots", "form", "rank")}
-            if self.config.slots
-            else None,
+            "ttt_steps": args.ttt_steps,
             "draft_vocab": self.draft_vocab,
             "started_from": earlier_card(Path(args.start)) if args.start else None,
             "recipe": asdict(self.recipe),

@@ -8,7 +8,6 @@ and its gradients are computed together, and the logits of one chunk exist at a 
 from __future__ import annotations
 
 import argparse
-import math
 import shutil
 import zlib
 from collections.abc import Callable, Iterator
@@ -21,15 +20,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from block_draft import BlockHead
-from drafters.base import take_rows
-from eagle_block import EagleBlockHead
 from eagle_draft import EagleHead
 from support.machine import size_text
 from training.data import Batch, TokenData, fingerprint
 
 FEATURE_NOISE = 0.2  # width of the uniform noise on training features at 512 tokens (EAGLE paper)
 DECAY = 0.8  # of the weight of a loss, from one step on the head's own outputs to the next
-BLOCK_DECAY = math.exp(-1 / 4)  # from one slot of a block to the next (DFlash, DSpark)
 CHUNK = 1 << 22  # logits of a chunk at most; so many stay in the caches of a CPU
 
 
@@ -219,70 +215,6 @@ def soft_loss(noise_share: float, generator: torch.Generator | None) -> Callable
         return soft + noise_loss(rows.logits, rows.distribution, generator) * noise_share if noise_share else soft
 
     return loss
-
-
-def draw_anchors(
-    keep: Tensor, share: float, generator: torch.Generator | None = None, every: int = 0
-) -> tuple[Tensor, Tensor]:
-    """Rows behind which blocks are drafted, int64 [B, A] ascending, and which of these numbers count, bool [B, A].
-
-    keep [B, T]: the rows that may be drawn. share: of them that are drawn at random. every: all whose number it divides
-    instead, whatever the share is.
-    """
-    order = torch.rand(keep.shape, generator=generator, device=keep.device).masked_fill(~keep, 2.0)
-    if every:
-        there = keep & (torch.arange(keep.shape[1], device=keep.device) % every == 0)
-        order, wanted = (~there).to(order.dtype), there.sum(1)
-    else:
-        wanted = (keep.sum(1) * share).ceil().long()
-    most = max(1, int(wanted.max()))
-    drawn = order.argsort(dim=1, stable=True)[:, :most]
-    drawn = drawn.where(torch.arange(most, device=keep.device) < wanted[:, None], keep.shape[1])
-    anchors = drawn.sort(1).values
-    return anchors.clamp(max=keep.shape[1] - 1), anchors < keep.shape[1]
-
-
-def loss_block(
-    head: EagleBlockHead,
-    batch: Batch,
-    target: TargetRows,
-    count: float | None = None,
-    noise_share: float = 0.0,
-    anchor_share: float = 0.25,
-    generator: torch.Generator | None = None,
-) -> tuple[Tensor, Tensor]:
-    """The loss of an E-block: that of `loss_eagle3` for all slots of blocks behind random rows, with BLOCK_DECAY.
-
-    A slot is corrected by the true token before it, and counts while the mask holds for all tokens up to that one. A
-    first slot whose weights are frozen is only looked at without gradients.
-
-    Args:
-        anchor_share: of the rows that blocks are drafted behind. 0: every fourth row, for comparisons.
-        The others are those of `loss_eagle3`.
-
-    Returns:
-        The loss, and by slot, without a first slot that is frozen, the share of blocks that agree with the target's most
-        likely token.
-    """
-    keep = batch.mask[:, 1:].bool()
-    count = max(1.0, float(keep.sum()) if count is None else count)
-    tokens = batch.tokens[:, 1:]
-    anchors, counted = draw_anchors(keep, anchor_share, generator, 0 if anchor_share else 4)
-    rows, masks = head.forward_block(tokens, head.fuse(target.features[:, :-1]), anchors)
-    where = (keep.flatten().cumsum(0) - 1).view_as(keep)
-    outputs = []
-    for j in range(head.config.slots):
-        place = (anchors + j).clamp(max=keep.shape[1] - 1)
-        counted = counted & (anchors + j < keep.shape[1]) & keep.gather(1, place)
-        if j == 0 and torch.is_grad_enabled() and not rows.requires_grad:
-            continue
-        hidden = take_rows(rows, anchors) if j == 0 else head.corrected(masks[:, :, j - 1], tokens.gather(1, place))
-        outputs.append((hidden[counted], where.gather(1, place)[counted]))
-    truth, known = target.hidden_states[:, 1:][keep], None if target.best is None else target.best[:, 1:][keep]
-    loss = soft_loss(noise_share, generator)
-    total, hits = in_chunks(head, outputs, truth, known, loss, outside=False, decay=BLOCK_DECAY)
-    count = count * (anchor_share or 0.25)
-    return total / count, hits / count
 
 
 def noise_loss(logits: Tensor, distribution: Tensor, generator: torch.Generator | None = None) -> Tensor:

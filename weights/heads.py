@@ -32,7 +32,6 @@ ATTENTION, AUX = "layers.0.self_attn.", "eagle_aux_hidden_state_layer_ids"
 HEAD_KEYS = "num_attention_heads num_key_value_heads head_dim rms_norm_eps rope_theta rope_scaling".split()
 OVERRIDES = (*HEAD_KEYS, "max_position_embeddings", "norm_before_residual", "norm_output", AUX)
 Config = TypeVar("Config")
-FORMS = ("once", "twice", "own")
 SIZES = {2048: "1B", 3072: "3B", 4096: "7B or 8B", 5120: "13B", 6656: "33B", 8192: "70B"}
 
 
@@ -57,31 +56,16 @@ class EagleConfig:
     has_lm_head: bool = False
     target_vocab_size: int = 0  # needed to save a head that has a draft vocabulary
     unshifted: bool = False  # version 1: feature i goes with token i, not i + 1 (an ablation of the paper)
-    # Version 3: tokens that are drafted at once, by the row of the root and masks behind it; 0: one level after another.
-    slots: int = 0
-    form: str = ""  # one of FORMS: what the masks read, and through which layer they go
-    rank: int = 0  # of the factors that correct the logits of masks
-    shortlist: int = 16  # the tokens of a slot that are corrected
 
     @property
     def kind(self) -> str:
         """What it is called in reports."""
-        return "E-block" if self.slots else f"EAGLE-{self.version}"
-
-    @property
-    def depth(self) -> int:
-        """The most tokens that a block drafts."""
-        return self.slots
-
-    @property
-    def markov(self) -> str:
-        """How tokens of a block depend on the ones before, as `BlockConfig` names it."""
-        return "selector"
+        return f"EAGLE-{self.version}"
 
     def layout(self, layers: int) -> str:
         """What `save_eagle` writes for a target of that many layers, and which programs read it correctly."""
         names = f"{self.kind}, SafeAILab tensor names; "
-        if self.slots or self.unshifted or self.norm_output or self.norm_before_fc or self.fc_norm:
+        if self.unshifted or self.norm_output or self.norm_before_fc or self.fc_norm:
             return names + "only eaglet reads this layout correctly"
         beyond = ["norm_before_residual = true"] if self.norm_before_residual else []
         if self.version == 3 and self.taps != (2, layers // 2, layers - 3):
@@ -129,31 +113,23 @@ def head_tensors(config: EagleConfig) -> dict[str, dict[str, tuple[int, ...]]]:
     H, I, hd = c.hidden_size, c.intermediate_size, c.head_dim
     q, kv = c.num_attention_heads * hd, c.num_key_value_heads * hd
     width = taps * config.target_hidden_size if third else 2 * H
-    # our name of a layer -> the published one
-    layers = {"layer.": "layers.0."} | ({"mask_layer.": "mask_layer."} if config.form == "own" else {})
     # our name -> rows of the published tensors, columns, whether there is a bias
     linears = {"fc": ({"fc": H}, width, config.fc_bias)}
-    for ours, at in layers.items():
-        qkv = {f"{at}self_attn.{x}_proj": q if x == "q" else kv for x in "qkv"}
-        linears[f"{ours}attention.qkv"] = (qkv, 2 * H if third else H, c.qkv_bias)
-        linears[f"{ours}attention.o"] = ({f"{at}self_attn.o_proj": H}, q, c.o_bias)
-        linears[f"{ours}mlp.gate_up"] = ({f"{at}mlp.gate_proj": I, f"{at}mlp.up_proj": I}, H, False)
-        linears[f"{ours}mlp.down"] = ({f"{at}mlp.down_proj": H}, I, False)
-    if config.slots:
-        linears["mask_feature"] = ({"mask_feature": (config.slots - 1) * H}, H, True)
-        linears["mix"] = ({"mix": config.rank}, H, True)
+    qkv = {f"{ATTENTION}{x}_proj": q if x == "q" else kv for x in "qkv"}
+    linears["layer.attention.qkv"] = (qkv, 2 * H if third else H, c.qkv_bias)
+    linears["layer.attention.o"] = ({f"{ATTENTION}o_proj": H}, q, c.o_bias)
+    linears["layer.mlp.gate_up"] = ({f"layers.0.mlp.{x}_proj": I for x in ("gate", "up")}, H, False)
+    linears["layer.mlp.down"] = ({"layers.0.mlp.down_proj": H}, I, False)
     if config.has_embed:
         linears["embed_tokens"] = ({"embed_tokens": config.target_vocab_size}, H, False)
     if config.has_lm_head:
         linears["lm_head"] = ({"lm_head": c.vocab_size}, H, False)
-    norms = {f"{ours}post_norm": (f"{at}post_attention_layernorm", H) for ours, at in layers.items()}
+    norms = {"layer.post_norm": ("layers.0.post_attention_layernorm", H)}
     if third:
         norms |= {"layer.input_norm": ("layers.0.input_layernorm", H), "norm": ("norm", H)}
-        norms |= {f"{ours}hidden_norm": (f"{at}hidden_norm", H) for ours, at in layers.items()}
+        norms["layer.hidden_norm"] = ("layers.0.hidden_norm", H)
     if c.qk_norm:
-        norms |= {
-            f"{ours}attention.{x}_norm": (f"{at}self_attn.{x}_norm", hd) for ours, at in layers.items() for x in "qk"
-        }
+        norms |= {f"layer.attention.{x}_norm": (f"{ATTENTION}{x}_norm", hd) for x in "qk"}
     if config.fc_norm:
         norms |= {f"fc_norms.{i}": (f"fc_norm.{i}", config.target_hidden_size) for i in range(taps)}
     if config.norm_before_fc:
@@ -163,9 +139,6 @@ def head_tensors(config: EagleConfig) -> dict[str, dict[str, tuple[int, ...]]]:
         table[f"{ours}.weight"] = {f"{name}.weight": (rows, columns) for name, rows in parts.items()}
         if bias:
             table[f"{ours}.bias"] = {f"{name}.bias": (rows,) for name, rows in parts.items()}
-    if config.slots:
-        matrices = {"mask_embed": (config.slots - 1, H), "markov_in": (config.rank, H), "markov_out": (H, config.rank)}
-        table |= {name: {name: shape} for name, shape in matrices.items()}
     return table
 
 
@@ -241,8 +214,6 @@ def save_eagle(config: EagleConfig, tensors: Mapping[str, Tensor], directory: st
         # The published layouts are ambiguous about both of these. Here ids name the layers that the states enter, and
         # norm_output says what is fed back.
         keys["eaglet_eagle"] = taps | {"norm_output": config.norm_output}
-        if config.slots:
-            keys["eaglet_eagle"] |= {name: vars(config)[name] for name in ("slots", "form", "rank", "shortlist")}
     elif config.unshifted:
         keys["eaglet_eagle"] = {"unshifted": True}
     if config.target_hidden_size != layer.hidden_size:
@@ -387,12 +358,6 @@ def _check_described(config: EagleConfig, where: str) -> None:
         raise refusal(where, f"no head of version {config.version} with taps {taps!r:.40} and one layer is known.")
     if not all(1 <= size <= 10_000_000 for size in sizes) or config.layer.vocab_size > config.target_vocab_size:
         raise refusal(where, f"target_hidden_size and target_vocab_size are {sizes}, which no model has.")
-    plain = wide and config.norm_before_residual and not (config.norm_output or config.has_embed)
-    block = plain and 2 <= config.slots <= 64 and config.form in FORMS and 1 <= config.rank <= 65536
-    if config.slots and not block or config.form and not config.slots:
-        raise refusal(
-            where, f"no block of {config.slots} slots, form {config.form!r:.20} and rank {config.rank} is known."
-        )
 
 
 def _json_shape(kind: type) -> dict[str, Any]:
@@ -503,7 +468,6 @@ class _HeadReader:
             has_lm_head=wide and "lm_head.weight" in self.entries,
             target_vocab_size=self.target.vocab_size,
             unshifted=not wide and self.ours and flags.boolean("unshifted", False),
-            **self._block(layer.vocab_size),
         )
         _check_described(config, str(self.path))
         for key, has in {"fc_norm": config.fc_norm, "norm_before_fc": config.norm_before_fc}.items():
@@ -519,15 +483,6 @@ class _HeadReader:
         tensors = {} if draft_ids is None else {"draft_ids": draft_ids}
         tensors |= {ours: read_rows(self.entries, parts) for ours, parts in table.items()}
         return EagleFile(config, tensors, self.notes)
-
-    def _block(self, vocab: int) -> dict[str, Any]:
-        """What is described of a block that is drafted at once."""
-        flags = self.flags
-        if not self.ours or not (slots := flags.integer("slots", 0, 0, 64)):
-            return {}
-        shortlist = flags.integer("shortlist", min(16, vocab), 1, vocab)
-        return {"slots": slots, "form": flags.text("form", FORMS[0], FORMS), "rank": flags.integer("rank"),
-                "shortlist": shortlist}  # fmt: skip
 
     def _shape(self, name: str) -> tuple[int, int]:
         entry = self.entries.get(name)

@@ -20,8 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import kernels
-from drafters.base import DraftInput, StepParts, take_rows
-from drafters.tree_drafter import DEFAULT_RULE, DraftRule, TreeDrafter
+from decoding.drafter import DraftInput, StepParts, take_rows
+from drafters.trees import DEFAULT_RULE, DraftRule, TreeDrafter
 from model import MLP, Attention, Nodes, RMSNorm, RotaryTable, Transformer, weight_bytes
 from support.machine import zeros
 from tree import DynamicTree, TreeTables, check_width

@@ -6,7 +6,7 @@
     python generate.py --checkpoint DIR --chat
     python generate.py --checkpoint DIR --input requests.jsonl --output answers.jsonl
 
-    from generate import load
+    from generate import SamplingParams, load
     engine = load("demo", eagle="demo/eagle1")
     for chunk in engine.generate(prompt_ids, SamplingParams(max_new_tokens=100)): ...
 
@@ -32,16 +32,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
 from cli.prompt import DEMO_PROMPT, Prompt, read_prompt, stdin_is_fed
-from options import DEMO, FULL, LoadKeywords, add_options, add_sampling, sampling_from
+from decoding.params import SamplingParams
+from loading.options import DEMO, FULL, LoadKeywords, add_options, add_sampling, sampling_from
 from support import cache
 from support.errors import Parser, UsageError, run_command
 from support.files import check_folder
 from support.startup import without_collector
 
 if TYPE_CHECKING:
-    from engine import Engine
+    from engine.engine import Engine
 
-__all__ = ["DEMO_PROMPT", "load", "main"]
+__all__ = ["DEMO_PROMPT", "SamplingParams", "load", "main"]
 
 VERSION = "0.1.0"
 
@@ -53,8 +54,8 @@ def load(
     report: Callable[[str], None] | None = None,
     **keywords: Unpack[LoadKeywords],
 ) -> Engine:
-    """Build an engine from a model and, with `eagle=`, a draft head. It is `load.load`, which explains its arguments."""
-    from load import load as build
+    """Build an engine from a model and, with `eagle=`, a draft head. `engine.load` explains its arguments."""
+    from engine.load import load as build
 
     return build(checkpoint, progress=progress, report=report, **keywords)
 

@@ -1,4 +1,4 @@
-"""The target model: one Transformer for LLaMA, Qwen, Gemma, gpt-oss and others (`model_config.FAMILIES`).
+"""The target model: one Transformer for LLaMA, Qwen, Gemma, gpt-oss and others (`families.config.FAMILIES`).
 
 It computes a *forward on nodes*. It gets tokens, their positions (the depth below the root), and who may see whom. A
 prompt chunk is a chain of nodes, plain decoding is a single node, and a draft tree is a tree of nodes. The model does
@@ -18,10 +18,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import kernels
-from kernels.records import Nodes, Rotary
 
 # DTYPES and ConfigReader are here for the files that import them from `model`.
-from model_config import DTYPES, ConfigReader, ModelConfig, RopeConfig  # noqa: F401
+from families.config import DTYPES, ConfigReader, ModelConfig, RopeConfig  # noqa: F401
+from kernels.records import Nodes, Rotary
 from support.machine import zeros
 
 

@@ -27,11 +27,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from drafting import DraftHead, block_tree, drafts_blocks, head_class
-from load import load
+from decoding.sampling import SamplingParams
+from engine.load import load
+from families.config import ModelConfig
+from loading.drafting import DraftHead, block_tree, drafts_blocks, head_class
 from model import Transformer
-from model_config import ModelConfig
-from sampling import SamplingParams
 from support.errors import (
     BadFileError,
     Parser,
@@ -46,7 +46,7 @@ from support.files import clean_up, directory_written_whole, write_json
 from support.machine import default_device, shapes_only, size_text
 from support.progress import Progress, say
 from support.texts import read_chats, read_texts, stdlib_texts, token_windows
-from tokenizer import Tokenizer, load_tokenizer
+from text.tokenizer import Tokenizer, load_tokenizer
 from weights.block_heads import BlockConfig, read_head, save_quantized_block
 from weights.checkpoint import Checkpoint
 from weights.files import Entry, local_path

@@ -4,7 +4,7 @@ A tree has N nodes. Node 0 is the root (the last committed token), and every oth
 D is the greatest depth below the root, so a step emits 1 to D + 1 tokens. Plain decoding is the tree with one node.
 
 Shape letters: B batch, N nodes, K children per node, W rows of a draft level, R draft rows so far. Ids are int64.
-Code that a compiled step traces does not belong here (see tree_building.py).
+Code that a compiled step traces does not belong here (see kernels/growing.py).
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kernels.growing import ancestors_from_parents
 from support.reader import parse_json, refusal
-from tree_building import ancestors_from_parents
 
 MAX_NODES = 256
 MAX_DEPTH = 16

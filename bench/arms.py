@@ -16,14 +16,14 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from bench.random_models import random_head
+from decoding.sampling import SamplingParams
 from drafters.medusa import MEDUSA_FILES
-from drafting import DraftFiles, block_tree, build_drafter, build_head, read_drafter, resolve, with_tree
-from engine import Engine, EngineConfig
-from model_config import ModelConfig
-from options import LoadOptions, read_option
-from ranks import RankedEngine
-from runtime.results import GenerationResult
-from sampling import SamplingParams
+from engine.engine import Engine, EngineConfig
+from engine.ranks import RankedEngine
+from engine.results import GenerationResult
+from families.config import ModelConfig
+from loading.drafting import DraftFiles, block_tree, build_drafter, build_head, read_drafter, resolve, with_tree
+from loading.options import LoadOptions, read_option
 from support.errors import UsageError
 from support.machine import synchronize
 from weights.block_heads import is_block_head, read_head

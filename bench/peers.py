@@ -22,11 +22,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from bench.arms import NO_STOP, OTHER_ENGINE, Arm, Sample, Timing
-from engine import Engine
-from memory_plan import float_bytes
+from decoding.sampling import SamplingParams
+from engine.engine import Engine
+from loading.memory import float_bytes
+from loading.options import LoadOptions
 from model import Transformer, apply_rope
-from options import LoadOptions
-from sampling import SamplingParams
 from support.errors import NotEnoughMemory, UsageError
 from support.machine import default_device, free_memory, shapes_only, size_text, synchronize
 from weights.checkpoint import Checkpoint

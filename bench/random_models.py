@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from block_draft import BlockHead
+from drafters.block import BlockHead
 from eagle_draft import EagleHead
-from engine import Engine, EngineConfig
-from load import open_backend, use_threads
+from engine.engine import Engine, EngineConfig
+from engine.load import open_backend, use_threads
+from families.config import DTYPES, ModelConfig, RopeConfig
+from loading.options import LoadOptions
 from model import Transformer
-from model_config import DTYPES, ModelConfig, RopeConfig
-from options import LoadOptions
 from support.machine import shapes_only
 from weights.block_heads import BlockConfig
 from weights.heads import EagleConfig, default_taps

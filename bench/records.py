@@ -25,8 +25,8 @@ from typing import Any, TextIO
 import torch
 
 from bench.arms import NO_STOP, OTHER_ENGINE, SAME_TOKENS
-from runtime.results import acceptance, n_alpha
-from sampling import SamplingParams
+from decoding.sampling import SamplingParams
+from engine.results import acceptance, n_alpha
 from support.errors import UsageError
 from support.files import read_json_lines
 from support.machine import describe_device

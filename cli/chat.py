@@ -13,20 +13,20 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from chat_template import answer_room, newest_turns
 from cli.prompt import read_line
 from cli.report import Report
 from cli.steps import StepRecorder
 from cli.tree_text import coloured, wants_colour
-from engine import Engine
-from runtime.results import Chunk, GenerationResult
-from runtime.streams import Stream
-from sampling import SamplingParams
-from sampling_params import with_suggestions
+from decoding.params import with_suggestions
+from decoding.sampling import SamplingParams
+from engine.engine import Engine
+from engine.results import Chunk, GenerationResult
+from engine.streams import Stream
 from support import cache
 from support.errors import BadFileError, UsageError, one_line
 from support.files import INDEX_LIMIT, read_json, write_json
-from tokenizer import BUILTIN_SYSTEM
+from text.template import answer_room, newest_turns
+from text.tokenizer import BUILTIN_SYSTEM
 
 HELP = """/help           this list
 /reset          start over

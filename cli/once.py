@@ -11,24 +11,24 @@ from typing import NamedTuple
 
 import torch
 
-from chat_template import TemplateWorker
 from cli import prove
 from cli.chat import chat, texts_of
 from cli.prompt import Prompt
 from cli.report import Report, result_json
 from cli.steps import Gauge, StepRecorder, write_page
 from cli.tree_text import TreeWriter
-from engine import Engine
-from options import options_from, settings_given
-from runtime.grammar import json_grammar
-from runtime.results import Chunk, GenerationResult
-from runtime.streams import Stream
-from sampling import SamplingParams
-from sampling_params import with_suggestions
+from decoding.params import with_suggestions
+from decoding.sampling import SamplingParams
+from engine.engine import Engine
+from engine.grammar import json_grammar
+from engine.results import Chunk, GenerationResult
+from engine.streams import Stream
+from loading.options import options_from, settings_given
 from support.errors import INTERRUPTED, BadFileError, UsageError
 from support.files import read_json
 from support.machine import default_device
-from tokenizer import BUILTIN_SYSTEM
+from text.template import TemplateWorker
+from text.tokenizer import BUILTIN_SYSTEM
 
 NEW_TOKENS = 200  # of a continuation, which may never end by itself
 

@@ -10,7 +10,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from options import parse_ids
+from loading.options import parse_ids
 from support.errors import BadFileError, UsageError, one_line
 
 DEMO_PROMPT = '''def read_file(filename):

@@ -7,11 +7,11 @@ from typing import NamedTuple
 
 from torch import nn
 
-from engine import Engine
+from decoding.params import per_row
+from decoding.sampling import SamplingParams
+from engine.engine import Engine
+from engine.results import GenerationResult
 from model import Experts
-from runtime.results import GenerationResult
-from sampling import SamplingParams
-from sampling_params import per_row
 from weights.quantized import QuantLinear
 
 TIE_MARGIN = 1e-4

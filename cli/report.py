@@ -13,13 +13,13 @@ from typing import Any
 import torch
 
 import kernels
-from engine import Engine
-from load import load
-from ranks import RankedEngine
-from runtime.fused import layers_in_parts
-from runtime.results import GenerationResult
-from runtime.stepping import ASKED_FOR
-from sampling import SamplingParams
+from decoding.sampling import SamplingParams
+from engine.engine import Engine
+from engine.fused import layers_in_parts
+from engine.load import load
+from engine.ranks import RankedEngine
+from engine.results import GenerationResult
+from engine.stepping import ASKED_FOR
 from support.cache import tally
 from support.machine import copy_bandwidth, describe_device, peak_memory, size_text, versions
 from support.progress import Progress

@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
-from engine import Engine
-from runtime.results import Chunk, GenerationResult
-from step import PHASES, Observer, StepOutput
+from decoding.step import PHASES, Observer, StepOutput
+from engine.engine import Engine
+from engine.results import Chunk, GenerationResult
 from support.files import write_text
 from support.machine import describe_device
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from drafters.base import StepParts
-from drafters.tree_drafter import DEFAULT_RULE, DraftRule, TreeDrafter
+from decoding.drafter import StepParts
+from drafters.trees import DEFAULT_RULE, DraftRule, TreeDrafter
+from families.config import ModelConfig
 from model import Nodes, Transformer
-from model_config import ModelConfig
-from tokenizer import Tokenizer
+from text.tokenizer import Tokenizer
 from tree import DynamicTree, TreeTables
 
 

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from drafters.base import Draft, Drafter, DraftInput, PlainDrafter
+from decoding.drafter import Draft, Drafter, DraftInput, PlainDrafter
 from drafters.ngram import graft
 from model import Transformer
 from tree import MAX_DEPTH, MAX_NODES

@@ -11,10 +11,10 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-import sampling
-from drafters.base import Draft, Drafter, DraftInput, take_rows
+from decoding import sampling
+from decoding.drafter import Draft, Drafter, DraftInput, take_rows
+from families.config import ModelConfig
 from model import Transformer, weight_bytes
-from model_config import ModelConfig
 from support.machine import shapes_only
 from tree import DynamicTree, TreeTables, check_width
 from weights.files import check_entries, check_finite, read_entries, write_safetensors

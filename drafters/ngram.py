@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from drafters.base import Draft, Drafter, DraftInput, PlainDrafter
+from decoding.drafter import Draft, Drafter, DraftInput, PlainDrafter
+from kernels.growing import ancestors_from_parents
 from model import Transformer
 from tree import MAX_DEPTH, MAX_NODES
-from tree_building import ancestors_from_parents
 
 CANDIDATES = 32  # earlier matches that are looked at
 LONGEST = 3  # tokens of the longest suffix that is looked for

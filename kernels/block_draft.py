@@ -248,7 +248,7 @@ def follow(
 def prefixes_kernel(
     tokens, scores, root, out_tokens, out_parent, out_depth, ancestors, valid, out_scores, N, D, K, NP: tl.constexpr
 ):
-    """`tree_building.best_prefixes` of one sequence, by a heap that lies in the lanes of a program. Grid (B,).
+    """`growing.best_prefixes` of one sequence, by a heap that lies in the lanes of a program. Grid (B,).
 
     A lane holds the best prefix that is not in the tree yet of those with one parent. Sums are in float64.
     """
@@ -304,7 +304,7 @@ def prefixes_kernel(
 
 
 def best_prefixes(tokens: Tensor, scores: Tensor, root: Tensor, N: int) -> tuple[Tensor, ...]:
-    """The fields of a `tree_building.DraftTree` from those of `tree_building.best_prefixes`."""
+    """The fields of a `growing.DraftTree` from those of `growing.best_prefixes`."""
     B, D, K = tokens.shape
     out = prefixes_shapes(tokens, scores, root, N)
     prefixes_kernel[B,](
@@ -315,7 +315,7 @@ def best_prefixes(tokens: Tensor, scores: Tensor, root: Tensor, N: int) -> tuple
 
 
 def prefixes_shapes(tokens: Tensor, scores: Tensor, _root: Tensor, N: int) -> tuple[Tensor, ...]:
-    """Empty fields of a `tree_building.DraftTree` of N nodes."""
+    """Empty fields of a `growing.DraftTree` of N nodes."""
     B = tokens.shape[0]
     rows = [tokens.new_empty(B, N) for _ in range(3)]
     return *rows, *(tokens.new_empty(s, dtype=torch.bool) for s in ((B, N, N), (B, N))), scores.new_empty(B, N)

@@ -1,6 +1,6 @@
 """The small work of a step in one launch each: where rows go, growing a dynamic tree, accepting a path, committing it.
 
-The kernels compute what `model.Transformer.nodes`, `tree_building`, `verify.accept` and `step` say in plain PyTorch, bit
+The kernels compute what `model.Transformer.nodes`, `growing`, `verify.accept` and `step` say in plain PyTorch, bit
 for bit. One program owns one sequence, or one row of it.
 """
 
@@ -173,7 +173,7 @@ def expand_kernel(
     out_frontier, out_frontier_tokens, out_source, out_visible, P, R, K, KP: tl.constexpr, CP: tl.constexpr,
     RP: tl.constexpr, BLOCK: tl.constexpr, FIRST: tl.constexpr, TRIMMED: tl.constexpr,
 ):  # fmt: skip
-    """`tree_building.expand` of one sequence, or `first_level` if FIRST. Grid (B,)."""
+    """`growing.expand` of one sequence, or `first_level` if FIRST. Grid (B,)."""
     b = tl.program_id(0)
     k = tl.arange(0, KP)
     c = tl.arange(0, CP)
@@ -216,7 +216,7 @@ def expand_kernel(
 
 
 def expand(pool: Sequence[Tensor], tokens: Tensor, scores: Tensor, ids: Tensor | None) -> tuple[Tensor, ...]:
-    """The fields of the next `tree_building.Pool` from (tokens, scores, parent, frontier, visible) of the last one.
+    """The fields of the next `growing.Pool` from (tokens, scores, parent, frontier, visible) of the last one.
 
     tokens, scores [B,K,K], or of the first level [B,K] and an empty pool. The tokens are places in `ids` if given.
     """
@@ -236,7 +236,7 @@ def expand(pool: Sequence[Tensor], tokens: Tensor, scores: Tensor, ids: Tensor |
 
 
 def expand_shapes(pool: Sequence[Tensor], tokens: Tensor, scores: Tensor, *_rest) -> tuple[Tensor, ...]:
-    """Empty fields of a `tree_building.Pool` after `expand`."""
+    """Empty fields of a `growing.Pool` after `expand`."""
     P, R = (pool[0].shape[1], pool[-1].shape[2]) if pool else (0, 0)
     scores = scores.new_empty(0, dtype=torch.promote_types(scores.dtype, torch.float32))
     B, K = tokens.shape[0], tokens.shape[-1]
@@ -251,7 +251,7 @@ def select_kernel(
     tokens, scores, parent, root, ids, out_tokens, out_parent, out_depth, ancestors, valid, out_scores, node_of, P, N, D,
     PP: tl.constexpr, NP: tl.constexpr, TRIMMED: tl.constexpr,
 ):  # fmt: skip
-    """`tree_building.select` of one sequence. Grid (B,). node_of [B,P] is scratch memory."""
+    """`growing.select` of one sequence. Grid (B,). node_of [B,P] is scratch memory."""
     b = tl.program_id(0)
     c = tl.arange(0, PP)
     j = tl.arange(0, NP)
@@ -294,7 +294,7 @@ def select_kernel(
 def select(
     tokens: Tensor, scores: Tensor, parent: Tensor, root: Tensor, ids: Tensor | None, N: int, D: int, _live: None
 ) -> tuple[Tensor, ...]:
-    """The fields of a `tree_building.DraftTree` from those of a pool [B,P], whose tokens are places in `ids` if given."""
+    """The fields of a `growing.DraftTree` from those of a pool [B,P], whose tokens are places in `ids` if given."""
     B, P = tokens.shape
     out = select_shapes(tokens, scores, parent, root, ids, N)
     scratch = tokens.new_empty(B, P, dtype=torch.int32)
@@ -310,7 +310,7 @@ def select(
 def select_shapes(
     tokens: Tensor, scores: Tensor, _parent: Tensor, _root: Tensor, _ids: Tensor | None, N: int, *_rest
 ) -> tuple[Tensor, ...]:
-    """Empty fields of a `tree_building.DraftTree` of N nodes."""
+    """Empty fields of a `growing.DraftTree` of N nodes."""
     B = tokens.shape[0]
     rows = [tokens.new_empty(B, N) for _ in range(3)]
     seen, valid = (tokens.new_empty(shape, dtype=torch.bool) for shape in ((B, N, N), (B, N)))

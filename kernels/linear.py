@@ -452,7 +452,7 @@ def beyond_a_step(x: Tensor) -> bool:
     """Whether x [B, T, K] has more rows of one sequence than any step has, so that cuBLAS may multiply them.
 
     In cuBLAS the bits of a row depend on the number of rows. No tree has more than SMALL_M nodes (`tree.MAX_NODES`), and
-    no chunk of a prompt that many tokens (`runtime.prefill.CHUNKS`), however many sequences run together. So what
+    no chunk of a prompt that many tokens (`engine.prefill.CHUNKS`), however many sequences run together. So what
     gets here is a text that is read at once, to evaluate or to train.
     """
     return x.dim() > 2 and x.shape[-2] > SMALL_M

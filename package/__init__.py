@@ -12,22 +12,22 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from engine import Engine
+    from decoding.params import SamplingParams
+    from engine.engine import Engine
+    from engine.grammar import json_grammar
+    from engine.load import load
     from generate import VERSION as __version__
-    from load import load
-    from options import DEMO
-    from runtime.grammar import json_grammar
-    from sampling_params import SamplingParams
+    from loading.options import DEMO
 
 __all__ = ["DEMO", "Engine", "SamplingParams", "__version__", "json_grammar", "load"]
 
 HOMES = {  # name -> its module in the package, and its name there
-    "DEMO": ("options", "DEMO"),
-    "Engine": ("engine", "Engine"),
-    "SamplingParams": ("sampling_params", "SamplingParams"),
+    "DEMO": ("loading.options", "DEMO"),
+    "Engine": ("engine.engine", "Engine"),
+    "SamplingParams": ("decoding.params", "SamplingParams"),
     "__version__": ("generate", "VERSION"),
-    "json_grammar": ("runtime.grammar", "json_grammar"),
-    "load": ("loading", "load"),
+    "json_grammar": ("engine.grammar", "json_grammar"),
+    "load": ("engine.load", "load"),
 }
 if not TYPE_CHECKING:  # a type checker would accept any name because of this function
 

@@ -16,7 +16,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "eaglet"
-RENAMED = {"load": "loading"}  # `eaglet.load` is the function
 NOT_SHIPPED = {"tests", "package"}  # of package/, SHIPPED_HERE goes into the package itself
 SHIPPED_HERE = ("__init__.py", "__main__.py")
 DATA = ("demo", "heads")  # folders without code
@@ -32,7 +31,7 @@ CALLED = {
     "python -m scripts.": "python -m eaglet.scripts.",
     "python -m {name}": "python -m eaglet.{name}",
     "from generate import load": "from eaglet import load",
-    "from load import load": "from eaglet import load",
+    "from engine.load import load": "from eaglet import load",
 }
 
 
@@ -50,7 +49,7 @@ def rewritten(source: str, names: set[str]) -> str:
     room = f"({'|'.join(sorted(names))})"
     source = re.sub(rf"^( *import ){room}$", r"\1\2 as \2", source, flags=re.MULTILINE)
     imports = re.compile(rf"^( *(?:from|import) ){room}(?=(?:\.\w+)* (?:as|import) )", re.MULTILINE)
-    source = imports.sub(lambda found: f"{found[1]}{PACKAGE}.{RENAMED.get(found[2], found[2])}", source)
+    source = imports.sub(lambda found: f"{found[1]}{PACKAGE}.{found[2]}", source)
     for text, called in CALLED.items():
         source = source.replace(text, called)
     return source
@@ -69,8 +68,6 @@ def contents() -> Iterator[tuple[str, bytes]]:
         if path.parent.name == "scripts" and path.stem in IN_THE_REPOSITORY:
             continue
         inside = path.relative_to(ROOT / "package" if path.parent.name == "package" else ROOT)
-        if len(inside.parts) == 1:
-            inside = inside.with_stem(RENAMED.get(inside.stem, inside.stem))
         yield f"{PACKAGE}/{inside.as_posix()}", rewritten(path.read_text(encoding="utf-8"), names).encode()
     for path in data:
         yield f"{PACKAGE}/{path.relative_to(ROOT).as_posix()}", path.read_bytes()

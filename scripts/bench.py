@@ -10,7 +10,7 @@
     python -m scripts.bench --checkpoint FILE.gguf --clients 1 --prompt-tokens 64,2000 --baseline llama.cpp
     python -m scripts.bench --shape llama-3-8b --quant int4 --steps 128,2048 --widths 16,60 --arm "e3=eagle=random:3"
 
-An arm is NAME=OPTIONS: `key=value` pairs of `load.LoadOptions` separated by `;`. The first arm is plain decoding, and
+An arm is NAME=OPTIONS: `key=value` pairs of options of `load`, separated by `;`. The first arm is plain decoding, and
 every ratio refers to it. Arms run interleaved, each run from empty caches. Token ids are counted up to the first stop.
 An arm that promises the `same tokens` and breaks the promise gets no speedup (exit code 1). Arms with the `same
 distribution` or of an `other engine` get a ratio with that label. results/README.md says what every field means.
@@ -37,9 +37,9 @@ from bench.report import check_outputs, report, write_plot
 from bench.steps import SLACK, client_lines, numbers, step_lines
 from bench.suites import ask
 from cli.report import ranks_json
-from load import load
-from options import add_options, add_sampling, options_from
-from sampling import SamplingParams
+from decoding.sampling import SamplingParams
+from engine.load import load
+from loading.options import add_options, add_sampling, options_from
 from support.errors import INTERRUPTED, UsageError, command_parser, run_command
 from support.machine import copy_bandwidth
 from support.progress import Progress

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from model_config import DTYPES
+from families.config import DTYPES
 from support.errors import UsageError, bad_files, command_parser, run_command
 from support.files import clean_up, directory_written_whole
 from support.progress import Progress

@@ -20,11 +20,11 @@ from pathlib import Path
 import generate
 from bench.arms import build_engine
 from bench.suites import PACKAGE, find_model
-from engine import Engine
-from load import load
-from options import DEMO
-from runtime.results import GenerationResult
-from sampling import SamplingParams
+from decoding.sampling import SamplingParams
+from engine.engine import Engine
+from engine.load import load
+from engine.results import GenerationResult
+from loading.options import DEMO
 from support.errors import UsageError, command_parser, run_command
 from support.machine import size_text
 

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from load import load
+from engine.load import load
+from loading.options import add_options, options_from
 from model import Transformer
-from options import add_options, options_from
 from support.errors import UsageError, at_least, command_parser, run_command
 from support.progress import Progress
 from support.texts import read_texts, stdlib_texts, token_windows

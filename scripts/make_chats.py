@@ -18,13 +18,13 @@ from dataclasses import replace
 from os.path import commonprefix  # it takes lists, too
 from pathlib import Path
 
-from engine import Engine
-from load import load
-from options import add_options, options_from
-from sampling import SamplingParams
+from decoding.sampling import SamplingParams
+from engine.engine import Engine
+from engine.load import load
+from loading.options import add_options, options_from
 from support.errors import UsageError, at_least, command_parser, run_command
 from support.files import append_json_lines, read_json_lines
-from tokenizer import Tokenizer
+from text.tokenizer import Tokenizer
 from training.data import groups
 
 LOADED = ("checkpoint", "slots", "ctx", "device", "dtype", "kernels", "compile")

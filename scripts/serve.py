@@ -18,7 +18,7 @@ import secrets
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from options import FULL, add_options, add_sampling, options_from, sampling_from, settings_given
+from loading.options import FULL, add_options, add_sampling, options_from, sampling_from, settings_given
 from support.errors import UsageError, at_least, command_parser, run_command
 
 if TYPE_CHECKING:
@@ -82,8 +82,8 @@ def run(args: argparse.Namespace) -> int:
     sampling_from(args)  # refuses settings that are out of range
 
     from cli.report import Report
-    from ranks import RankedEngine
-    from runtime.prompt_cache import PromptCache
+    from engine.prompt_cache import PromptCache
+    from engine.ranks import RankedEngine
     from serving.app import Api
     from serving.server import Server, bind, prompt_folder
 

@@ -24,8 +24,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from families.config import ModelConfig
 from model import Transformer
-from model_config import ModelConfig
 from support.errors import BadFileError, at_least
 from support.files import directory_written_whole, write_json, write_text, written_whole
 from support.texts import HELD_OUT, LEFT_OUT, read_source, stdlib_files

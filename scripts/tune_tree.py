@@ -21,10 +21,10 @@ from bench.measure import Bench
 from bench.records import Settings, environment, summarise
 from bench.report import result_table
 from bench.suites import ask
-from drafting import tuned_tree_path
-from load import load
-from options import LoadOptions, add_options, options_from
-from sampling import SamplingParams
+from decoding.sampling import SamplingParams
+from engine.load import load
+from loading.drafting import tuned_tree_path
+from loading.options import LoadOptions, add_options, options_from
 from support.errors import UsageError, at_least, command_parser, run_command
 from support.files import write_json
 from support.progress import Progress

@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from runtime.results import Chunk, GenerationResult, TokenLogprob, acceptance
-from tokenizer import Tokenizer
+from engine.results import Chunk, GenerationResult, TokenLogprob, acceptance
+from text.tokenizer import Tokenizer
 
 
 class ToolCall(NamedTuple):

@@ -23,8 +23,8 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cli.steps import with_drawings
-from engine import Engine
-from runtime.results import GenerationResult
+from engine.engine import Engine
+from engine.results import GenerationResult
 from serving.completions import ChatWriter, CompletionWriter, Writer
 from serving.extras import SMALL, Deed, properties
 from serving.fields import FORBIDDEN, SERVER, ApiError, parse_object

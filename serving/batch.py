@@ -16,9 +16,9 @@ from typing import Any
 import torch
 
 from cli.report import Report
-from engine import Engine
-from options import options_from, settings_given
-from ranks import RankLost
+from engine.engine import Engine
+from engine.ranks import RankLost
+from loading.options import options_from, settings_given
 from serving.app import ENDPOINTS
 from serving.completions import new_id
 from serving.fields import ApiError

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from serving.answers import Part, TokenInfo, ToolCall, timings, usage_counts
 from serving.fields import ApiError
 from serving.scheduler import Job
-from tokenizer import Tokenizer
+from text.tokenizer import Tokenizer
 
 
 class Message(NamedTuple):

@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
-from engine import Engine
+from engine.engine import Engine
 from model import chain_ancestors
 from serving.fields import ApiError, Fields, wrong
 from serving.messages import count_tokens
 from serving.requests import Ask, chat_ask, text_prompts
 from serving.scheduler import ServeSettings, adapter_named, prompts_of, why_too_long
-from tokenizer import Tokenizer
+from text.tokenizer import Tokenizer
 
 MAX_INPUTS = 256  # texts that one request may have embedded
 CHUNK = 256  # tokens of one forward

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from runtime.grammar import GrammarError, checked_grammar, json_grammar
+from engine.grammar import GrammarError, checked_grammar, json_grammar
 from support.errors import UsageError, one_line
 from support.reader import parse_json
 

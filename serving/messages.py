@@ -6,13 +6,13 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from engine import Engine
+from engine.engine import Engine
 from serving.answers import Part, ToolCall
 from serving.completions import Message, Writer
 from serving.fields import ApiError, Fields, read_constraint, unsupported, wrong
 from serving.requests import Ask, chosen_tools, common, force_call, tool_of
 from serving.scheduler import Job, ServeSettings, prompts_of
-from tokenizer import Tokenizer
+from text.tokenizer import Tokenizer
 
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 MODES = {"auto": "auto", "any": "required", "none": "none"}  # their tool_choice -> OpenAI's

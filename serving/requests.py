@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from runtime.grammar import checked_grammar
-from sampling_params import MAX_LOGPROBS
+from decoding.params import MAX_LOGPROBS
+from engine.grammar import checked_grammar
 from serving.fields import (
     Fields,
     allowed_tools,

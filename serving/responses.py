@@ -8,7 +8,7 @@ from typing import Any
 from serving.answers import Part, TokenInfo, ToolCall, usage_counts
 from serving.completions import Message, Writer, new_id
 from serving.scheduler import Job
-from tokenizer import Tokenizer
+from text.tokenizer import Tokenizer
 
 REPEATED = ("instructions", "metadata", "tools", "user")  # fields of the request that the response repeats
 

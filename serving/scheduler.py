@@ -14,19 +14,19 @@ from typing import Any
 
 import torch
 
-from chat_template import answer_room, newest_turns
 from cli.steps import StepRecorder
-from engine import Engine
-from ranks import RankLost
-from runtime.grammar import GrammarError
-from runtime.results import GenerationResult
-from runtime.streams import Stream
-from sampling_params import SamplingParams, SettingError, with_suggestions
+from decoding.params import SamplingParams, SettingError, with_suggestions
+from engine.engine import Engine
+from engine.grammar import GrammarError
+from engine.ranks import RankLost
+from engine.results import GenerationResult
+from engine.streams import Stream
 from serving.answers import Answer, Event, as_text
 from serving.fields import BUSY, SERVER, ApiError, parse_object, unsupported, wrong
 from serving.requests import Ask, Parse
 from support.errors import one_line
-from tokenizer import TOOL_KEYS
+from text.template import answer_room, newest_turns
+from text.tokenizer import TOOL_KEYS
 
 MB = 1 << 20
 CHARACTERS = 16  # for each token of the context; no tokenizer makes so few tokens of a longer text

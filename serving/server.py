@@ -14,7 +14,7 @@ from types import FrameType
 import uvicorn
 from starlette.types import ASGIApp
 
-from engine import Engine
+from engine.engine import Engine
 from serving.scheduler import Scheduler, ServeSettings
 from support import cache
 from support.errors import INTERNAL, UsageError

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from tiny import V, geometry, randomise, tiny_model
 from torch import Tensor
 
-from drafting import build_head
+from loading.drafting import build_head
 
 H, HEADS, KV, HD, INNER, LAYERS = 32, 4, 2, 12, 40, 6
 
@@ -331,7 +331,7 @@ def built(read, model):
 
 def tiny_block(model, **changes):
     """A block head with random weights, made without a file. `changes`: fields of BlockConfig and of its geometry."""
-    from block_draft import BlockHead
+    from drafters.block import BlockHead
     from weights.block_heads import BlockConfig
 
     flags = {k: changes.pop(k) for k in list(changes) if k in BlockConfig.__dataclass_fields__}

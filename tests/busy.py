@@ -17,9 +17,9 @@ import subprocess
 import sys
 
 from bench.suites import find_model
-from load import load
-from options import DEMO
-from sampling_params import SamplingParams
+from decoding.params import SamplingParams
+from engine.load import load
+from loading.options import DEMO
 
 HEADS = {"demo-eagle3": "demo/eagle3", "smollm2-eagle3": "heads/smollm2-eagle3"}
 KINDS = ("demo", "demo-eagle3", "smollm2", "smollm2-eagle3")

@@ -1,6 +1,6 @@
 """Stand-ins for a GPU, for machines without one.
 
-`FakeCuda` takes the place of torch.cuda in `runtime.runner`. Its graphs are as strict as real ones: a capture computes
+`FakeCuda` takes the place of torch.cuda in `engine.runner`. Its graphs are as strict as real ones: a capture computes
 nothing that lasts (what existed before it is put back), and a replay repeats the recorded operators on the recorded
 memory, with the host's numbers of that time baked in. A step that rebinds a buffer, or reads a value on the host,
 therefore replays wrongly here too.
@@ -24,17 +24,17 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-import drafting
 import kernels
 import model
 import tree
 from bench.random_models import SHAPES, random_head, random_model
-from drafting import build_drafter
-from engine import Engine, EngineConfig
+from engine.engine import Engine, EngineConfig
+from engine.load import open_backend
+from families.config import DTYPES
 from kernels.backend import Operation
-from load import open_backend
-from model_config import DTYPES
-from options import LoadOptions
+from loading import drafting
+from loading.drafting import build_drafter
+from loading.options import LoadOptions
 from tree import TreeTables
 
 
@@ -220,8 +220,7 @@ def our_operations():
     return {f"eaglet::{operation.name}": operation for operation in found}
 
 
-ROOMS = ("kernels", "model", "sampling", "step", "tree_building", "verify", "drafters", "eagle_draft",
-         "block_draft", "runtime")  # fmt: skip
+ROOMS = ("kernels", "model", "decoding", "drafters", "eagle_draft", "engine")
 
 
 class Launches(TorchDispatchMode):

@@ -15,13 +15,13 @@ from pathlib import Path
 
 import torch
 
-from drafting import build_drafter, build_head, read_drafter, resolve
-from engine import Engine, EngineConfig
+from decoding.params import SamplingParams
+from engine.engine import Engine, EngineConfig
+from engine.ranks import join
 from kernels import KernelBackend
+from loading.drafting import build_drafter, build_head, read_drafter, resolve
+from loading.options import LoadOptions
 from model import Transformer
-from options import LoadOptions
-from ranks import join
-from sampling_params import SamplingParams
 from weights.checkpoint import Checkpoint
 from weights.quantized import QuantSpec
 from weights.shards import Shard

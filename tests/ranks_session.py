@@ -12,10 +12,10 @@ import signal
 import sys
 
 from cli.prove import prove
-from load import load
-from options import DEMO
-from ranks import RankLost
-from sampling_params import SamplingParams
+from decoding.params import SamplingParams
+from engine.load import load
+from engine.ranks import RankLost
+from loading.options import DEMO
 
 OPTIONS = dict(dtype="float64", device="cpu", kernels="reference", ctx=256, threads=1)
 PROMPT = list(range(40, 70))

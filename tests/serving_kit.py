@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from engine import Engine
-from options import DEMO
-from runtime.results import Chunk, GenerationResult, TokenLogprob
-from sampling_params import SamplingParams
+from decoding.params import SamplingParams
+from engine.engine import Engine
+from engine.results import Chunk, GenerationResult, TokenLogprob
+from loading.options import DEMO
 from serving.app import Api
 from serving.scheduler import ServeSettings
 from serving.server import Server, bind

@@ -6,14 +6,14 @@ from dataclasses import replace
 import pytest
 
 import generate
-import load as loading
-from drafting import DraftFiles
-from engine import Engine
-from load import fit_pool, fit_slots, load
-from memory_plan import plan_memory
-from options import DEMO, LoadOptions
-from runtime.results import GenerationResult
-from sampling_params import SamplingParams
+from decoding.params import SamplingParams
+from engine import load as loading
+from engine.engine import Engine
+from engine.load import fit_pool, fit_slots, load
+from engine.results import GenerationResult
+from loading.drafting import DraftFiles
+from loading.memory import plan_memory
+from loading.options import DEMO, LoadOptions
 from weights.checkpoint import Checkpoint
 
 PATH = "/v1/completions"

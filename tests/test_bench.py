@@ -19,12 +19,12 @@ from tiny import CTX, ScriptedDrafter, V, eagle_engine, tiny_head, tiny_model
 import tree
 from bench import arms as bench_arms
 from bench import measure, paper, peers, records, report, suites
+from decoding.sampling import SamplingParams
 from drafters.medusa import MedusaHeads, save_medusa
-from drafting import tuned_tree_path
-from engine import Engine, EngineConfig
-from load import load
-from options import DRAFTERS
-from sampling import SamplingParams
+from engine.engine import Engine, EngineConfig
+from engine.load import load
+from loading.drafting import tuned_tree_path
+from loading.options import DRAFTERS
 from scripts import bench, evaluate
 from support.errors import UserError
 from support.texts import HELD_OUT

@@ -1,4 +1,4 @@
-"""block_draft.py: trees against brute force, acceptance that is certain, and the kernels against plain code."""
+"""drafters/block.py: trees against brute force, acceptance that is certain, and the kernels against plain code."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from test_block_heads import ANCHOR, MODEL, features_of, slots_of
 from tiny import CTX, PROMPT, TREES, V, node_paths, tables, tiny_model
 
 import kernels
-import sampling
 import tree as trees
-from block_draft import BlockDrafter, BlockHead
-from drafters.base import Draft
-from drafters.tree_drafter import DraftRule
-from engine import Engine, EngineConfig
+from decoding import sampling
+from decoding.drafter import Draft
+from decoding.sampling import SamplingMode, SamplingParams
+from decoding.step import DecodeState, draft_input
+from drafters.block import BlockDrafter, BlockHead
+from drafters.trees import DraftRule
+from engine.engine import Engine, EngineConfig
 from kernels import KernelBackend
-from sampling import SamplingMode, SamplingParams
-from step import DecodeState, draft_input
-from tree_building import best_prefixes
+from kernels.growing import best_prefixes
 from weights.block_heads import read_head
 
 interpreted = pytest.mark.skipif(not kernels.INTERPRETED, reason="run by tests/test_interpreter.py")

@@ -1,4 +1,4 @@
-"""weights/block_heads.py, block_draft.BlockHead: every published layout is read, and computes what its formulas say."""
+"""weights/block_heads.py and drafters/block.py: every published layout is read, and computes what its formulas say."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from block_kit import (
 from tiny import CTX, V
 
 import tree as trees
-from block_draft import BlockDrafter
-from sampling import SamplingParams
-from step import DecodeState, draft_input
+from decoding.sampling import SamplingParams
+from decoding.step import DecodeState, draft_input
+from drafters.block import BlockDrafter
 from support.errors import one_line
 from weights.block_heads import BlockFile, block_tensors, is_block_head, read_block, read_head, save_block
 

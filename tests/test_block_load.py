@@ -14,10 +14,10 @@ import generate
 import quantize
 from bench.arms import default_arms
 from bench.random_models import BLOCKS, block_config
-from block_draft import BlockDrafter, BlockHead
-from load import load
-from options import DEMO
-from sampling import SamplingParams
+from decoding.sampling import SamplingParams
+from drafters.block import BlockDrafter, BlockHead
+from engine.load import load
+from loading.options import DEMO
 from scripts import convert
 from support.errors import UsageError
 from weights.block_heads import BlockConfig, is_block_head, read_block, save_block
@@ -103,9 +103,9 @@ def test_what_does_not_go_with_a_block_head_is_refused(heads):
 
 def test_several_processes_refuse_a_block_head_by_its_name(heads, monkeypatch):
     """--tp that drafts with half of a head."""
-    from load import _load
-    from options import LoadOptions
-    from ranks import Ranks
+    from engine.load import _load
+    from engine.ranks import Ranks
+    from loading.options import LoadOptions
 
     ranks = Ranks.__new__(Ranks)
     ranks.rank, ranks.size = 0, 2

@@ -18,9 +18,9 @@ import pytest
 
 from cli.chat import Conversation, ctrl_c_ends
 from cli.report import Report
+from decoding.sampling import SamplingParams
 from generate import load, main
-from options import DEMO
-from sampling import SamplingParams
+from loading.options import DEMO
 
 ROOT = Path(__file__).resolve().parent.parent
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}<assistant>"

@@ -6,11 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from options import DEMO
-from runtime.results import GenerationResult
+from engine.results import GenerationResult
+from loading.options import DEMO
 from scripts import make_chats as chats
 from support.files import read_json_lines
-from tokenizer import load_tokenizer
+from text.tokenizer import load_tokenizer
 from training.data import read_records
 
 

@@ -19,10 +19,10 @@ from safetensors.torch import load_file, save_file
 
 import kernels
 from bench.arms import build_engine
-from load import load
+from decoding.params import SamplingParams
+from engine.load import load
+from families.config import ModelConfig
 from model import chain_ancestors
-from model_config import ModelConfig
-from sampling_params import SamplingParams
 from scripts import convert
 from support.files import read_json
 from weights import checkpoint

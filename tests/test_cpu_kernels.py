@@ -21,25 +21,25 @@ from test_model import feed, random_tree
 from tiny import CTX, eagle_drafter, random_blocks, randomise, tiny_head
 
 import kernels
-import sampling
 import tree as trees
 from cli.prove import is_bitwise
 from cli.report import in_parts
-from drafters.base import Draft, PlainDrafter
+from decoding import sampling
+from decoding.drafter import Draft, PlainDrafter
+from decoding.params import SamplingParams
+from decoding.sampling import SamplingMode
+from decoding.step import DecodeState, draft_input
 from eagle_draft import EagleHead
-from engine import Engine, EngineConfig
+from engine.engine import Engine, EngineConfig
+from engine.fused import fused_parts, layers_in_parts, stack, static_draft
+from engine.stepping import View
+from families.config import ModelConfig, RopeConfig
 from generate import main as generate
 from kernels import cpu, records
 from kernels.blocks import pack_blocks, stack_blocks
 from kernels.formats import Part
 from kernels.packing import dequantize
 from model import Transformer
-from model_config import ModelConfig, RopeConfig
-from runtime.fused import fused_parts, layers_in_parts, stack, static_draft
-from runtime.stepping import View
-from sampling import SamplingMode
-from sampling_params import SamplingParams
-from step import DecodeState, draft_input
 from support import cache, native
 from support.files import written_whole
 from weights import mxfp4

@@ -9,12 +9,10 @@ from test_model import random_tree
 
 import eagle_draft  # noqa: F401, it registers the operator that is compared with
 import kernels
-import sampling
-import step
-import verify
+from decoding import sampling, step, verify
+from decoding.sampling import SamplingMode
 from kernels import records
 from kernels.choice import Settings
-from sampling import SamplingMode
 
 SIZES = (5, 8, 4099)  # of a vocabulary: less than a register, one, and several with a rest
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_layering import ORDER
+from test_layering import ORDER, SOURCES, graph_of, room
 
 import generate
 from scripts import measured, serve
@@ -135,6 +135,23 @@ def test_the_servers_page_has_every_metric_and_default():
     assert len(rows) == 9
     for name, default in rows:
         assert {"none": "None", "off": "False"}.get(default, default) == str(args[name.replace("-", "_")]), name
+
+
+def test_the_six_files_to_read_first_are_enough():
+    """A reading order that names a file that is gone, or whose files need others, but for kernels and helpers."""
+    page = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
+    files = re.findall(r"^\d\. `([\w/]+)\.py`: ", page.split("## All files")[0], re.M)
+    assert len(files) == 6 and sorted(path.stem for path in ROOT.glob("*.py")) == [
+        "eagle_draft", "generate", "model", "quantize", "tree",
+    ]  # fmt: skip
+    names = {file.replace("/", ".") for file in files}
+    known = graph_of(SOURCES)
+    for name in names:
+        assert {room(other) for other in known[name] - names - {"decoding", "decoding.params"}} <= {
+            "kernels",
+            "support",
+            "families",
+        }
 
 
 def test_the_table_of_files_has_every_room_in_order():

@@ -15,23 +15,23 @@ from test_tree import files_run
 from tiny import CTX, DRAFT_VOCAB, PROMPT, TREES, V, geometry, node_paths, tables, tiny_head, tiny_model
 from torch._dynamo.trace_rules import check_file
 
-import sampling
 import tree as trees
-from block_draft import BlockDrafter
+from decoding import sampling
+from decoding.drafter import Draft, Drafter, PlainDrafter
+from decoding.sampling import SamplingParams
+from decoding.step import DecodeState, decode_step
 from drafters import ngram
-from drafters.base import Draft, Drafter, PlainDrafter
+from drafters.block import BlockDrafter
 from drafters.draft_model import DraftModelDrafter, check_vocabulary
 from drafters.lookahead import LookaheadDrafter
 from drafters.medusa import MedusaDrafter, MedusaHeads, load_medusa, save_medusa
 from drafters.ngram import NGramDrafter, WithNGrams, graft, lookup
-from drafters.tree_drafter import DraftRule
-from drafting import tree_shape
+from drafters.trees import DraftRule
 from eagle_draft import EagleDrafter
-from engine import Engine, EngineConfig
-from load import load
-from options import LoadOptions
-from sampling import SamplingParams
-from step import DecodeState, decode_step
+from engine.engine import Engine, EngineConfig
+from engine.load import load
+from loading.drafting import tree_shape
+from loading.options import LoadOptions
 from support.errors import USAGE, BadFileError, UsageError
 from weights.checkpoint import load_model
 from weights.hf import save_hf
@@ -246,7 +246,8 @@ def test_nothing_traced_lives_in_tree_py(kind):
         ran = files_run(lambda: decode_step(MODEL, drafter, state, mode))
     inside = {file for file in ran if Path(file).is_relative_to(root)}
     ours = {file for file in inside if not {"tests", ".venv"} & set(Path(file).relative_to(root).parts)}
-    assert {str(root / name) for name in ("step.py", "model.py", "sampling.py", "verify.py")} <= ours
+    own = ("model.py", *(f"decoding/{name}.py" for name in ("step", "sampling", "verify")))
+    assert {str(root / name) for name in own} <= ours
     assert [file for file in ours if check_file(file).skipped] == []
 
 

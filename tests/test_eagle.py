@@ -11,18 +11,18 @@ import pytest
 import torch
 from tiny import CTX, DRAFT_VOCAB, MEDUSA, PROMPT, V, eagle_engine, held_out_prompts, randomise, tiny_head, tiny_model
 
-import sampling
 import tree as trees
-from drafters import tree_drafter
-from drafters.base import take_rows
-from drafting import draft_vocabulary
+from decoding import sampling
+from decoding.drafter import take_rows
+from decoding.sampling import SamplingParams
+from decoding.verify import multi_round_walk
+from drafters import trees as tree_drafter
 from eagle_draft import EagleDrafter, EagleHead
-from engine import Engine
-from load import load
-from options import DEMO
-from sampling import SamplingParams
-from tokenizer import load_tokenizer
-from verify import multi_round_walk
+from engine.engine import Engine
+from engine.load import load
+from loading.drafting import draft_vocabulary
+from loading.options import DEMO
+from text.tokenizer import load_tokenizer
 from weights.checkpoint import load_config
 from weights.heads import read_eagle
 

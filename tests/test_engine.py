@@ -1,4 +1,4 @@
-"""engine.py: the same tokens with every drafter, stop rules, interrupted requests, the distribution of multi-round
+"""engine/engine.py: the same tokens with every drafter, stop rules, interrupted requests, the distribution of multi-round
 verification, and one graph per step."""
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ from tiny import (
 )
 
 import kernels
-import sampling
-import step as step_module
 import tree as trees
-import tree_building
-from drafters.base import Draft, Drafter, PlainDrafter, StepParts
-from drafters.tree_drafter import DraftRule
+from decoding import sampling
+from decoding import step as step_module
+from decoding.drafter import Draft, Drafter, PlainDrafter, StepParts
+from decoding.sampling import SamplingParams
+from decoding.step import DecodeState, Observer, decode_step
+from drafters.trees import DraftRule
 from eagle_draft import EagleDrafter
-from engine import Engine, EngineConfig
+from engine import stepping
+from engine.engine import Engine, EngineConfig
+from engine.fused import compiled_blocks
+from engine.prefill import Prefill
+from engine.results import Chunk, SequenceOutput
+from kernels import growing
 from model import Transformer
-from runtime import stepping
-from runtime.fused import compiled_blocks
-from runtime.prefill import Prefill
-from runtime.results import Chunk, SequenceOutput
-from sampling import SamplingParams
-from step import DecodeState, Observer, decode_step
 
 MODEL = tiny_model()
 HEADS = heads(MODEL)
@@ -320,7 +320,7 @@ class RandomShapes(ScriptedDrafter):
             parents.append(parent)
             ranks.append(rank)
         parent, rank = torch.tensor(parents), torch.tensor(ranks)
-        ancestors, depth = tree_building.ancestors_from_parents(parent, self.D)
+        ancestors, depth = growing.ancestors_from_parents(parent, self.D)
         return parent, depth, ancestors, torch.ones_like(parent, dtype=torch.bool), rank
 
 

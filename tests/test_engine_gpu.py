@@ -13,13 +13,13 @@ import torch
 
 from bench.random_models import SHAPES, random_model
 from bench.suites import find_model
-from engine import Engine
+from decoding.sampling import SamplingParams
+from engine.engine import Engine
+from engine.load import load, open_backend
 from generate import DEMO_PROMPT
 from kernels.packing import pack_panels
-from load import load, open_backend
+from loading.options import DEMO, LoadOptions
 from model import Transformer, chain_ancestors
-from options import DEMO, LoadOptions
-from sampling import SamplingParams
 from weights.quantized import FloatLinear, TiedEmbedding, replace_module
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

@@ -11,10 +11,10 @@ from conftest import BASE, FAMILIES, build_hf
 from safetensors.torch import save_file
 from test_model import run, tokens_of
 
+from engine.load import load
+from families.config import FAMILIES as SUPPORTED
+from families.config import ModelConfig
 from kernels import cpu
-from load import load
-from model_config import FAMILIES as SUPPORTED
-from model_config import ModelConfig
 from weights.checkpoint import Checkpoint, load_model
 from weights.quantized import QuantSpec
 from weights.quantizer import Windows, quantize_checkpoint

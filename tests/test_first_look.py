@@ -11,16 +11,16 @@ import pytest
 import torch
 
 import kernels
-import step
 from bench.random_models import SHAPES, random_head, random_model
-from drafters.base import PlainDrafter
-from drafting import build_drafter
+from decoding import step
+from decoding.drafter import PlainDrafter
+from engine import first_look
+from engine.first_look import Findings, look
+from engine.load import load
+from engine.stepping import EngineConfig
 from kernels import KernelBackend, attention, linear, projection
-from load import load
-from options import LoadOptions
-from runtime import first_look
-from runtime.first_look import Findings, look
-from runtime.stepping import EngineConfig
+from loading.drafting import build_drafter
+from loading.options import LoadOptions
 from weights.quantized import pack_
 
 interpreted = pytest.mark.skipif(not kernels.INTERPRETED, reason="run by tests/test_interpreter.py")
@@ -181,12 +181,12 @@ def test_a_wrong_kernel_is_left_to_its_reference(empty_cache, monkeypatch):
 def test_loading_on_a_gpu_looks_at_the_model(monkeypatch):
     """A load that never looks, or where no kernel of Triton runs, and `--check` that is lost or ignored."""
     asked = []
-    monkeypatch.setattr("load.first_look", lambda model, drafter, config, say, again: asked.append(again))
+    monkeypatch.setattr("engine.load.first_look", lambda model, drafter, config, say, again: asked.append(again))
     load(device="cpu", ctx=64, kernels="reference")
     assert asked == []
     with pytest.raises(ValueError, match="--check is about the kernels of a GPU"):
         load(device="cpu", check=True)
-    monkeypatch.setattr("load.open_backend", lambda *_: KernelBackend("auto", "cuda"))
+    monkeypatch.setattr("engine.load.open_backend", lambda *_: KernelBackend("auto", "cuda"))
     monkeypatch.setattr(LoadOptions, "validate", lambda self: None)
     for check in (False, True):
         load(device="cpu", ctx=64, kernels="reference", check=check)

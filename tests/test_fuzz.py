@@ -31,17 +31,17 @@ from test_tokenizer import json_dir, source_text, spm_dir  # noqa: F401
 
 from bench.records import read_lines
 from bench.suites import read_suite
-from drafting import build_head
+from decoding.params import with_suggestions
+from engine.grammar import Grammars, checked_grammar, json_grammar
+from engine.load import load
 from kernels.tuned import LinearConfig, read_tuned, write_tuned
-from load import load
-from options import DEMO
+from loading.drafting import build_head
+from loading.options import DEMO
 from quantize import quantize_head
-from runtime.grammar import Grammars, checked_grammar, json_grammar
-from sampling_params import with_suggestions
 from serving.fields import ApiError, parse_object
 from support import cache
 from support.texts import read_texts
-from tokenizer import load_tokenizer
+from text.tokenizer import load_tokenizer
 from training.data import TokenData, read_records
 from training.loop import Recipe, Run, World, optimizers
 from tree import parse_tree

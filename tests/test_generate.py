@@ -18,14 +18,14 @@ from tiny import held, held_out_prompts, needs_triton
 import generate
 import kernels
 from cli import prove
-from drafting import DraftFiles
+from decoding.sampling import SamplingParams
+from engine.load import use_threads
+from engine.results import acceptance
 from generate import load, main
 from kernels import cpu
-from load import use_threads
-from memory_plan import plan_memory
-from options import DEMO, LoadOptions
-from runtime.results import acceptance
-from sampling import SamplingParams
+from loading.drafting import DraftFiles
+from loading.memory import plan_memory
+from loading.options import DEMO, LoadOptions
 from support import machine
 from weights.checkpoint import Checkpoint
 
@@ -285,7 +285,7 @@ def test_a_plan_that_does_not_fit_names_the_change_that_does(capsys, monkeypatch
         (20_000_000, ["--ctx", "2048", "--slots", "4"], r"Try --ctx (\d+)"),
         (30_000_000, ["--ctx", "2048", "--slots", "4", "--pool", "8000"], r"Try --pool (\d+)"),
     ):
-        monkeypatch.setattr("load.free_memory", lambda device, free=free: free)
+        monkeypatch.setattr("engine.load.free_memory", lambda device, free=free: free)
         code = main(words)
         err = capsys.readouterr().err
         assert code == 4 and re.search(hint, err), err
@@ -552,7 +552,7 @@ def test_quiet_prints_no_report(capsys):
 def test_report_and_json_say_when_speculation_does_not_pay(head, capsys, monkeypatch):
     """The break-even, both step times and the plain tokens are reported, tau counts drafted steps only, and
     --eagle-always and --prove decode without the fallback."""
-    monkeypatch.setattr("engine.Engine._measure", lambda self, mode, view: (5e-3, 45e-3))
+    monkeypatch.setattr("engine.engine.Engine._measure", lambda self, mode, view: (5e-3, 45e-3))
     flags = ["--eagle", str(DEMO / head), "--max-new-tokens", "140", "--dtype", "float64"]
     code, _, err = run(capsys, *flags)
     line = next(line for line in err.splitlines() if line.startswith("drafting pays above"))

@@ -25,17 +25,17 @@ from conftest import BASE, build_hf
 from test_model import feed, run
 from tiny import held, random_blocks
 
-from drafting import resolve
+from decoding.sampling import SamplingParams
+from engine.load import load
+from families.config import ModelConfig, RopeConfig
 from generate import main as generate
 from kernels import cpu
-from load import load
-from memory_plan import model_bytes
-from model_config import ModelConfig, RopeConfig
-from options import DEMO, LoadOptions
-from sampling import SamplingParams
+from loading.drafting import resolve
+from loading.memory import model_bytes
+from loading.options import DEMO, LoadOptions
 from scripts import convert, demo
 from support.errors import UsageError
-from tokenizer import load_tokenizer
+from text.tokenizer import load_tokenizer
 from weights.checkpoint import Checkpoint
 from weights.gguf import GGUFFile
 from weights.gguf_metadata import SPLITS, stop_ids

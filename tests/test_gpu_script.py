@@ -26,9 +26,9 @@ from bench import random_models, records, steps
 from bench.arms import NO_STOP
 from bench.measure import step_bytes
 from bench.peers import PackedInt4, TorchArm, check_peers, rounded_by_torchao
-from sampling import SamplingParams
+from decoding.sampling import SamplingParams
+from decoding.step import decode_step
 from scripts import bench, gpu
-from step import decode_step
 from support.errors import UsageError
 from support.files import read_json_lines
 

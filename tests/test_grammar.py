@@ -12,11 +12,11 @@ from test_engine import HEADS, MEDUSA, MODEL, PROMPTS
 from test_runner import with_graphs
 from tiny import TREES, PieceTokenizer, ScriptedDrafter, definitions, eagle_engine, rules
 
-import sampling
-from engine import Engine, EngineConfig
+from decoding import sampling
+from decoding.sampling import SamplingParams
+from engine.engine import Engine, EngineConfig
+from engine.grammar import GrammarError, Grammars, checked_grammar, draft_forced, json_grammar
 from generate import load, main
-from runtime.grammar import GrammarError, Grammars, checked_grammar, draft_forced, json_grammar
-from sampling import SamplingParams
 from scripts.demo import DEMO
 from support.errors import UsageError, exit_code
 from tree import chain
@@ -132,7 +132,7 @@ def test_multi_round_drafts_stay_as_they_were_drawn(monkeypatch):
 
     Catches: a drafted token that did not come from the draft's own distribution, which biases what is accepted.
     """
-    monkeypatch.setattr("runtime.grammar.draft_forced", lambda *args: pytest.fail("a draft was changed"))
+    monkeypatch.setattr("engine.grammar.draft_forced", lambda *args: pytest.fail("a draft was changed"))
     engine = eagle_engine(HEADS["eagle1"], MEDUSA, tokenizer=LETTERS, multi_round="with")
     result = engine.generate(PROMPTS[0], request(WORDS[0], max_new_tokens=12)).run()[0]
     assert matches(WORDS[0], [i for i in result.token_ids if i != STOP]) and len(result.token_ids) > 2

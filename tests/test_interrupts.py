@@ -22,8 +22,8 @@ import torch
 from conftest import empty_cache_in
 
 import quantize
+from families.config import ModelConfig
 from model import Transformer
-from model_config import ModelConfig
 from scripts import convert, train_eagle
 from support import files
 from training.data import TokenData

@@ -17,22 +17,21 @@ import torch
 from tiny import CTX, DRAFT_VOCAB, PROMPT, tables, tiny_head, tiny_model
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-import engine
 import generate
 import kernels
-import sampling
 import tree as trees
 from bench.random_models import SHAPES
-from drafters.base import DraftInput
+from decoding import sampling
+from decoding.drafter import DraftInput
+from decoding.sampling import SamplingParams
 from eagle_draft import EagleDrafter, EagleHead
+from engine import engine, prefill
 from kernels import KernelBackend, LinearConfig, packed_experts, packed_linear
 from kernels.experts import mix, sort_pairs
 from kernels.packing import decode_ptx, from_planes, to_planes
 from kernels.records import Rotary
 from kernels.tuned import partial_bytes, resident, unsplit, without_wgmma
 from model import Experts
-from runtime import prefill
-from sampling import SamplingParams
 from scripts import tune_kernels
 from support import cache
 from weights import hf, quantizer, rounding

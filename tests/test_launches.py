@@ -16,18 +16,15 @@ from tiny import CTX, DRAFT_VOCAB, PROMPT, tables, tiny_head, tiny_model
 import eagle_draft
 import kernels
 import model
-import sampling
-import step
 import tree as trees
-import tree_building
-import verify
 from bench import random_models
 from bench.random_models import BLOCKS, SHAPES, block_config
+from decoding import sampling, step, verify
+from decoding.sampling import SamplingMode, SamplingParams, SamplingState
 from eagle_draft import EagleDrafter
-from engine import Engine, EngineConfig
-from kernels import KernelBackend, choice, draft, records
+from engine.engine import Engine, EngineConfig
+from kernels import KernelBackend, choice, draft, growing, records
 from kernels.panels import panels_bytes
-from sampling import SamplingMode, SamplingParams, SamplingState
 from weights.gguf_types import FORMATS
 from weights.quantized import FloatLinear, QuantEmbedding, QuantLinear, replace_module
 
@@ -311,28 +308,28 @@ def test_interpreted_trees_grow_as_in_plain_code(ours, K, levels, N):
 
     def grow(pool, tokens, scores):
         before = [pool.tokens, pool.scores, pool.parent, pool.frontier, pool.visible]
-        return tree_building._grow.reference(before, tokens, scores, ids)
+        return growing._grow.reference(before, tokens, scores, ids)
 
     first = torch.randint(0, 50, (3, K)), scores(K)
-    pool, plain = tree_building.first_level(*first, ids), tree_building._grow.reference([], *first, ids)
+    pool, plain = growing.first_level(*first, ids), growing._grow.reference([], *first, ids)
     same(pool, plain)
     for _ in range(levels):
         more = torch.randint(0, 50, (3, K, K)), scores(K, K)
-        pool, plain = tree_building.expand(pool, *more, ids), grow(plain, *more)
+        pool, plain = growing.expand(pool, *more, ids), grow(plain, *more)
         same(pool, plain)
     root = torch.randint(0, 50, (3,))
-    tree, launches = launched(lambda: tree_building.select(pool, root, N, levels + 1))
+    tree, launches = launched(lambda: growing.select(pool, root, N, levels + 1))
     assert launches == 1
-    same(tree, tree_building._select.reference(*plain[:3], root, None, N, levels + 1, None))
+    same(tree, growing._select.reference(*plain[:3], root, None, N, levels + 1, None))
     pool = pool._replace(tokens=pool.tokens // 2)
-    same(tree_building.select(pool, root, N, levels + 1, ids=ids), tree)
+    same(growing.select(pool, root, N, levels + 1, ids=ids), tree)
     for offered in (tree.tokens, tree.tokens % 3):
         walk = offered, tree.parent, tree.depth, tree.ancestors, tree.valid, offered.roll(-1, 1), levels + 2
         same(verify.accept(*walk), verify.accept.reference(*walk))
         settle(offered.roll(-1, 1), verify.accept(*walk))
-    wide = tree_building.Pool(*(t.expand(-1, 9000) if t.dim() == 2 else t for t in (pool.tokens[:, :1],) * 7))
+    wide = growing.Pool(*(t.expand(-1, 9000) if t.dim() == 2 else t for t in (pool.tokens[:, :1],) * 7))
     wide = wide._replace(scores=torch.zeros(3, 9000), parent=torch.full((3, 9000), -1))
-    tree_building.select(wide, root, 4, 2)
+    growing.select(wide, root, 4, 2)
     assert "8192" in ours.declined["draft_tree"]
 
 

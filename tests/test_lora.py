@@ -16,11 +16,11 @@ from test_model import run, tokens_of
 
 import kernels
 from cli.report import in_parts
+from decoding.params import SamplingParams
+from engine.load import load
 from kernels import cpu
-from load import load
+from loading.options import DEMO, LoadOptions
 from model import Block, Transformer, chain_ancestors
-from options import DEMO, LoadOptions
-from sampling_params import SamplingParams
 from support.errors import UsageError
 from weights.checkpoint import Checkpoint, load_model
 from weights.lora import LoraLinear, choice_of

@@ -9,10 +9,10 @@ import torch
 from conftest import BASE, FAMILIES, build_hf
 
 import kernels
+from engine.fused import fused_parts
+from families.config import ROPE_TYPES, ModelConfig
+from loading.options import LoadOptions
 from model import Transformer, chain_ancestors
-from model_config import ROPE_TYPES, ModelConfig
-from options import LoadOptions
-from runtime.fused import fused_parts
 from weights import checkpoint
 from weights.checkpoint import Checkpoint
 from weights.quantized import pack_

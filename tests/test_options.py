@@ -1,4 +1,4 @@
-"""options.py: one declaration of every option for the command lines, the benchmark and Python."""
+"""loading/options.py: one declaration of every option for the command lines, the benchmark and Python."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ import pytest
 import torch
 
 import kernels
-import options
-from drafting import BY_PRICE, default_tree, find_tuned_tree, resolve, tree_shape, tuned_tree_path, with_tree
-from model_config import DTYPES
-from options import (
+from decoding.params import SUGGESTED, with_suggestions
+from decoding.sampling import SamplingParams
+from families.config import DTYPES
+from loading import options
+from loading.drafting import BY_PRICE, default_tree, find_tuned_tree, resolve, tree_shape, tuned_tree_path, with_tree
+from loading.options import (
     DEMO,
     LoadOptions,
     add_options,
@@ -24,8 +26,6 @@ from options import (
     sampling_from,
     settings_given,
 )
-from sampling import SamplingParams
-from sampling_params import SUGGESTED, with_suggestions
 from support.errors import UsageError
 from tree import NAMES, parse_tree
 from weights.checkpoint import Checkpoint

@@ -15,12 +15,12 @@ from pathlib import Path
 import pytest
 
 import generate
-from options import DEMO, LoadKeywords, LoadOptions
+from loading.options import DEMO, LoadKeywords, LoadOptions
 from package import __main__ as command
 from package import backend
 
 ROOT = Path(__file__).resolve().parent.parent
-NAMES = {"model", "kernels", "load", "generate"}
+NAMES = {"model", "kernels", "engine", "generate"}
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +56,7 @@ def test_the_wheel_has_one_package(wheel):
         names = file.namelist()
     assert {name.split("/")[0] for name in names} == {"eaglet", f"eaglet_decoder-{generate.VERSION}.dist-info"}
     assert wheel.name == f"eaglet_decoder-{generate.VERSION}-py3-none-any.whl"
-    needed = "__init__.py __main__.py py.typed loading.py model.py demo/config.json "
+    needed = "__init__.py __main__.py py.typed engine/load.py model.py demo/config.json "
     needed += "kernels/cpu.cpp kernels/cpu_draft.cpp kernels/cpu_step.cpp kernels/cpu.h kernels/team.h "
     needed += "cli/page.html cli/drawings.js cli/drawings.css "
     needed += "serving/page.html serving/page.css serving/page.js serving/answer.js serving/markdown.js "
@@ -89,7 +89,7 @@ def test_no_file_of_the_wheel_imports_a_bare_room(wheel):
         ("import model", "import eaglet.model as model"),
         ("import kernels.cpu as cpu", "import eaglet.kernels.cpu as cpu"),
         ("from kernels.cpu import (\n    a,\n)", "from eaglet.kernels.cpu import (\n    a,\n)"),
-        ("from load import load as f", "from eaglet.loading import load as f"),
+        ("from engine.load import load as f", "from eaglet.engine.load import load as f"),
         ("def f():\n    'é'\n    from model import x", "def f():\n    'é'\n    from eaglet.model import x"),
         ("'It takes what it reads\nfrom model and goes on.'", "'It takes what it reads\nfrom model and goes on.'"),
         ("import models\nfrom modeling import model", "import models\nfrom modeling import model"),
@@ -114,7 +114,7 @@ engine = eaglet.load(eagle=str(eaglet.DEMO / "eagle1"), device="cpu")
 assert eaglet.load is eaglet.load and isinstance(engine, eaglet.Engine) and callable(eaglet.json_grammar)
 result = engine.generate("def main():\\n", eaglet.SamplingParams(max_new_tokens=8)).run()[0]
 assert len(result.token_ids) == 8 and result.text
-assert not [name for name in ("model", "generate", "load", "options") if importlib.util.find_spec(name)]
+assert not [name for name in ("model", "generate", "engine", "loading") if importlib.util.find_spec(name)]
 try:
     eaglet.laod
 except AttributeError as error:

@@ -9,13 +9,13 @@ from test_model import run
 from tiny import held, random_blocks
 
 import kernels
+from engine.load import load
 from kernels import KernelBackend, packed_linear
 from kernels.blocks import stack_blocks
 from kernels.experts import packed_experts, sort_pairs
 from kernels.formats import Blocks, Format, Part
 from kernels.packing import from_parts, pack_panels
 from kernels.panels import from_panels, panels_bytes, to_panels
-from load import load
 from weights.checkpoint import Checkpoint
 from weights.gguf_types import FORMATS, read_blocks
 from weights.mxfp4 import FORM

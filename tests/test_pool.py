@@ -1,4 +1,4 @@
-"""runtime/pool.py and `--pool`: one cache for all rows, whose room requests wait for, and in which rows move."""
+"""engine/pool.py and `--pool`: one cache for all rows, whose room requests wait for, and in which rows move."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import torch
 from tiny import PROMPT, TREES, V, eagle_drafter, tiny_head, tiny_model
 
 import kernels
-from engine import Engine, EngineConfig
-from load import load
-from options import DEMO
-from runtime.pool import Pool
-from runtime.prompt_cache import PromptCache
-from runtime.request import Request
-from sampling import SamplingParams
+from decoding.sampling import SamplingParams
+from engine.engine import Engine, EngineConfig
+from engine.load import load
+from engine.pool import Pool
+from engine.prompt_cache import PromptCache
+from engine.request import Request
+from loading.options import DEMO
 
 MODEL = tiny_model()
 HEADS = {"plain": None, "eagle3": tiny_head(MODEL, 3)}

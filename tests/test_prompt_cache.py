@@ -1,4 +1,4 @@
-"""runtime/prompt_cache.py: texts that alternate on one engine, in memory and on disk."""
+"""engine/prompt_cache.py: texts that alternate on one engine, in memory and on disk."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import pytest
 import torch
 from tiny import CTX, TREES, V, eagle_engine, tables, tiny_head, tiny_model
 
+from decoding.sampling import SamplingParams
 from drafters.ngram import NGramDrafter
-from engine import Engine, EngineConfig
-from runtime.prompt_cache import PromptCache
-from sampling import SamplingParams
+from engine.engine import Engine, EngineConfig
+from engine.prompt_cache import PromptCache
 
 MODEL = tiny_model()
 HEAD = tiny_head(MODEL, 3)

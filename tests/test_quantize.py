@@ -19,13 +19,13 @@ import generate
 import kernels
 import quantize
 from bench.arms import build_engine
+from decoding.sampling import SamplingParams
 from eagle_draft import EagleHead
+from engine.load import load
+from families.config import ModelConfig
 from kernels import cpu
-from load import load
+from loading.options import DEMO
 from model import Experts, Transformer, weight_bytes
-from model_config import ModelConfig
-from options import DEMO
-from sampling import SamplingParams
 from scripts import convert, train_demo
 from support import texts
 from support.errors import NotEnoughMemory, UsageError

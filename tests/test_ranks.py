@@ -20,16 +20,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import generate
 import kernels
-import load
-from drafters.base import PlainDrafter
+from decoding.drafter import PlainDrafter
+from decoding.sampling import SamplingMode
+from decoding.step import DecodeState, decode_step
 from drafters.medusa import save_medusa
-from drafting import DraftFiles, resolve
+from engine import load
+from engine.ranks import OtherRank
+from families.config import ModelConfig
+from loading.drafting import DraftFiles, resolve
+from loading.options import DEMO, LoadOptions
 from model import Transformer
-from model_config import ModelConfig
-from options import DEMO, LoadOptions
-from ranks import OtherRank
-from sampling import SamplingMode
-from step import DecodeState, decode_step
 from support.errors import NotEnoughMemory, UsageError
 from weights import shards
 from weights.checkpoint import Checkpoint
@@ -187,7 +187,7 @@ def test_a_process_that_never_comes_is_one_line(tmp_path, monkeypatch):
     (tmp_path / "ending.py").write_text("def follow_leader():\n    raise SystemExit(7)\n")
     program = """
 import datetime, os, signal, sys, threading
-import ranks
+from engine import ranks
 ranks.MEETING = datetime.timedelta(seconds=1.5)
 children = []
 begin = ranks.subprocess.Popen
@@ -229,9 +229,7 @@ def test_ctrl_c_ends_the_wait_for_a_process_that_hangs():
     process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)
     assert process.stdout.read(1)  # the text has begun
     children = map(int, Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split())
-    (child,) = (
-        c for c in children if b"chat_template" not in Path(f"/proc/{c}/cmdline").read_bytes()
-    )  # the other rank
+    (child,) = (c for c in children if b"template.py" not in Path(f"/proc/{c}/cmdline").read_bytes())  # the other rank
     os.kill(child, signal.SIGSTOP)
     time.sleep(1)
     began = time.monotonic()

@@ -6,9 +6,9 @@ import pytest
 from tiny import PROMPT, eagle_engine, tiny_head, tiny_model
 
 import tree as trees
-from engine import Engine
-from runtime.results import GenerationResult
-from sampling import SamplingParams
+from decoding.sampling import SamplingParams
+from engine.engine import Engine
+from engine.results import GenerationResult
 
 
 def result(lengths, **more) -> GenerationResult:

@@ -12,20 +12,20 @@ from tiny import CTX, PROMPT, TREES, ScriptedDrafter, eagle_drafter, fake_clock,
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cli.steps import Gauge
-from drafters.base import Drafter, StepParts
+from decoding.drafter import Drafter, StepParts
+from decoding.step import HISTORY, RING, Observer, decode_step
 from drafters.draft_model import DraftModelDrafter
 from drafters.lookahead import LookaheadDrafter
 from drafters.ngram import NGramDrafter, WithNGrams
-from engine import Engine, EngineConfig
-from runtime import runner as runner_module
-from runtime import stepping
-from runtime.batch import Batch
-from runtime.fused import compiled_blocks
-from runtime.prefill import Prefill
-from runtime.request import Request
-from runtime.runner import WARM_UP, Pacer, Runner, capture_graph
-from runtime.stepping import LAG
-from step import HISTORY, RING, Observer, decode_step
+from engine import runner as runner_module
+from engine import stepping
+from engine.batch import Batch
+from engine.engine import Engine, EngineConfig
+from engine.fused import compiled_blocks
+from engine.prefill import Prefill
+from engine.request import Request
+from engine.runner import WARM_UP, Pacer, Runner, capture_graph
+from engine.stepping import LAG
 
 ERRORS = (KeyboardInterrupt, RuntimeError, torch.OutOfMemoryError)
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-import sampling
-from sampling import SamplingMode, SamplingParams, SamplingState
+from decoding import sampling
+from decoding.sampling import SamplingMode, SamplingParams, SamplingState
 
 VOCAB = 64
 SAMPLE = SamplingMode(sample=True)

@@ -20,9 +20,9 @@ import pydantic  # noqa: E402  # the client needs it
 from serving_kit import instruct_folder, running, script, until  # noqa: E402
 from tiny import definitions, rules  # noqa: E402
 
+from decoding.sampling import SamplingParams  # noqa: E402
+from engine.prompt_cache import PromptCache  # noqa: E402
 from generate import load  # noqa: E402
-from runtime.prompt_cache import PromptCache  # noqa: E402
-from sampling import SamplingParams  # noqa: E402
 from serving.fields import NOT_HERE, Fields  # noqa: E402
 from support.errors import UsageError, advised  # noqa: E402
 

@@ -23,11 +23,11 @@ httpx = pytest.importorskip("httpx", reason="the client needs httpx (requirement
 
 from serving_kit import Running, instruct_folder, running, script, until  # noqa: E402
 
+from decoding.sampling import SamplingParams  # noqa: E402
+from engine.prompt_cache import PromptCache  # noqa: E402
 from generate import load  # noqa: E402
 from kernels import PackedWeight  # noqa: E402
-from options import DEMO  # noqa: E402
-from runtime.prompt_cache import PromptCache  # noqa: E402
-from sampling import SamplingParams  # noqa: E402
+from loading.options import DEMO  # noqa: E402
 from scripts import serve  # noqa: E402
 from serving import scheduler  # noqa: E402
 from serving.requests import Ask  # noqa: E402

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from load import load
-from runtime.results import acceptance
-from sampling import SamplingParams
+from decoding.sampling import SamplingParams
+from engine.load import load
+from engine.results import acceptance
 from scripts import demo
 
 HEADS = Path(__file__).resolve().parent.parent / "heads"

@@ -1,4 +1,4 @@
-"""runtime/streams.py, runtime/batch.py and prompts: many threads and tasks on one engine, and every kind of prompt."""
+"""engine/streams.py, engine/batch.py and prompts: many threads and tasks on one engine, and every kind of prompt."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ import pytest
 import torch
 from tiny import PROMPT, TREES, PieceTokenizer, V, eagle_engine, tiny_head, tiny_model
 
-from engine import Engine
-from sampling import SamplingParams
-from step import Observer
+from decoding.sampling import SamplingParams
+from decoding.step import Observer
+from engine.engine import Engine
 from support.machine import release_threads
 
 MODEL = tiny_model()

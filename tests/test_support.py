@@ -452,7 +452,7 @@ with shapes_only():
     module = torch.nn.Sequential(torch.nn.Embedding(10, 4), torch.nn.Linear(4, 1 << 40))
 assert all(p.is_meta for p in module.parameters())
 assert torch.equal(torch.nn.init.ones_(torch.empty(2)), torch.ones(2)), "outside, weights are initialised"
-from load import load
+from engine.load import load
 load("demo", eagle="demo/eagle3")
 print("torch._dynamo" in sys.modules)
 """

@@ -17,9 +17,9 @@ from pathlib import Path
 
 import pytest
 
-from load import load
-from options import DEMO
-from sampling_params import SamplingParams
+from decoding.params import SamplingParams
+from engine.load import load
+from loading.options import DEMO
 from support.texts import read_source, stdlib_files
 
 SECONDS = float(os.environ.get("EAGLET_TOGETHER", 0))

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-import chat_template
-import tokenizer as tk
+from text import template as chat_template
+from text import tokenizer as tk
 
 pytest.importorskip("sentencepiece", reason="sentencepiece is not installed")
 pytest.importorskip("tokenizers", reason="tokenizers is not installed")

@@ -7,10 +7,10 @@ import shutil
 
 import pytest
 
-from options import DEMO
-from runtime.results import Chunk, GenerationResult
+from engine.results import Chunk, GenerationResult
+from loading.options import DEMO
 from serving.answers import HERMES, LLAMA, MISTRAL, Answer, Event, ToolCallParser, as_text, tool_format
-from tokenizer import load_tokenizer
+from text.tokenizer import load_tokenizer
 
 CALL = '{"name": "add", "arguments": {"a": 1, "b": "x</y"}}'
 ADD = ("add", {"a": 1, "b": "x</y"})

@@ -14,17 +14,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import drafting
-import load
+from decoding.sampling import SamplingParams
+from engine import load
+from families.config import ModelConfig
+from loading import drafting
 from model import Transformer
-from model_config import ModelConfig
 from quantize import quantize_head
-from sampling import SamplingParams
 from scripts import train_eagle
 from scripts.train_eagle import parse
 from support import texts as texts_of
 from support.errors import UsageError
-from tokenizer import load_tokenizer
+from text.tokenizer import load_tokenizer
 from training import data as training_data
 from training import eagle, losses
 from training.data import Batch, TokenData, chat_row, read_messages, step_batches

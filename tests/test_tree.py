@@ -1,4 +1,4 @@
-"""tree.py, tree_building.py and verify.py against brute force in plain Python and exact rational arithmetic.
+"""tree.py, kernels/growing.py and decoding/verify.py against brute force in plain Python and exact rational arithmetic.
 
 Checks are functions of an implementation (the names of these three files, or of mutated copies of their sources), so
 that every mutant of `test_mutants_are_caught` fails the very check that guards the real code.
@@ -20,12 +20,12 @@ import torch
 from torch._dynamo.trace_rules import check_file
 
 import tree
-import tree_building
-import verify
-from drafters.tree_drafter import tree_tokens
+from decoding import verify
+from drafters.trees import tree_tokens
+from kernels import growing
 from tree import PAPER25, DynamicTree, StaticTree, TreeTables, chain, parse_tree, tree_tables
 
-FILES = (tree_building, tree, verify)  # in import order
+FILES = (growing, tree, verify)  # in import order
 SOURCES = {module.__name__: Path(module.__file__).read_text() for module in FILES}
 
 
@@ -298,7 +298,7 @@ def test_ancestors_by_pointer_doubling():
     """One doubling step too few cuts the ancestors of the deepest nodes (chain of 16: depths 1 to 16)."""
     check_ancestors(real)
     for K in range(1, 17):
-        seen, depth = tree_building.ancestors_from_parents(torch.tensor([chain(K).parent]), K)
+        seen, depth = growing.ancestors_from_parents(torch.tensor([chain(K).parent]), K)
         assert torch.equal(seen[0], torch.ones(K + 1, K + 1).tril().bool())
         assert depth[0].tolist() == list(range(K + 1))
 
@@ -425,7 +425,7 @@ def test_dynamic_tree_at_published_sizes():
         models = [table_model(f"big {b}", K, kind) for b, kind in enumerate(("random", "peaked"))]
         pool = draft(real, models, depth, K, torch.float64)
         assert pool.tokens.shape[1] == DynamicTree(N, depth, K).pool
-        built = tree_building.select(pool, torch.tensor([1, 2]), N, depth + 1)
+        built = growing.select(pool, torch.tensor([1, 2]), N, depth + 1)
         for b, model in enumerate(models):
             tokens, parent, depths = official_tree(model, N, depth, K)
             assert built.tokens[b, 1:].tolist() == tokens and built.parent[b].tolist() == parent
@@ -466,24 +466,22 @@ def test_child_never_outlives_its_parent():
 def test_nan_scores_come_last():
     """A NaN draft score sorting as the best candidate instead of the worst (torch sorts NaN first)."""
     scores = torch.tensor([[math.nan, -1.0, -math.inf, -2.0]])
-    pool = tree_building.first_level(torch.tensor([[10, 11, 12, 13]]), scores)
-    assert tree_building.select(pool, torch.tensor([0]), 3, 1).tokens.tolist() == [[0, 11, 13]]
+    pool = growing.first_level(torch.tensor([[10, 11, 12, 13]]), scores)
+    assert growing.select(pool, torch.tensor([0]), 3, 1).tokens.tolist() == [[0, 11, 13]]
 
 
 def test_half_precision_scores_are_widened():
     """Cumulative scores rounded in bf16: -0.0039 vanishes beside -1 and a child ties with its parent."""
-    pool = tree_building.first_level(torch.tensor([[0, 1]]), torch.tensor([[-1.0, -2.0]], dtype=torch.bfloat16))
-    pool = tree_building.expand(
-        pool, torch.zeros(1, 2, 2, dtype=torch.int64), torch.full((1, 2, 2), -0.00390625).bfloat16()
-    )
+    pool = growing.first_level(torch.tensor([[0, 1]]), torch.tensor([[-1.0, -2.0]], dtype=torch.bfloat16))
+    pool = growing.expand(pool, torch.zeros(1, 2, 2, dtype=torch.int64), torch.full((1, 2, 2), -0.00390625).bfloat16())
     assert pool.scores.dtype == torch.float32 and pool.scores[0, 2].item() == -1.00390625
 
 
 def test_select_size_is_checked():
     """A request for more nodes than the pool holds must be one clear line, not an index error."""
-    pool = tree_building.first_level(torch.tensor([[0, 1]]), torch.zeros(1, 2))
+    pool = growing.first_level(torch.tensor([[0, 1]]), torch.zeros(1, 2))
     with pytest.raises(ValueError, match="allowed 1 to 3"):
-        tree_building.select(pool, torch.tensor([0]), 4, 1)
+        growing.select(pool, torch.tensor([0]), 4, 1)
 
 
 # ------------------------------------------------------------------------------------------- choice-and-walk
@@ -995,16 +993,16 @@ def multi_round_step(t, tokens, p, q, u, noise):
 
 
 def dynamic_step(root, first, ids, scores, live):
-    pool = tree_building.first_level(*first)
+    pool = growing.first_level(*first)
     for i in range(len(ids)):
-        pool = tree_building.expand(pool, ids[i], scores[i])
-    built = tree_building.select(pool, root, 12, len(ids) + 1, live)
+        pool = growing.expand(pool, ids[i], scores[i])
+    built = growing.select(pool, root, 12, len(ids) + 1, live)
     shape = (built.parent, built.depth, built.ancestors, built.valid)
     return built, verify.accept(built.tokens, *shape, built.tokens.roll(1, 1), len(ids) + 1)
 
 
 def draft_tokens_step(t, root, candidates):
-    return tree_tokens(t, root, candidates), tree_building.ancestors_from_parents(t.parent, t.D)
+    return tree_tokens(t, root, candidates), growing.ancestors_from_parents(t.parent, t.D)
 
 
 def step_inputs(seed, device="cpu"):
@@ -1070,15 +1068,15 @@ def files_run(call):
 def test_files_run_sees_every_function():
     """A probe that sees nothing: the two tests that rest on it would always pass."""
     assert tree.__file__ in files_run(lambda: parse_tree("chain:3"))
-    assert {tree.__file__, tree_building.__file__} <= files_run(lambda: tree_tables([PAPER25]))
+    assert {tree.__file__, growing.__file__} <= files_run(lambda: tree_tables([PAPER25]))
 
 
 @pytest.mark.parametrize("which", range(4))
 def test_nothing_traced_lives_in_tree_py(which):
     """TorchDynamo skips files called tree.py (the dm-tree package): a function there would never be traced. The test of
     the same name in test_drafters.py looks at whole steps."""
-    assert check_file(tree.__file__).skipped, "tree.py and tree_building.py may become one file"
+    assert check_file(tree.__file__).skipped, "tree.py and kernels/growing.py may become one file"
     function, inputs = list(step_inputs(0))[which]
     ran = files_run(lambda: function(*inputs))
-    assert {tree_building.__file__, verify.__file__} & ran and tree.__file__ not in ran
-    assert not any(check_file(file).skipped for file in (tree_building.__file__, verify.__file__))
+    assert {growing.__file__, verify.__file__} & ran and tree.__file__ not in ran
+    assert not any(check_file(file).skipped for file in (growing.__file__, verify.__file__))

@@ -9,15 +9,14 @@ import pytest
 import torch
 from tiny import eagle_engine, tiny_head, tiny_model
 
-import drafting
 import generate
-import load
-import options
 import tree as trees
 from bench.arms import build_engine
 from bench.records import summarise
-from drafters.tree_drafter import TreeDrafter
+from drafters.trees import TreeDrafter
 from eagle_draft import UnshiftedDrafter
+from engine import load
+from loading import drafting, options
 from scripts import tune_tree
 from support import errors
 from tree import DynamicTree
@@ -144,7 +143,7 @@ def test_the_key_tells_apart_what_changes_the_best_tree(checkpoint, monkeypatch,
             )
         ),
     ]
-    monkeypatch.setattr("drafting.describe_device", lambda device: "NVIDIA GeForce RTX 3090")
+    monkeypatch.setattr("loading.drafting.describe_device", lambda device: "NVIDIA GeForce RTX 3090")
     others.append(drafting.tuned_tree_path(opts, opened, one))
     assert "NVIDIA-GeForce-RTX-3090" in others[-1].name
     assert len({path, *others}) == 10

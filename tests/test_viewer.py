@@ -13,17 +13,17 @@ from tiny import PROMPT, TREES, PieceTokenizer, V, eagle_engine, fake_clock, tin
 
 import generate
 import kernels
-import sampling
-import step as step_module
 from cli.steps import Gauge, Node, Step, StepRecorder, StepView, page_data, write_page
 from cli.tree_text import TreeWriter, clipped, columns, shown, tree_lines, wants_colour
+from decoding import sampling
+from decoding import step as step_module
+from decoding.sampling import SamplingParams
+from decoding.step import PHASES, Observer
 from drafters.ngram import WithNGrams
-from engine import Engine, EngineConfig
-from load import load
-from options import DEMO
-from runtime.results import GenerationResult
-from sampling import SamplingParams
-from step import PHASES, Observer
+from engine.engine import Engine, EngineConfig
+from engine.load import load
+from engine.results import GenerationResult
+from loading.options import DEMO
 from support import errors
 
 

@@ -12,16 +12,16 @@ import torch
 from fake_cuda import Indexing, Launches, OneDevice, fake_gpu
 
 import kernels
-import step
 from bench.random_models import SHAPES, random_model
-from engine import Engine, EngineConfig
+from decoding import step
+from decoding.sampling import SamplingParams
+from engine.engine import Engine, EngineConfig
+from engine.load import open_backend
+from engine.prefill import CHUNKS
 from kernels.attention import attention_tiles
 from kernels.panels import panels_bytes
-from load import open_backend
+from loading.options import LoadOptions
 from model import RMSNorm, Transformer, chain_ancestors
-from options import LoadOptions
-from runtime.prefill import CHUNKS
-from sampling import SamplingParams
 from tree import MAX_NODES
 from weights.gguf_types import FORMATS
 from weights.quantized import FloatLinear, TiedEmbedding, replace_module

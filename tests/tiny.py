@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tree as trees
-from drafters.base import Draft, Drafter, DraftInput
-from drafters.tree_drafter import DraftRule
+from decoding.drafter import Draft, Drafter, DraftInput
+from drafters.trees import DraftRule
 from eagle_draft import EagleDrafter, EagleHead
-from engine import Engine, EngineConfig
+from engine.engine import Engine, EngineConfig
+from families.config import ModelConfig, RopeConfig
 from model import Transformer
-from model_config import ModelConfig, RopeConfig
 from support.texts import read_source, stdlib_files
 from weights.gguf_types import BY_NAME
 from weights.heads import EagleConfig
@@ -166,10 +166,10 @@ class Clock(TorchDispatchMode):
 def fake_clock(monkeypatch) -> Clock:
     """A clock that the engine and the gauge look at."""
     clock = Clock()
-    for name in ("engine.time", "cli.steps.time"):
+    for name in ("engine.engine.time", "cli.steps.time"):
         monkeypatch.setattr(name, clock)
     for module in ("stepping", "batch"):
-        monkeypatch.setattr(f"runtime.{module}.time", clock)
+        monkeypatch.setattr(f"engine.{module}.time", clock)
     return clock
 
 

@@ -18,11 +18,11 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from block_draft import BlockHead, attend_blocks, slot_masks
-from drafters.base import Drafter
-from drafting import block_tree, build_head, head_drafter
+from decoding.drafter import Drafter
+from drafters.block import BlockHead, attend_blocks, slot_masks
+from families.config import ModelConfig, RopeConfig
+from loading.drafting import block_tree, build_head, head_drafter
 from model import Attention, Transformer
-from model_config import ModelConfig, RopeConfig
 from training.data import Batch, TokenData
 from training.drafters import DrafterTraining, Evaluation, check_shares
 from training.loop import Recipe, init_weights, recipe_with

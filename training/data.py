@@ -24,15 +24,15 @@ import torch
 from torch import Tensor
 
 import kernels
-from engine import Engine, EngineConfig
+from decoding.sampling import SamplingParams
+from engine.engine import Engine, EngineConfig
 from model import Transformer
-from sampling import SamplingParams
 from support.errors import UsageError
 from support.files import read_text, written_whole
 from support.progress import Progress
 from support.reader import json_lines, parse_json, refusal
 from support.texts import docstring_chats, read_source, stdlib_files
-from tokenizer import Tokenizer
+from text.tokenizer import Tokenizer
 from training.loop import World
 from weights.files import local_path
 

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from drafters.draft_model import DraftModelDrafter
 from drafters.medusa import MedusaDrafter, MedusaHeads, load_medusa, save_medusa
+from families.config import ModelConfig
 from model import Transformer
-from model_config import ModelConfig
 from training.data import Batch, TokenData
 from training.drafters import DrafterTraining, Evaluation, drafter_parser
 from training.loop import Recipe, init_weights

@@ -21,16 +21,16 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import kernels
-from drafters.base import Drafter
-from engine import Engine, EngineConfig
+from decoding.drafter import Drafter
+from decoding.sampling import SamplingParams
+from engine.engine import Engine, EngineConfig
+from families.config import DTYPES
+from loading.options import LoadOptions
 from model import Transformer
-from model_config import DTYPES
-from options import LoadOptions
-from sampling import SamplingParams
 from support.errors import UsageError, UserError, at_least, bad_files
 from support.files import clean_up, directory_written_whole, write_json
 from support.machine import describe_device
-from tokenizer import Tokenizer, load_tokenizer
+from text.tokenizer import Tokenizer, load_tokenizer
 from training.data import Batch, TokenData, load_data, step_batches, written_by_models
 from training.loop import Recipe, Run, World, optimizers, run_parser, update
 from tree import DynamicTree, parse_tree, tree_tables

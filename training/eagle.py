@@ -13,11 +13,11 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from drafters.base import Drafter, take_rows
-from drafting import build_head, head_drafter
+from decoding.drafter import Drafter, take_rows
 from eagle_draft import EagleHead
+from families.config import ModelConfig, RopeConfig
+from loading.drafting import build_head, head_drafter
 from model import Transformer
-from model_config import ModelConfig, RopeConfig
 from support.errors import UsageError, bad_files
 from training.data import Batch, TokenData
 from training.drafters import DrafterTraining, Evaluation, check_shares

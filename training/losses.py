@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from block_draft import BlockHead
+from drafters.block import BlockHead
 from eagle_draft import EagleHead
 from support.machine import size_text
 from training.data import Batch, TokenData, fingerprint

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from model_config import ModelConfig
+from families.config import ModelConfig
 from support.files import read_json
 from support.reader import ConfigReader, is_a, parse_json, refusal
 from weights.files import Entry, check_entries, few_names, local_path, read_entries, tensor_files

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from families.config import DTYPES, ModelConfig
 from model import Transformer
-from model_config import DTYPES, ModelConfig
 from support.errors import UsageError
 from support.files import read_json
 from support.reader import check

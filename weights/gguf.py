@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from families.config import ModelConfig
 from kernels import PackedWeight
 from kernels.blocks import NUMBERS_OF_PART, pack_blocks, stack_blocks
 from kernels.cpu import CODES, TILE, put_codes
@@ -31,7 +32,6 @@ from kernels.formats import Blocks, Part
 from kernels.packing import SMALL_M, pack_panels
 from kernels.panels import panels_bytes
 from model import Transformer
-from model_config import ModelConfig
 from support.errors import UsageError, UserError
 from support.machine import size_text
 from support.reader import is_a

@@ -17,7 +17,7 @@ from typing import Any, Generic, NamedTuple, NoReturn, TypeVar, get_args, get_or
 import torch
 from torch import Tensor
 
-from model_config import ModelConfig, RopeConfig
+from families.config import ModelConfig, RopeConfig
 from support.errors import UsageError
 from support.files import read_json
 from support.reader import ConfigReader, check, is_a, parse_json, refusal

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from families.config import ACTIVATIONS, FAMILIES, OWN_WIDTH, ModelConfig, RopeConfig
 from model import Experts, Transformer
-from model_config import ACTIVATIONS, FAMILIES, OWN_WIDTH, ModelConfig, RopeConfig
 from support.files import read_json, write_json
 from support.machine import shapes_only
 from support.reader import INDEX_LIMIT, ConfigReader, is_a, refusal

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor, nn
 
 import kernels
+from families.config import ModelConfig
 from model import Transformer, linear
-from model_config import ModelConfig
 from support.errors import UsageError
 from support.files import read_json
 from support.reader import ConfigReader, is_a

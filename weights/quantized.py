@@ -394,7 +394,7 @@ def held_bytes(
         device: 'cpu' or 'cuda'.
         backend: mode of the `kernels.KernelBackend`.
         tied: whether the embedding is a float LM head, too.
-        rounded: whether float linears are rounded to int8 (`drafting.round_head_`).
+        rounded: whether float linears are rounded to int8 (`loading.drafting.round_head_`).
     """
     tiles = backend == "cpu" and dtype == torch.float32
     planes = dtype != torch.float64 and (backend == "triton" or (backend == "auto" and device == "cuda"))

@@ -8,7 +8,7 @@ by the names of its tensors and the axes that their kind gives to outputs and in
 
 The processes (ranks) exchange sums and concatenations, each in the order of the ranks. A fixed order makes the bits of a
 row independent of the number of rows and the same in every rank. Each exchange is one operator, so that a trace of a step
-shows and counts it. `shared` is memory of this GPU that the other GPUs can read (`runtime.links`). What fits into it is
+shows and counts it. `shared` is memory of this GPU that the other GPUs can read (`engine.links`). What fits into it is
 written there and read by everyone at once, in the order in which NCCL's or gloo's result is added, so both give the same
 bits.
 """
@@ -26,8 +26,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import kernels
+from families.config import ModelConfig
 from model import Transformer, linear
-from model_config import ModelConfig
 from support.errors import UsageError
 from weights.files import Entries, Entry, Spans
 

@@ -14,13 +14,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from decoding.sampling import SamplingMode, SamplingState
 from model import Transformer
-from sampling import SamplingMode, SamplingState
 from tree import DynamicTree, TreeTables
 
 
 class StepParts(NamedTuple):
-    """The functions of a step that something faster replaces (`runtime.fused`). None stands for the function itself."""
+    """The functions of a step that something faster replaces (`engine.fused`). None stands for the function itself."""
 
     layers: Callable | None = None  # model.Transformer.run_layers
     draft_layer: Callable | None = None  # eagle_draft.EagleHead.layer_forward

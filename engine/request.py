@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from runtime.grammar import Constraint
-from runtime.prompt_cache import Saved, kept_ids
-from runtime.results import Chunk, SequenceOutput
-from runtime.streams import Inbox
-from sampling import Logprobs, SamplingMode, SamplingParams
+from decoding.sampling import Logprobs, SamplingMode, SamplingParams
+from engine.grammar import Constraint
+from engine.prompt_cache import Saved, kept_ids
+from engine.results import Chunk, SequenceOutput
+from engine.streams import Inbox
 
 
 class Request:

@@ -21,15 +21,15 @@ from typing import Any, NamedTuple
 
 import torch
 
-from runtime.grammar import GrammarError
-from runtime.pool import Pool
-from runtime.prefill import CHUNKS, not_finite
-from runtime.prompt_cache import WORTHWHILE, PromptCache, Saved, Text, cache_rows, common_length, kept_ids, usable
-from runtime.request import Request
-from runtime.runner import Pacer
-from runtime.stepping import Stepper, View
-from sampling import Logprobs, SamplingMode, SamplingParams
-from step import RING, StepOutput
+from decoding.sampling import Logprobs, SamplingMode, SamplingParams
+from decoding.step import RING, StepOutput
+from engine.grammar import GrammarError
+from engine.pool import Pool
+from engine.prefill import CHUNKS, not_finite
+from engine.prompt_cache import WORTHWHILE, PromptCache, Saved, Text, cache_rows, common_length, kept_ids, usable
+from engine.request import Request
+from engine.runner import Pacer
+from engine.stepping import Stepper, View
 from tree import TreeTables
 from weights.lora import choice_of
 

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from chat_template import TEMPLATE_CHARACTERS, TemplateWorker
 from support.errors import advised
 from support.reader import LONGEST, check, is_a, parse_json
+from text.template import TEMPLATE_CHARACTERS, TemplateWorker
 
 VICUNA_SYSTEM = (
     "A chat between a curious user and an artificial intelligence assistant. The assistant gives helpful, "

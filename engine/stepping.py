@@ -12,18 +12,18 @@ from typing import Any, NamedTuple
 import torch
 
 import kernels
-from block_draft import BlockHead
-from drafters.base import UNCOMPILED, Drafter, PlainDrafter
+from decoding.drafter import UNCOMPILED, Drafter, PlainDrafter
+from decoding.sampling import SamplingMode
+from decoding.step import RING, DecodeState, Observer, StepOutput, decode_step
+from drafters.block import BlockHead
 from eagle_draft import EagleHead
-from memory_plan import MemoryPlan
+from engine.fused import compiled_blocks, fused_parts
+from engine.grammar import ConstrainedSteps, Constraint
+from engine.prefill import Prefill
+from engine.runner import Runner
+from loading.memory import MemoryPlan
+from loading.options import COMPILE_MODES, LoadOptions
 from model import Transformer
-from options import COMPILE_MODES, LoadOptions
-from runtime.fused import compiled_blocks, fused_parts
-from runtime.grammar import ConstrainedSteps, Constraint
-from runtime.prefill import Prefill
-from runtime.runner import Runner
-from sampling import SamplingMode
-from step import RING, DecodeState, Observer, StepOutput, decode_step
 
 LAG = 2  # steps that run ahead of the host on a GPU
 KV_DTYPES = {"float16": torch.float16, "int8": torch.int8}  # of options.KV_CACHES; the others are the model's
@@ -32,7 +32,7 @@ ASKED_FOR = "asked for"  # why speculation stays on: the user wants it
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """How an engine runs, and what `load.load` knows of it.
+    """How an engine runs, and what `engine.load.load` knows of it.
 
     Args:
         batch_size: rows, which is how many sequences are decoded together.
@@ -45,7 +45,7 @@ class EngineConfig:
             The tokens are the same up to the rounding of forwards of other widths.
         kv_dtype: of the target's cache: None for the model's, torch.int8, or torch.float16 with the CPU kernels.
         pool: tokens that the target's cache has room for, of all rows together; default: ctx for each.
-        options, plan, head, generation: what `load.load` decided, planned and read (generation is the model's
+        options, plan, head, generation: what `engine.load.load` decided, planned and read (generation is the model's
             generation_config.json). The engine only keeps them, for reports and command lines.
     """
 

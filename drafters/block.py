@@ -20,15 +20,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import kernels
-import sampling
-from drafters.base import Draft, DraftInput, take_rows
-from drafters.tree_drafter import DEFAULT_RULE, DraftRule, TreeDrafter
+from decoding import sampling
+from decoding.drafter import Draft, DraftInput, take_rows
+from drafters.trees import DEFAULT_RULE, DraftRule, TreeDrafter
+from families.config import ModelConfig
+from kernels.growing import ancestors_from_parents, best_prefixes
 from kernels.records import Rotary
 from model import Attention, Block, Nodes, RMSNorm, RotaryTable, Transformer, linear, weight_bytes
-from model_config import ModelConfig
 from support.machine import zeros
 from tree import DynamicTree, TreeTables, check_width
-from tree_building import ancestors_from_parents, best_prefixes
 from weights.block_heads import BlockConfig
 from weights.quantized import QuantLinear, lm_head_rows, row_parts
 

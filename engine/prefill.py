@@ -11,13 +11,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-import sampling
-from drafters.base import Drafter
+from decoding import sampling
+from decoding.drafter import Drafter
+from decoding.sampling import Logprobs, SamplingMode
+from decoding.step import HISTORY, DecodeState
 from model import Transformer, chain_ancestors
-from sampling import Logprobs, SamplingMode
-from step import HISTORY, DecodeState
 from support.errors import advised
-from tokenizer import Tokenizer
+from text.tokenizer import Tokenizer
 
 Prompt: TypeAlias = str | Sequence[int] | np.ndarray | Tensor
 ALLOWED = "allowed: text, a list of token ids, or a one-dimensional numpy array or torch tensor of integers"

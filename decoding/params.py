@@ -68,7 +68,7 @@ class SamplingParams:
 
     logprobs: None, or how many of the likeliest tokens are reported at each position, beside the token that was chosen.
         Such a request waits for the host at every step.
-    grammar: what the text must follow: a grammar in the Lark syntax of llguidance, or what `runtime.grammar.json_grammar`
+    grammar: what the text must follow: a grammar in the Lark syntax of llguidance, or what `engine.grammar.json_grammar`
         makes of a JSON schema. Such a request waits for the host at every step, too.
     logit_bias: what is added to the logits of some tokens before anything else, from -100 (never) to 100 (always). Given
         as {id: number}, kept as pairs.

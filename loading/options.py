@@ -14,14 +14,14 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
-from sampling_params import SUGGESTED, SamplingParams
+from decoding.params import SUGGESTED, SamplingParams
 from support.errors import UsageError
 
 if TYPE_CHECKING:
-    from model_config import ModelConfig
+    from families.config import ModelConfig
     from weights.checkpoint import Checkpoint
 
-DEMO = Path(__file__).resolve().parent / "demo"
+DEMO = Path(__file__).resolve().parent.parent / "demo"
 DRAFTERS = ("eagle", "ngram", "lookahead", "draft", "medusa")
 FULL = ("refuse", "drop-oldest")  # what happens to a chat that does not fit into the context
 VERIFY = ("match", "multi-round", "multi-round-replacement")
@@ -50,7 +50,7 @@ def option(help: str, default: Any = None, choices: Iterable[str] = (), **more: 
 class LoadOptions:
     """What `load` builds. Everything about one request is in SamplingParams instead.
 
-    None stands for a default that depends on the model and the machine; `drafting.resolve` decides it.
+    None stands for a default that depends on the model and the machine; `loading.drafting.resolve` decides it.
     """
 
     checkpoint: str = option(

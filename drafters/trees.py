@@ -10,12 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import kernels
-import sampling
-from drafters.base import UNCOMPILED, Draft, Drafter, DraftInput, StepParts, take_rows
+from decoding import sampling
+from decoding.drafter import UNCOMPILED, Draft, Drafter, DraftInput, StepParts, take_rows
+from kernels.growing import expand, first_level, select
 from kernels.records import Rotary
 from model import Nodes, chain_ancestors, nodes_at
 from tree import DynamicTree, TreeTables
-from tree_building import expand, first_level, select
 
 SLIVER = 1e-9  # share of the draft's probability for tokens that the filters removed (multi-round)
 

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-import kernels
+from kernels import block_draft, draft
+from kernels.backend import operation
 
 LARGEST_POOL = 8192  # candidates that one program of the kernel can hold
 
@@ -100,7 +101,7 @@ def expand(pool: Pool, tokens: Tensor, scores: Tensor, ids: Tensor | None = None
     return _grow([pool.tokens, pool.scores, pool.parent, pool.frontier, pool.visible], tokens, scores, ids)
 
 
-@kernels.operation("expand", "draft_tree", kernels.draft.expand, kernels.draft.expand_shapes, at=(2,), copies=True)
+@operation("expand", "draft_tree", draft.expand, draft.expand_shapes, at=(2,), copies=True)
 def _grow(before: list[Tensor], tokens: Tensor, scores: Tensor, ids: Tensor | None) -> Pool:
     """`expand` of the tokens, scores, parents, frontier and visible rows of a pool, or `first_level` of none."""
     tokens = tokens if ids is None else ids[tokens]
@@ -146,8 +147,8 @@ def _pool_problem(tokens: Tensor, *_rest) -> str:
     return f"the pool has more than {LARGEST_POOL} candidates" if tokens.shape[1] > LARGEST_POOL else ""
 
 
-@kernels.operation(
-    "select", "draft_tree", kernels.draft.select, kernels.draft.select_shapes, problem=_pool_problem, at=(1,),
+@operation(
+    "select", "draft_tree", draft.select, draft.select_shapes, problem=_pool_problem, at=(1,),
     copies=True,
 )  # fmt: skip
 def _select(
@@ -169,14 +170,7 @@ def _select(
     return DraftTree(tokens, parent, depth, ancestors, valid, pad(scores.gather(1, flat), (1, 0)))
 
 
-@kernels.operation(
-    "best_prefixes",
-    "draft_tree",
-    kernels.block_draft.best_prefixes,
-    kernels.block_draft.prefixes_shapes,
-    at=(1,),
-    copies=True,
-)
+@operation("best_prefixes", "draft_tree", block_draft.best_prefixes, block_draft.prefixes_shapes, at=(1,), copies=True)
 def best_prefixes(tokens: Tensor, scores: Tensor, root: Tensor, N: int) -> DraftTree:
     """The tree of the root and the N - 1 likeliest prefixes, where every depth has candidates of its own, which do not
     depend on the parent (DDTree).

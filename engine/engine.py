@@ -2,7 +2,7 @@
 
 It reads prompts (reusing the prefixes that its caches still hold), launches steps ahead of the host, applies the stop
 rules, and falls back to plain decoding while drafting does not pay. It works on token ids and only passes text through.
-`runtime/batch.py` says which request runs when.
+`engine/batch.py` says which request runs when.
 """
 
 from __future__ import annotations
@@ -15,26 +15,25 @@ from typing import TypeVar
 
 import torch
 
-from drafters.base import Drafter, PlainDrafter
+from decoding.drafter import Drafter, PlainDrafter
+from decoding.params import MAX_STOP_IDS, SettingError, per_row
+from decoding.sampling import SamplingParams
+from engine.batch import Batch
+from engine.grammar import Grammars
+from engine.prefill import Prompt, prompts_ids
+from engine.prompt_cache import PromptCache
+from engine.request import Request
+from engine.results import GenerationResult, SequenceOutput
+from engine.stepping import EngineConfig, Stepper
+from engine.streams import AsyncStream, Driver, Inbox, Stream
 from model import Transformer
-from runtime.batch import Batch
-from runtime.grammar import Grammars
-from runtime.prefill import Prompt, prompts_ids
-from runtime.prompt_cache import PromptCache
-from runtime.request import Request
-from runtime.results import GenerationResult, SequenceOutput
-from runtime.stepping import EngineConfig, Stepper
-from runtime.streams import AsyncStream, Driver, Inbox, Stream
-from sampling import SamplingParams
-from sampling_params import MAX_STOP_IDS, SettingError, per_row
-from tokenizer import Tokenizer
+from text.tokenizer import Tokenizer
 
 Result = TypeVar("Result")
 
 
 class Engine(Stepper):
-    """Decodes with a target, a drafter and static buffers, as many requests at once as it has rows. `load.load` builds
-    it."""
+    """Decodes with a target, a drafter and static buffers, as many requests at once as it has rows. `load` builds it."""
 
     def __init__(
         self,

@@ -14,21 +14,21 @@ import torch
 from torch import Tensor, nn
 
 import kernels
-from block_draft import BlockDrafter, BlockHead
-from drafters.base import Drafter
+from decoding.drafter import Drafter
+from drafters.block import BlockDrafter, BlockHead
 from drafters.draft_model import DraftModelDrafter, check_vocabulary
 from drafters.lookahead import LookaheadDrafter
 from drafters.medusa import MedusaDrafter, load_medusa
 from drafters.ngram import NGramDrafter, WithNGrams
-from drafters.tree_drafter import DraftRule
+from drafters.trees import DraftRule
 from eagle_draft import EagleHead, eagle_drafter
+from families.config import ModelConfig
+from loading.options import NGRAM_NODES, LoadOptions, flag
 from model import Transformer
-from model_config import ModelConfig
-from options import NGRAM_NODES, LoadOptions, flag
 from support import cache
 from support.errors import UsageError, bad_files
 from support.machine import describe_device, shapes_only
-from tokenizer import Tokenizer, load_tokenizer
+from text.tokenizer import Tokenizer, load_tokenizer
 from tree import DynamicTree, TreeTables, check_width, parse_tree, tree_tables
 from weights.block_heads import BlockConfig, BlockFile, read_head
 from weights.checkpoint import Checkpoint

@@ -29,17 +29,17 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from drafters.base import Drafter
-from engine import Engine, Result
+from decoding.drafter import Drafter
+from decoding.sampling import SamplingParams
+from engine.batch import Batch
+from engine.engine import Engine, Result
+from engine.prompt_cache import PromptCache
+from engine.request import Request
+from engine.stepping import EngineConfig
+from engine.streams import Driver
 from model import Transformer
-from runtime.batch import Batch
-from runtime.prompt_cache import PromptCache
-from runtime.request import Request
-from runtime.stepping import EngineConfig
-from runtime.streams import Driver
-from sampling import SamplingParams
 from support.errors import INTERNAL, UsageError, UserError, one_line
-from tokenizer import Tokenizer
+from text.tokenizer import Tokenizer
 from weights.shards import ExchangeFailed, exchanging
 
 CHECK_EVERY = 16  # steps between two comparisons of what the ranks have decoded

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from step import DecodeState
+from decoding.step import DecodeState
 
 PART = 256  # places that are moved at once, through a copy
 

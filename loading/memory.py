@@ -7,12 +7,12 @@ from dataclasses import asdict, dataclass
 import torch
 
 import kernels
-from drafting import DraftFiles, tree_shape
+from decoding.params import MAX_BIAS, MAX_STOP_IDS
+from decoding.step import HISTORY, RING, pool_places
+from families.config import DTYPES, ModelConfig
+from loading.drafting import DraftFiles, tree_shape
+from loading.options import LoadOptions
 from model import Transformer
-from model_config import DTYPES, ModelConfig
-from options import LoadOptions
-from sampling_params import MAX_BIAS, MAX_STOP_IDS
-from step import HISTORY, RING, pool_places
 from support.errors import NotEnoughMemory
 from support.machine import size_text
 from weights.block_heads import BlockConfig, context_rows

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
-from sampling import Logprobs, SamplingParams
+from decoding.sampling import Logprobs, SamplingParams
 
 
 class TokenLogprob(NamedTuple):

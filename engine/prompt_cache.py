@@ -16,8 +16,8 @@ from pathlib import Path
 
 from torch import Tensor
 
-from drafters.base import Drafter
-from step import DecodeState
+from decoding.drafter import Drafter
+from decoding.step import DecodeState
 from support import cache
 from support.files import clean_up
 

@@ -21,13 +21,13 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import Tensor
 
-from drafters.base import Draft, Drafter, StepParts
+from decoding.drafter import Draft, Drafter, StepParts
+from decoding.sampling import SamplingMode
+from decoding.step import DecodeState, StepOutput, draft_phase, verify_phase
+from engine.runner import Runner
 from model import Transformer
-from runtime.runner import Runner
-from sampling import SamplingMode
-from step import DecodeState, StepOutput, draft_phase, verify_phase
 from support.errors import UsageError
-from tokenizer import Tokenizer
+from text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     import llguidance

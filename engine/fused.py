@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 import kernels
-import sampling
-from drafters.base import Draft, DraftInput, StepParts
-from drafters.tree_drafter import TreeDrafter
+from decoding import sampling
+from decoding.drafter import Draft, DraftInput, StepParts
+from drafters.trees import TreeDrafter
 from eagle_draft import EagleDrafter, EagleHead
 from kernels.records import (
     DraftText,

@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 
 import kernels
-from drafters.base import Drafter
+from decoding.drafter import Drafter
+from decoding.sampling import SamplingParams
+from decoding.step import DecodeState
+from engine.stepping import EngineConfig, Stepper
 from kernels.records import StepBuffers
 from model import Transformer
-from runtime.stepping import EngineConfig, Stepper
-from sampling import SamplingParams
-from step import DecodeState
 from support import cache
 from support.errors import is_out_of_memory, one_line
 from support.files import read_json, write_json

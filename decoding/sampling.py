@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 import kernels
-from sampling_params import (
+from decoding.params import (
     FP32_MAX,
     FP32_TINY,
     MAX_BIAS,

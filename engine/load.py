@@ -1,6 +1,6 @@
 """Builds an engine from options: plans the memory, reads the model and the drafter, and combines them.
 
-from load import load
+from engine.load import load
 engine = load("demo", eagle="demo/eagle1")
 for chunk in engine.generate(prompt_ids, SamplingParams(max_new_tokens=100)): ...
 """
@@ -20,14 +20,10 @@ from typing import Unpack
 import torch
 
 import kernels
-from drafters.base import PlainDrafter
-from drafting import DraftFiles, build_drafter, build_head, drafts_blocks, read_drafter, resolve
-from engine import Engine, EngineConfig
-from kernels import tuned
-from memory_plan import MemoryPlan, check_memory, plan_memory
-from model_config import DTYPES
-from options import DEMO, LoadKeywords, LoadOptions, check_names
-from ranks import (
+from decoding.drafter import PlainDrafter
+from engine.engine import Engine, EngineConfig
+from engine.first_look import first_look
+from engine.ranks import (
     OtherRank,
     RankedEngine,
     RankLost,
@@ -39,7 +35,11 @@ from ranks import (
     meet,
     same_model,
 )  # fmt: skip
-from runtime.first_look import first_look
+from families.config import DTYPES
+from kernels import tuned
+from loading.drafting import DraftFiles, build_drafter, build_head, drafts_blocks, read_drafter, resolve
+from loading.memory import MemoryPlan, check_memory, plan_memory
+from loading.options import DEMO, LoadKeywords, LoadOptions, check_names
 from support import cache
 from support.errors import UsageError, bad_files, one_line
 from support.machine import (
@@ -51,7 +51,7 @@ from support.machine import (
     release_threads,
 )
 from support.startup import without_collector
-from tokenizer import load_tokenizer
+from text.tokenizer import load_tokenizer
 from weights.checkpoint import Checkpoint
 from weights.files import Progress, check_sha256, local_path
 from weights.quantized import pack_

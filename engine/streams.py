@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Any, Protocol
 
-from runtime.results import Chunk, GenerationResult, mark_interrupted
+from engine.results import Chunk, GenerationResult, mark_interrupted
 from support.machine import release_threads
 
 NAME = "eaglet"  # of the threads that decode

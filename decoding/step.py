@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 
 import kernels
-import sampling
-from drafters.base import UNCOMPILED, Draft, Drafter, DraftInput, StepParts
+from decoding import sampling
+from decoding.drafter import UNCOMPILED, Draft, Drafter, DraftInput, StepParts
+from decoding.params import MAX_STOP_IDS
+from decoding.sampling import Logprobs, SamplingMode, SamplingState
+from decoding.verify import accept, multi_round
 from kernels.records import Accepted, StepBuffers
 from model import Transformer
-from sampling import Logprobs, SamplingMode, SamplingState
-from sampling_params import MAX_STOP_IDS
-from verify import accept, multi_round
 
 PHASES = ("draft", "verify", "accept")  # accept is choosing, walking and committing
 HISTORY = 128  # features kept for a drafter that catches up: more than Pacer.PLAIN and the longest run of a step

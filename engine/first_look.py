@@ -1,8 +1,8 @@
 """The first look at a GPU: each kernel beside its reference, and a row alone beside the same row among others.
 
 The kernels are tested on few cards. So the first time that a model runs on a card, with some version of torch and Triton,
-a few steps of it are made in which every kernel and its reference do the same calls. It takes seconds, and the answer is
-kept in the cache folder. What a kernel gets wrong is left to its reference from then on.
+two steps and three small forwards are made in which every kernel and its reference do the same calls. The answer is kept
+in the cache folder. What a kernel gets wrong is left to its reference from then on.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 
 import kernels
 from decoding.drafter import Drafter
-from decoding.sampling import SamplingParams
+from decoding.params import SamplingParams
 from decoding.step import DecodeState
 from engine.stepping import EngineConfig, Stepper
 from kernels.records import StepBuffers
@@ -33,8 +33,8 @@ from support.machine import describe_device, synchronize
 ROWS = (1, 16, 60)  # of the forwards that a row is compared in
 CONTEXT = 300  # cached tokens behind which the steps are made
 SPARE = 300  # places for the nodes of the widest tree
-# How far a kernel's result may be from its reference's, in units of the reference's norm. Right kernels stay below half
-# of it, also with sums in fp16. One wrong row of 60 is 0.13, and one wrong tile of 128 columns of 4,096 is 0.18.
+# How far a kernel's result may be from its reference's, in units of the reference's norm. The tests of a device allow
+# half of it at most, also for sums in fp16. One wrong row of 60 is 0.13, one wrong tile of 128 columns of 4,096 is 0.18.
 TOLERANCE = {torch.float16: 0.02, torch.bfloat16: 0.04, torch.float32: 1e-3}
 INT8 = 0.04  # the same where keys and values are rounded to int8
 MODES = (SamplingParams(temperature=0.0).mode, SamplingParams(temperature=1.0, top_p=0.9).mode)

@@ -1,6 +1,6 @@
 """Builds an engine from options: plans the memory, reads the model and the drafter, and combines them.
 
-from engine.load import load
+from generate import load
 engine = load("demo", eagle="demo/eagle1")
 for chunk in engine.generate(prompt_ids, SamplingParams(max_new_tokens=100)): ...
 """

@@ -31,7 +31,6 @@ CALLED = {
     "python -m scripts.": "python -m eaglet.scripts.",
     "python -m {name}": "python -m eaglet.{name}",
     "from generate import load": "from eaglet import load",
-    "from engine.load import load": "from eaglet import load",
 }
 
 

@@ -37,7 +37,7 @@ from bench.report import check_outputs, report, write_plot
 from bench.steps import SLACK, client_lines, numbers, step_lines
 from bench.suites import ask
 from cli.report import ranks_json
-from decoding.sampling import SamplingParams
+from decoding.params import SamplingParams
 from engine.load import load
 from loading.options import add_options, add_sampling, options_from
 from support.errors import INTERRUPTED, UsageError, command_parser, run_command
@@ -60,12 +60,8 @@ def build_parser() -> argparse.ArgumentParser:
     add("--arm", **many, metavar="NAME=OPTIONS", help="an arm beside plain decoding (repeatable)")
     add("--suite", choices=tuple(SUITES), help="every head with the trees of the EAGLE paper, or by tree and rule")
     add("--head", **many, metavar="DIR", help="with --suite: an EAGLE head (default: those beside the checkpoint)")
-    add(
-        "--only",
-        default="",
-        metavar="A,B",
-        help="of the default arms only these (plain is always in; without it, --arm replaces them)",
-    )
+    only = "of the default arms only these (plain is always in; without it, --arm replaces them)"
+    add("--only", default="", metavar="A,B", help=only)
     what = "hf: transformers, dynamic and static cache; llama.cpp: on the same GGUF file; torch: on its int4 kernel"
     add("--baseline", **many, choices=tuple(LIBRARIES), help=what)
     add = parser.add_argument_group("questions").add_argument

@@ -130,7 +130,7 @@ def timed(device: str, tiny: bool) -> list[Part]:
     parts += [steps(name, usual, quant, gigabytes, *heads) for name, quant, gigabytes in formats]
     parts += [] if tiny else [steps("l2-7b-int4", small, "int4", 7, *heads)]
     parts += [steps("mixtral-int4", experts, "int4", 28)]
-    tilings = ["--help"] if tiny else ["--models", usual, "--seconds", "50", "--tuned", "{records}/tilings.jsonl"]
+    tilings = ["--help"] if tiny else ["--models", usual, "--seconds", "50", "--tuned", "{records}/tilings"]
     parts += [Part("tilings", python("scripts.tune_kernels", *tilings), 70, ("triton",), 4)]
     return parts
 
@@ -235,10 +235,10 @@ class Visit:
     ) -> None:
         about = {"part": part.name, "phase": phase, "ended": ended, "why": why, "seconds": seconds}
         self.summary["parts"].append(about | {"command": part.command, "last_lines": list(lines)})
-        state = (
-            f"FAILED with exit code {ended}" if isinstance(ended, int) else f"{ended}, because {why}" if why else ended
-        )
-        print(f"{phase} {part.name}: {state if ended else f'done after {seconds:.0f} s'}", flush=True)
+        state = f"{ended}, because {why}" if why else ended
+        if isinstance(ended, int):
+            state = f"FAILED with exit code {ended}" if ended else f"done after {seconds:.0f} s"
+        print(f"{phase} {part.name}: {state}", flush=True)
         if phase == "timed" or ended not in (0, SKIPPED, UNDONE):
             print("".join(f"    {line}\n" for line in lines), end="", flush=True)
 
@@ -251,7 +251,7 @@ class Visit:
 
 
 def pack(folder: Path, archive: Path) -> None:
-    """Pack the files of a folder, which may be written meanwhile, with the names that finished ones will have."""
+    """Pack the files of a folder, which may be written meanwhile. The name of an unfinished record ends in .part."""
     with written_whole(archive) as part, tarfile.open(part, "w:gz") as packed:
         for file in sorted(folder.glob("*")) if folder.is_dir() else ():
             with contextlib.suppress(FileNotFoundError):
@@ -284,7 +284,8 @@ def run(args: argparse.Namespace) -> int:
     name = re.sub(r"[^A-Za-z0-9]+", "-", torch.cuda.get_device_name(device) if cuda else "cpu-tiny")
     variables = {"PYTHONUNBUFFERED": "1"} | ({COMMIT: args.commit} if args.commit else {})
     args.out.mkdir(parents=True, exist_ok=True)
-    summary: dict[str, Any] = {"environment": environment(device), "seconds": args.seconds, "parts": []}
+    where = environment(device) | ({"git": {"commit": args.commit, "dirty": None}} if args.commit else {})
+    summary: dict[str, Any] = {"environment": where, "seconds": args.seconds, "parts": []}
     gigabytes = torch.cuda.get_device_properties(device).total_memory / 1e9 if cuda else math.inf
     visit = Visit(args.out, name, summary, gigabytes, max(1.0, args.seconds / USUAL), variables)
     benches = timed(args.device, args.tiny)

@@ -26,7 +26,7 @@ from bench import random_models, records, steps
 from bench.arms import NO_STOP
 from bench.measure import step_bytes
 from bench.peers import PackedInt4, TorchArm, check_peers, rounded_by_torchao
-from decoding.sampling import SamplingParams
+from decoding.params import SamplingParams
 from decoding.step import decode_step
 from scripts import bench, gpu
 from support.errors import UsageError
@@ -214,7 +214,7 @@ def test_the_records_name_the_commit_of_this_project(tmp_path, monkeypatch):
     show = f"from bench.records import source; open(r'{tmp_path}/commit', 'w').write(source()['commit'])"
     short_visit(monkeypatch, timed=[gpu.Part("one", (sys.executable, "-c", show), 30)])
     assert gpu.main([*TINY, "--commit", "abc123", "--out", str(tmp_path)]) == 0
-    assert (tmp_path / "commit").read_text() == "abc123"
+    assert (tmp_path / "commit").read_text() == summary_of(tmp_path)["environment"]["git"]["commit"] == "abc123"
 
 
 @pytest.mark.parametrize("arguments,message", [

@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from decoding.sampling import SamplingParams
+from decoding.params import SamplingParams
 from engine.load import load
 from families.config import ModelConfig
 from loading.drafting import DraftHead, block_tree, drafts_blocks, head_class

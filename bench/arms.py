@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from bench.random_models import random_head
-from decoding.sampling import SamplingParams
+from decoding.params import SamplingParams
 from drafters.medusa import MEDUSA_FILES
 from engine.engine import Engine, EngineConfig
 from engine.ranks import RankedEngine

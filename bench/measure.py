@@ -20,7 +20,7 @@ from bench.arms import Arm, EngineArm, Sample, shown
 from bench.records import RESAMPLES, Line, Row, Settings, gpu_state, remarks, summarise
 from bench.suites import Prompts, Question
 from cli.prove import find_fork, is_bitwise, is_rounding_tie
-from decoding.sampling import SamplingParams
+from decoding.params import SamplingParams
 from engine.engine import Engine
 from support.machine import peak_memory, resident_memory
 from support.progress import say

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from bench.arms import NO_STOP, OTHER_ENGINE, Arm, Sample, Timing
-from decoding.sampling import SamplingParams
+from decoding.params import SamplingParams
 from engine.engine import Engine
 from loading.memory import float_bytes
 from loading.options import LoadOptions

@@ -25,7 +25,7 @@ from typing import Any, TextIO
 import torch
 
 from bench.arms import NO_STOP, OTHER_ENGINE, SAME_TOKENS
-from decoding.sampling import SamplingParams
+from decoding.params import SamplingParams
 from engine.results import acceptance, n_alpha
 from support.errors import UsageError
 from support.files import read_json_lines

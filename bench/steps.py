@@ -20,7 +20,7 @@ from bench.arms import NO_STOP, Arm, EngineArm, Timing, build_engine
 from bench.measure import step_bytes
 from bench.peers import LlamaCppArm
 from bench.records import Line
-from decoding.sampling import SamplingParams
+from decoding.params import SamplingParams
 from engine.engine import Engine
 from engine.runner import capture_graph
 from support.errors import UsageError

@@ -17,8 +17,7 @@ from cli.prompt import read_line
 from cli.report import Report
 from cli.steps import StepRecorder
 from cli.tree_text import coloured, wants_colour
-from decoding.params import with_suggestions
-from decoding.sampling import SamplingParams
+from decoding.params import SamplingParams, with_suggestions
 from engine.engine import Engine
 from engine.results import Chunk, GenerationResult
 from engine.streams import Stream

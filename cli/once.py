@@ -17,8 +17,7 @@ from cli.prompt import Prompt
 from cli.report import Report, result_json
 from cli.steps import Gauge, StepRecorder, write_page
 from cli.tree_text import TreeWriter
-from decoding.params import with_suggestions
-from decoding.sampling import SamplingParams
+from decoding.params import SamplingParams, with_suggestions
 from engine.engine import Engine
 from engine.grammar import json_grammar
 from engine.results import Chunk, GenerationResult

@@ -7,8 +7,7 @@ from typing import NamedTuple
 
 from torch import nn
 
-from decoding.params import per_row
-from decoding.sampling import SamplingParams
+from decoding.params import SamplingParams, per_row
 from engine.engine import Engine
 from engine.results import GenerationResult
 from model import Experts

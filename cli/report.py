@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 import kernels
-from decoding.sampling import SamplingParams
+from decoding.params import SamplingParams
 from engine.engine import Engine
 from engine.fused import layers_in_parts
 from engine.load import load

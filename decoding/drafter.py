@@ -14,7 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from decoding.sampling import SamplingMode, SamplingState
+from decoding.params import SamplingMode
+from decoding.sampling import SamplingState
 from model import Transformer
 from tree import DynamicTree, TreeTables
 

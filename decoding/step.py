@@ -19,8 +19,8 @@ from torch import Tensor
 import kernels
 from decoding import sampling
 from decoding.drafter import UNCOMPILED, Draft, Drafter, DraftInput, StepParts
-from decoding.params import MAX_STOP_IDS
-from decoding.sampling import Logprobs, SamplingMode, SamplingState
+from decoding.params import MAX_STOP_IDS, SamplingMode
+from decoding.sampling import Logprobs, SamplingState
 from decoding.verify import accept, multi_round
 from kernels.records import Accepted, StepBuffers
 from model import Transformer

@@ -22,6 +22,7 @@ from torch import Tensor
 import kernels
 from decoding import sampling
 from decoding.drafter import Draft, DraftInput, take_rows
+from decoding.params import SamplingMode
 from drafters.trees import DEFAULT_RULE, DraftRule, TreeDrafter
 from families.config import ModelConfig
 from kernels.growing import ancestors_from_parents, best_prefixes
@@ -371,7 +372,7 @@ class BlockDrafter(TreeDrafter):
                 return None, best.ids, best.scores
         logits = self.head.narrow_logits(hidden)
         ahead = None if noise is None else noise.narrow(1, 0, self.used)
-        mode = inputs.mode if ahead is not None else sampling.SamplingMode()
+        mode = inputs.mode if ahead is not None else SamplingMode()
         best = sampling.draft_topk(logits, ahead, self.draft_ids, inputs.sampling, mode, count, noisy)
         return logits, *best
 

@@ -12,6 +12,7 @@ from torch import Tensor
 import kernels
 from decoding import sampling
 from decoding.drafter import UNCOMPILED, Draft, Drafter, DraftInput, StepParts, take_rows
+from decoding.params import SamplingMode
 from kernels.growing import expand, first_level, select
 from kernels.records import Rotary
 from model import Nodes, chain_ancestors, nodes_at
@@ -110,7 +111,7 @@ class TreeDrafter(Drafter):
             view.picks = list(zip(*_picks(view.tree), strict=True))
         return view
 
-    def prunes(self, mode: sampling.SamplingMode) -> bool:
+    def prunes(self, mode: SamplingMode) -> bool:
         # a grammar writes forced tokens into the tree; the rest is what the C++ kernels lack
         return self.p_min > 0 and not (mode.grammar or mode.penalties or mode.filters)
 
@@ -248,7 +249,7 @@ class TreeDrafter(Drafter):
             local, q = self._draw(inputs, keys, width, first_row)
             return local, scores.gather(-1, local), q
         row = None if noise is None else noise.narrow(1, depth, 1)
-        mode = inputs.mode if self.shared_noise else sampling.SamplingMode()
+        mode = inputs.mode if self.shared_noise else SamplingMode()
         noisy = self.scoring == "noisy"
         return *sampling.draft_topk(logits, row, self.draft_ids, inputs.sampling, mode, width, noisy), None
 

@@ -21,7 +21,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from decoding.sampling import Logprobs, SamplingMode, SamplingParams
+from decoding.params import SamplingMode, SamplingParams
+from decoding.sampling import Logprobs
 from decoding.step import RING, StepOutput
 from engine.grammar import GrammarError
 from engine.pool import Pool

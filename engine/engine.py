@@ -16,8 +16,7 @@ from typing import TypeVar
 import torch
 
 from decoding.drafter import Drafter, PlainDrafter
-from decoding.params import MAX_STOP_IDS, SettingError, per_row
-from decoding.sampling import SamplingParams
+from decoding.params import MAX_STOP_IDS, SamplingParams, SettingError, per_row
 from engine.batch import Batch
 from engine.grammar import Grammars
 from engine.prefill import Prompt, prompts_ids

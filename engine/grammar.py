@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from decoding.drafter import Draft, Drafter, StepParts
-from decoding.sampling import SamplingMode
+from decoding.params import SamplingMode
 from decoding.step import DecodeState, StepOutput, draft_phase, verify_phase
 from engine.runner import Runner
 from model import Transformer

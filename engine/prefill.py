@@ -13,7 +13,8 @@ from torch import Tensor
 
 from decoding import sampling
 from decoding.drafter import Drafter
-from decoding.sampling import Logprobs, SamplingMode
+from decoding.params import SamplingMode
+from decoding.sampling import Logprobs
 from decoding.step import HISTORY, DecodeState
 from model import Transformer, chain_ancestors
 from support.errors import advised

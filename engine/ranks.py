@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from decoding.drafter import Drafter
-from decoding.sampling import SamplingParams
+from decoding.params import SamplingParams
 from engine.batch import Batch
 from engine.engine import Engine, Result
 from engine.prompt_cache import PromptCache

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from decoding.sampling import Logprobs, SamplingMode, SamplingParams
+from decoding.params import SamplingMode, SamplingParams
+from decoding.sampling import Logprobs
 from engine.grammar import Constraint
 from engine.prompt_cache import Saved, kept_ids
 from engine.results import Chunk, SequenceOutput

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
-from decoding.sampling import Logprobs, SamplingParams
+from decoding.params import SamplingParams
+from decoding.sampling import Logprobs
 
 
 class TokenLogprob(NamedTuple):

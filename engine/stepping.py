@@ -13,7 +13,7 @@ import torch
 
 import kernels
 from decoding.drafter import UNCOMPILED, Drafter, PlainDrafter
-from decoding.sampling import SamplingMode
+from decoding.params import SamplingMode
 from decoding.step import RING, DecodeState, Observer, StepOutput, decode_step
 from drafters.block import BlockHead
 from eagle_draft import EagleHead

@@ -20,7 +20,7 @@ from pathlib import Path
 import generate
 from bench.arms import build_engine
 from bench.suites import PACKAGE, find_model
-from decoding.sampling import SamplingParams
+from decoding.params import SamplingParams
 from engine.engine import Engine
 from engine.load import load
 from engine.results import GenerationResult

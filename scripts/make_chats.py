@@ -18,7 +18,7 @@ from dataclasses import replace
 from os.path import commonprefix  # it takes lists, too
 from pathlib import Path
 
-from decoding.sampling import SamplingParams
+from decoding.params import SamplingParams
 from engine.engine import Engine
 from engine.load import load
 from loading.options import add_options, options_from

@@ -21,7 +21,7 @@ from bench.measure import Bench
 from bench.records import Settings, environment, summarise
 from bench.report import result_table
 from bench.suites import ask
-from decoding.sampling import SamplingParams
+from decoding.params import SamplingParams
 from engine.load import load
 from loading.drafting import tuned_tree_path
 from loading.options import LoadOptions, add_options, options_from

@@ -19,7 +19,7 @@ from tiny import CTX, ScriptedDrafter, V, eagle_engine, tiny_head, tiny_model
 import tree
 from bench import arms as bench_arms
 from bench import measure, paper, peers, records, report, suites
-from decoding.sampling import SamplingParams
+from decoding.params import SamplingParams
 from drafters.medusa import MedusaHeads, save_medusa
 from engine.engine import Engine, EngineConfig
 from engine.load import load

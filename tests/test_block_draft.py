@@ -15,7 +15,7 @@ import kernels
 import tree as trees
 from decoding import sampling
 from decoding.drafter import Draft
-from decoding.sampling import SamplingMode, SamplingParams
+from decoding.params import SamplingMode, SamplingParams
 from decoding.step import DecodeState, draft_input
 from drafters.block import BlockDrafter, BlockHead
 from drafters.trees import DraftRule

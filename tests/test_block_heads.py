@@ -23,7 +23,7 @@ from block_kit import (
 from tiny import CTX, V
 
 import tree as trees
-from decoding.sampling import SamplingParams
+from decoding.params import SamplingParams
 from decoding.step import DecodeState, draft_input
 from drafters.block import BlockDrafter
 from support.errors import one_line

@@ -14,7 +14,7 @@ import generate
 import quantize
 from bench.arms import default_arms
 from bench.random_models import BLOCKS, block_config
-from decoding.sampling import SamplingParams
+from decoding.params import SamplingParams
 from drafters.block import BlockDrafter, BlockHead
 from engine.load import load
 from loading.options import DEMO

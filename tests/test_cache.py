@@ -12,7 +12,7 @@ import pytest
 from test_tree import files_run
 
 import generate
-from decoding.sampling import SamplingParams
+from decoding.params import SamplingParams
 from generate import load
 from support import cache, native
 from support.errors import BadFileError

@@ -18,7 +18,7 @@ import pytest
 
 from cli.chat import Conversation, ctrl_c_ends
 from cli.report import Report
-from decoding.sampling import SamplingParams
+from decoding.params import SamplingParams
 from generate import load, main
 from loading.options import DEMO
 

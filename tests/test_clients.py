@@ -14,7 +14,7 @@ pydantic = pytest.importorskip("pydantic", reason="the clients need pydantic")
 
 from serving_kit import running  # noqa: E402
 
-from decoding.sampling import SamplingParams  # noqa: E402
+from decoding.params import SamplingParams  # noqa: E402
 from generate import load  # noqa: E402
 from scripts import demo  # noqa: E402
 

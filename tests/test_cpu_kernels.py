@@ -26,8 +26,7 @@ from cli.prove import is_bitwise
 from cli.report import in_parts
 from decoding import sampling
 from decoding.drafter import Draft, PlainDrafter
-from decoding.params import SamplingParams
-from decoding.sampling import SamplingMode
+from decoding.params import SamplingMode, SamplingParams
 from decoding.step import DecodeState, draft_input
 from eagle_draft import EagleHead
 from engine.engine import Engine, EngineConfig

@@ -10,7 +10,7 @@ from test_model import random_tree
 import eagle_draft  # noqa: F401, it registers the operator that is compared with
 import kernels
 from decoding import sampling, step, verify
-from decoding.sampling import SamplingMode
+from decoding.params import SamplingMode
 from kernels import records
 from kernels.choice import Settings
 

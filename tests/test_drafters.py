@@ -18,7 +18,7 @@ from torch._dynamo.trace_rules import check_file
 import tree as trees
 from decoding import sampling
 from decoding.drafter import Draft, Drafter, PlainDrafter
-from decoding.sampling import SamplingParams
+from decoding.params import SamplingParams
 from decoding.step import DecodeState, decode_step
 from drafters import ngram
 from drafters.block import BlockDrafter

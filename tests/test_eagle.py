@@ -14,7 +14,7 @@ from tiny import CTX, DRAFT_VOCAB, MEDUSA, PROMPT, V, eagle_engine, held_out_pro
 import tree as trees
 from decoding import sampling
 from decoding.drafter import take_rows
-from decoding.sampling import SamplingParams
+from decoding.params import SamplingParams
 from decoding.verify import multi_round_walk
 from drafters import trees as tree_drafter
 from eagle_draft import EagleDrafter, EagleHead

@@ -13,7 +13,7 @@ import torch
 
 from bench.random_models import SHAPES, random_model
 from bench.suites import find_model
-from decoding.sampling import SamplingParams
+from decoding.params import SamplingParams
 from engine.engine import Engine
 from engine.load import load, open_backend
 from generate import DEMO_PROMPT

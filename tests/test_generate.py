@@ -18,7 +18,7 @@ from tiny import held, held_out_prompts, needs_triton
 import generate
 import kernels
 from cli import prove
-from decoding.sampling import SamplingParams
+from decoding.params import SamplingParams
 from engine.load import use_threads
 from engine.results import acceptance
 from generate import load, main

@@ -25,7 +25,7 @@ from conftest import BASE, build_hf
 from test_model import feed, run
 from tiny import held, random_blocks
 
-from decoding.sampling import SamplingParams
+from decoding.params import SamplingParams
 from engine.load import load
 from families.config import ModelConfig, RopeConfig
 from generate import main as generate

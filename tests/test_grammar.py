@@ -13,7 +13,7 @@ from test_runner import with_graphs
 from tiny import TREES, PieceTokenizer, ScriptedDrafter, definitions, eagle_engine, rules
 
 from decoding import sampling
-from decoding.sampling import SamplingParams
+from decoding.params import SamplingParams
 from engine.engine import Engine, EngineConfig
 from engine.grammar import GrammarError, Grammars, checked_grammar, draft_forced, json_grammar
 from generate import load, main

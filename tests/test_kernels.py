@@ -23,7 +23,7 @@ import tree as trees
 from bench.random_models import SHAPES
 from decoding import sampling
 from decoding.drafter import DraftInput
-from decoding.sampling import SamplingParams
+from decoding.params import SamplingMode, SamplingParams
 from eagle_draft import EagleDrafter, EagleHead
 from engine import engine, prefill
 from kernels import KernelBackend, LinearConfig, packed_experts, packed_linear
@@ -1255,7 +1255,7 @@ def test_interpreted_topk_drafts_the_same_tree(version, tree, monkeypatch):
     zero = torch.zeros(1, dtype=torch.int64)
     features = torch.randn(1, built.D + 1, head.feature_size)
     state = sampling.SamplingState(1, "cpu")
-    rest = (None, zero, state, sampling.SamplingMode(), torch.zeros(1, 97, dtype=torch.bool), torch.zeros(1, 97))
+    rest = (None, zero, state, SamplingMode(), torch.zeros(1, 97, dtype=torch.bool), torch.zeros(1, 97))
     request = DraftInput(torch.tensor([[3, 4] + [0] * 40]), zero + 1, zero + 4, features, zero + 1, *rest)
     weights_quantized.pack_(model, torch.float32)
     weights_quantized.pack_(head, torch.float32)

@@ -20,7 +20,8 @@ import tree as trees
 from bench import random_models
 from bench.random_models import BLOCKS, SHAPES, block_config
 from decoding import sampling, step, verify
-from decoding.sampling import SamplingMode, SamplingParams, SamplingState
+from decoding.params import SamplingMode, SamplingParams
+from decoding.sampling import SamplingState
 from eagle_draft import EagleDrafter
 from engine.engine import Engine, EngineConfig
 from kernels import KernelBackend, choice, draft, growing, records

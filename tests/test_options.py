@@ -10,8 +10,7 @@ import pytest
 import torch
 
 import kernels
-from decoding.params import SUGGESTED, with_suggestions
-from decoding.sampling import SamplingParams
+from decoding.params import SUGGESTED, SamplingParams, with_suggestions
 from families.config import DTYPES
 from loading import options
 from loading.drafting import BY_PRICE, default_tree, find_tuned_tree, resolve, tree_shape, tuned_tree_path, with_tree

@@ -29,7 +29,7 @@ from PyQt6.QtWebEngineWidgets import QWebEngineView  # noqa: E402
 from PyQt6.QtWidgets import QApplication  # noqa: E402
 from serving_kit import instruct_folder, running, script  # noqa: E402
 
-from decoding.sampling import SamplingParams  # noqa: E402
+from decoding.params import SamplingParams  # noqa: E402
 from generate import load  # noqa: E402
 from loading.options import DEMO  # noqa: E402
 

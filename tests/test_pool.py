@@ -11,7 +11,7 @@ import torch
 from tiny import PROMPT, TREES, V, eagle_drafter, tiny_head, tiny_model
 
 import kernels
-from decoding.sampling import SamplingParams
+from decoding.params import SamplingParams
 from engine.engine import Engine, EngineConfig
 from engine.load import load
 from engine.pool import Pool

@@ -10,7 +10,7 @@ import pytest
 import torch
 from tiny import CTX, TREES, V, eagle_engine, tables, tiny_head, tiny_model
 
-from decoding.sampling import SamplingParams
+from decoding.params import SamplingParams
 from drafters.ngram import NGramDrafter
 from engine.engine import Engine, EngineConfig
 from engine.prompt_cache import PromptCache

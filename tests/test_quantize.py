@@ -19,7 +19,7 @@ import generate
 import kernels
 import quantize
 from bench.arms import build_engine
-from decoding.sampling import SamplingParams
+from decoding.params import SamplingParams
 from eagle_draft import EagleHead
 from engine.load import load
 from families.config import ModelConfig

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import generate
 import kernels
 from decoding.drafter import PlainDrafter
-from decoding.sampling import SamplingMode
+from decoding.params import SamplingMode
 from decoding.step import DecodeState, decode_step
 from drafters.medusa import save_medusa
 from engine import load

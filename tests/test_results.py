@@ -6,7 +6,7 @@ import pytest
 from tiny import PROMPT, eagle_engine, tiny_head, tiny_model
 
 import tree as trees
-from decoding.sampling import SamplingParams
+from decoding.params import SamplingParams
 from engine.engine import Engine
 from engine.results import GenerationResult
 

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from decoding import sampling
-from decoding.sampling import SamplingMode, SamplingParams, SamplingState
+from decoding.params import SamplingMode, SamplingParams
+from decoding.sampling import SamplingState
 
 VOCAB = 64
 SAMPLE = SamplingMode(sample=True)

@@ -20,7 +20,7 @@ import pydantic  # noqa: E402  # the client needs it
 from serving_kit import instruct_folder, running, script, until  # noqa: E402
 from tiny import definitions, rules  # noqa: E402
 
-from decoding.sampling import SamplingParams  # noqa: E402
+from decoding.params import SamplingParams  # noqa: E402
 from engine.prompt_cache import PromptCache  # noqa: E402
 from generate import load  # noqa: E402
 from serving.fields import NOT_HERE, Fields  # noqa: E402

@@ -23,7 +23,7 @@ httpx = pytest.importorskip("httpx", reason="the client needs httpx (requirement
 
 from serving_kit import Running, instruct_folder, running, script, until  # noqa: E402
 
-from decoding.sampling import SamplingParams  # noqa: E402
+from decoding.params import SamplingParams  # noqa: E402
 from engine.prompt_cache import PromptCache  # noqa: E402
 from generate import load  # noqa: E402
 from kernels import PackedWeight  # noqa: E402

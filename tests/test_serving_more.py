@@ -13,7 +13,7 @@ httpx = pytest.importorskip("httpx", reason="the client needs httpx (requirement
 
 from serving_kit import instruct_folder, running, script  # noqa: E402
 
-from decoding.sampling import SamplingParams  # noqa: E402
+from decoding.params import SamplingParams  # noqa: E402
 from generate import load  # noqa: E402
 from scripts import serve  # noqa: E402
 

@@ -19,7 +19,7 @@ httpx = pytest.importorskip("httpx", reason="the client needs httpx (requirement
 from serving_kit import Running, instruct_folder, running, until  # noqa: E402
 
 from cli.steps import StepRecorder, page_data  # noqa: E402
-from decoding.sampling import SamplingParams  # noqa: E402
+from decoding.params import SamplingParams  # noqa: E402
 from generate import load  # noqa: E402
 from loading.options import DEMO  # noqa: E402
 

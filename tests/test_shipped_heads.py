@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from decoding.sampling import SamplingParams
+from decoding.params import SamplingParams
 from engine.load import load
 from engine.results import acceptance
 from scripts import demo

@@ -17,7 +17,7 @@ import pytest
 import torch
 from tiny import PROMPT, TREES, PieceTokenizer, V, eagle_engine, tiny_head, tiny_model
 
-from decoding.sampling import SamplingParams
+from decoding.params import SamplingParams
 from decoding.step import Observer
 from engine.engine import Engine
 from support.machine import release_threads

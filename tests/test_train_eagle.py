@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from decoding.sampling import SamplingParams
+from decoding.params import SamplingParams
 from engine import load
 from families.config import ModelConfig
 from loading import drafting

@@ -17,7 +17,7 @@ from cli.steps import Gauge, Node, Step, StepRecorder, StepView, page_data, writ
 from cli.tree_text import TreeWriter, clipped, columns, shown, tree_lines, wants_colour
 from decoding import sampling
 from decoding import step as step_module
-from decoding.sampling import SamplingParams
+from decoding.params import SamplingParams
 from decoding.step import PHASES, Observer
 from drafters.ngram import WithNGrams
 from engine.engine import Engine, EngineConfig

@@ -14,7 +14,7 @@ from fake_cuda import Indexing, Launches, OneDevice, fake_gpu
 import kernels
 from bench.random_models import SHAPES, random_model
 from decoding import step
-from decoding.sampling import SamplingParams
+from decoding.params import SamplingParams
 from engine.engine import Engine, EngineConfig
 from engine.load import open_backend
 from engine.prefill import CHUNKS

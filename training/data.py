@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 import kernels
-from decoding.sampling import SamplingParams
+from decoding.params import SamplingParams
 from engine.engine import Engine, EngineConfig
 from model import Transformer
 from support.errors import UsageError

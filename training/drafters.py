@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 import kernels
 from decoding.drafter import Drafter
-from decoding.sampling import SamplingParams
+from decoding.params import SamplingParams
 from engine.engine import Engine, EngineConfig
 from families.config import DTYPES
 from loading.options import LoadOptions

@@ -130,7 +130,7 @@ class Attention(nn.Module):
         visible = nodes.visible_window if self.window else nodes.visible
         seen = nodes.start, visible, nodes.positions, self.window
         shape = self.scale, arrived, self.cap, self.sinks
-        out = kernels.tree_attention(q, kv, *seen, *shape, nodes.segments, nodes.longest, nodes.step)
+        out = kernels.tree_attention(q, kv, *seen, *shape, nodes.segments, nodes.longest, nodes.chain)
         return linear(self.o, out.reshape(B, T, -1), residual, multiplier=self.multiplier)
 
     def forward_train(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -359,17 +359,17 @@ class Transformer(nn.Module):
 
     def nodes(
         self, n: Tensor, depth: Tensor, ancestors: Tensor, slots: int, segments: Tensor | None = None,
-        step: bool = True,
+        chain: bool = False,
     ) -> Nodes:  # fmt: skip
         """Positions, slots and visibility of T nodes behind n [B] cached tokens.
 
         depth [B, T] int64; ancestors [B, T, T] bool, each node its own ancestor; slots: rows of the cache, or with
-        segments of a sequence at most; segments, step: as of `Nodes`.
+        segments of a sequence at most; segments, chain: as of `Nodes`.
         """
         rotary = Rotary(self.rotary.cos, self.rotary.sin)
         where = kernels.place_rows(n, depth, rotary, slots, 0, None, None, 0, segments)
         nodes = nodes_at(where, n, ancestors, max(self.config.windows))
-        return nodes._replace(segments=segments, longest=slots, step=step)
+        return nodes._replace(segments=segments, longest=slots, chain=chain)
 
     def forward(
         self, tokens: Tensor, nodes: Nodes, kv_cache: Tensor, taps: tuple[int, ...] = (), layers: Callable | None = None

@@ -184,7 +184,7 @@ class TreeDrafter(Drafter):
         T = tokens.shape[1]
         rotary = Rotary(self.rotary.cos, self.rotary.sin)
         where = kernels.place_rows(start, torch.arange(T, device=tokens.device)[None], rotary, self.slots)
-        nodes = nodes_at(where, start, chain_ancestors(1, T, tokens.device), self.window)
+        nodes = nodes_at(where, start, chain_ancestors(1, T, tokens.device), self.window)._replace(chain=True)
         self._forward(tokens, self.fuse(features), nodes, self.cache.narrow(-4, row, 1), UNCOMPILED)
 
     def _extend(self, inputs: DraftInput) -> Tensor:

@@ -194,7 +194,7 @@ def _run_chunk(
     T = tokens.shape[1]
     depth = torch.arange(T, device=tokens.device)[None]
     seen = chain_ancestors(1, T, tokens.device), state.slots, state.segments.narrow(0, row, 1)
-    nodes = model.nodes(start, depth, *seen, step=False)
+    nodes = model.nodes(start, depth, *seen, chain=True)
     hidden_states, taps = model(tokens, nodes, state.kv, drafter.taps, layers)
     features = hidden_states if taps is None else taps
     drafter.prefill(row, torch.cat((tokens, nexts[:, -1:]), 1), features, start)

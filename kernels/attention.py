@@ -75,17 +75,16 @@ def _attend_one(
 
 
 @jit
-def _row_geometry(start, positions, b, m, T, R, ROWS, REGION: tl.constexpr):
+def _row_geometry(start, positions, b, m, T, ROWS, CHAIN: tl.constexpr):
     """For query rows m = g * T + t of sequence b: (whether the row exists, t, first slot n of the region,
-    position p, end of the keys that the chunk kernel handles)."""
+    position p, end of the keys that are read in chunks)."""
     ok = m < ROWS
     t = m % T
     n = tl.load(start + b).to(tl.int32)
     p = tl.load(positions + b * T + t, mask=ok, other=0).to(tl.int32)
-    if REGION:
-        limit = tl.zeros_like(p) + n + R
-    else:
-        limit = tl.minimum(tl.maximum(p - 16, 0) // 16 * 16, n)
+    limit = tl.maximum(p - 16, 0) // 16 * 16
+    if not CHAIN:  # Only the rows of a chain lie where their positions say. Nodes are at most 16 deep.
+        limit = tl.minimum(limit, n)
     return ok, t, n, p, tl.where(ok, limit, 0)
 
 
@@ -103,13 +102,13 @@ def _own_rows(segments, bh, b, S, HKV: tl.constexpr, POOLED: tl.constexpr):
 
 @jit
 def _split_bounds(split):
-    """The keys [first, last) of a split: 8 splits of 128, 8 of 256, 8 of 512, 8 of 1024, then all of 2048.
+    """The keys [first, last) of a split: 16 splits of 128, 16 of 256, 16 of 512, 16 of 1024, then all of 2048.
 
     So short contexts fill the GPU and long ones have few partial sums. The size of the cache S plays no part,
     because drafters allocate caches of different sizes.
     """
-    octave = tl.minimum(split // 8, 4)
-    first = 1024 * ((1 << octave) - 1) + (split - 8 * octave) * (128 << octave)
+    octave = tl.minimum(split // 16, 4)
+    first = 2048 * ((1 << octave) - 1) + (split - 16 * octave) * (128 << octave)
     return first, first + (128 << octave)
 
 
@@ -138,57 +137,51 @@ def _live_splits(end):
     last = tl.maximum(end - 1, 0)
     octave = 0
     for i in tl.static_range(1, 5):
-        octave += tl.where(last >= 1024 * ((1 << i) - 1), 1, 0)
-    first = 1024 * ((1 << octave) - 1)
-    return tl.where(end > 0, 8 * octave + (last - first) // (128 << octave) + 1, 0)
+        octave += tl.where(last >= 2048 * ((1 << i) - 1), 1, 0)
+    first = 2048 * ((1 << octave) - 1)
+    return tl.where(end > 0, 16 * octave + (last - first) // (128 << octave) + 1, 0)
 
 
 @jit
 def _attend_chunks(
-    query, kv, kv_scales, visible, own, trash, b, split, ok, t, n, p, limit, v_offset, T, R, scale, HD: tl.constexpr,
-    HDP: tl.constexpr, WINDOW: tl.constexpr, REGION: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
-    INT8: tl.constexpr, CAP: tl.constexpr, NATIVE: tl.constexpr,
+    query, kv, kv_scales, own, trash, split, ok, n, p, limit, v_offset, scale, HD: tl.constexpr, HDP: tl.constexpr,
+    WINDOW: tl.constexpr, CHAIN: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, INT8: tl.constexpr,
+    CAP: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
-    """The part on matrix units: (maximum, sum, weighted values) over the keys of a split below `limit`. With REGION
-    over all keys.
+    """The part on matrix units: (maximum, sum, weighted values) over the keys of a split below `limit`.
 
     Key blocks begin at multiples of BK, and a block that is masked changes no bit. So the partial sum of a
     row depends on its position and its keys alone.
     """
     end = tl.max(limit, 0)
     low, last = _split_bounds(split)
-    high = end if REGION else tl.minimum(last, end)
     if WINDOW > 0:
         low = tl.maximum(low, (tl.min(tl.where(ok, p, 2147483647), 0) - WINDOW + 1) // BK * BK)
     d = tl.arange(0, HDP)
     top = tl.full((BM,), float("-inf"), tl.float32)
     total = tl.zeros((BM,), tl.float32)
     acc = tl.zeros((BM, HDP), tl.float32)
-    for j0 in range(low, high, BK):
+    for j0 in range(low, tl.minimum(last, end), BK):
         j = j0 + tl.arange(0, BK)
         at = (own + tl.minimum(j, trash)) * (HD + 4 * INT8)
         k = load_rows(kv, kv_scales, at, d, j < end, query.dtype, HD, INT8)
         v = load_rows(kv, kv_scales, at + v_offset, d, j < end, query.dtype, HD, INT8)
         spoilt = tl.zeros((BK,), tl.int32)
-        if WINDOW > 0 or REGION:  # Queries of a tile see different keys, and 0 x NaN must not reach the others.
+        if WINDOW > 0 or CHAIN:  # Queries of a tile see different keys, and 0 x NaN must not reach the others.
             usable = tl.abs(v.to(tl.float32)) < float("inf")
             spoilt = tl.max(tl.where(usable, 0, 1), 1)
             v = tl.where(usable, v, 0.0).to(v.dtype)
         see = j[None, :] < limit[:, None]
         if WINDOW > 0:
-            see = see & ((j[None, :] > p[:, None] - WINDOW) | (j[None, :] >= n))
-        if REGION:
-            r = j - n
-            inside = ok[:, None] & ((r >= 0) & (r < R))[None, :]
-            vis = tl.load(visible + (b * T + t[:, None]) * R + r[None, :], mask=inside, other=0)
-            see = see & ((r < 0)[None, :] | (vis != 0))
+            near = j[None, :] > p[:, None] - WINDOW
+            see = see & (near if CHAIN else near | (j[None, :] >= n))
         dots = dot(query, tl.trans(k), tl.zeros((BM, BK), tl.float32), NATIVE)
         score = tl.where(see, _capped(dots * scale, CAP), float("-inf"))
         new, safe, shrink = _rescale(top, tl.max(score, 1))
         weight = tl.exp(score - safe[:, None])
         total = total * shrink + tl.sum(weight, 1)
         acc = dot(weight.to(v.dtype), v, acc * shrink[:, None], NATIVE)
-        if WINDOW > 0 or REGION:
+        if WINDOW > 0 or CHAIN:
             hit = tl.max(tl.where(see & (spoilt != 0)[None, :], 1, 0), 1)
             acc = tl.where((hit != 0)[:, None], float("nan"), acc)
         top = new
@@ -196,38 +189,55 @@ def _attend_chunks(
 
 
 @jit
+def _seen_rows(visible, b, t, ok, first, T, R, RP: tl.constexpr):
+    """Which of the region's rows `first`, `first` + 1, ... the queries see: their numbers [RP], and 0 or 1 [..., RP]."""
+    r = first + tl.arange(0, RP)
+    at = visible + (b * T + t[:, None]) * R + r[None, :]
+    return r, tl.load(at, mask=ok[:, None] & (r < R)[None, :], other=0).to(tl.int32)
+
+
+@jit
 def _attend_tail(
     query, kv, kv_scales, visible, own, trash, b, ok, t, n, p, limit, v_offset, T, R, scale, HD: tl.constexpr,
-    HDP: tl.constexpr, RP: tl.constexpr, WINDOW: tl.constexpr, RT: tl.constexpr, INT8: tl.constexpr,
-    CAP: tl.constexpr,
+    HDP: tl.constexpr, RP: tl.constexpr, WINDOW: tl.constexpr, CHAIN: tl.constexpr, RT: tl.constexpr,
+    INT8: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
     """The same over the tail, the keys from `limit` on, for RT rows.
 
     Key i of the tail is position limit + i, whichever slot holds it: history, or the i-th visible row of the
-    region. So verification and plain decoding reduce the same operands in the same places. Every query
+    region. So verification, plain decoding and prompts reduce the same operands in the same places. Every query
     gathers only rows that it sees. Others are loaded as zero. A tail has at most 32 keys where rows see their own path
     alone, so that there is one step.
     """
     base = own * (HD + 4 * INT8)
     values = kv + base + v_offset
     d = tl.arange(0, HDP)
-    r = tl.arange(0, RP)
-    seen = ok[:, None] & (r < R)[None, :]
-    vis = tl.load(visible + (b * T + t[:, None]) * R + r[None, :], mask=seen, other=0).to(tl.int32)
-    # 1, 2, ... for the visible rows of the region. Their slots are in the order of their positions.
-    rank = tl.cumsum(vis, 1) * vis
-    count = tl.sum(vis, 1)
+    count = tl.zeros((RT,), tl.int32)  # of the region's rows that a query sees
+    if CHAIN:
+        count += t + 1
+    else:
+        for first in range(0, R, RP):
+            count += tl.sum(_seen_rows(visible, b, t, ok, first, T, R, RP)[1], 1)
     top = tl.full((RT,), float("-inf"), tl.float32)
     total = tl.zeros((RT,), tl.float32)
     acc = tl.zeros((RT, HDP), tl.float32)
     for step in range(tl.cdiv(tl.max(tl.where(ok, n - limit + count, 0), 0), 32)):
         j = limit[:, None] + step * 32 + tl.arange(0, 32)[None, :]
         nth = j - n
-        row = tl.sum(tl.where(rank[:, None, :] == nth[:, :, None] + 1, r[None, None, :], 0), 2)
-        slot = tl.where(nth < 0, j, tl.minimum(n + row, trash))
+        slot = tl.minimum(j, trash)
+        if not CHAIN:  # The slots of the visible rows are in the order of their positions.
+            row = tl.zeros((RT, 32), tl.int32)
+            before = tl.zeros((RT,), tl.int32)
+            for first in range(0, R, RP):
+                r, seen = _seen_rows(visible, b, t, ok, first, T, R, RP)
+                rank = (before[:, None] + tl.cumsum(seen, 1)) * seen  # 1, 2, ... for the visible rows
+                row += tl.sum(tl.where(rank[:, None, :] == nth[:, :, None] + 1, r[None, None, :], 0), 2)
+                before += tl.sum(seen, 1)
+            slot = tl.where(nth < 0, j, tl.minimum(n + row, trash))
         see = ok[:, None] & (nth < count[:, None])
         if WINDOW > 0:
-            see = see & ((nth >= 0) | (j > p[:, None] - WINDOW))
+            near = j > p[:, None] - WINDOW
+            see = see & (near if CHAIN else near | (nth >= 0))
         at = slot * (HD + 4 * INT8)
         k = load_rows(kv + base, kv_scales + base // 4, at, d, see, tl.float32, HD, INT8)
         v = load_rows(values, kv_scales + (base + v_offset) // 4, at, d, see, tl.float32, HD, INT8)
@@ -241,6 +251,19 @@ def _attend_tail(
 
 
 @jit
+def _nothing(sinks, bh, m, ok, T, ROWS, HKV: tl.constexpr, HDP: tl.constexpr, SINKS: tl.constexpr):
+    """(maxima, sums, weighted values) of rows m before the first key: those of the sink, if there is one."""
+    acc = tl.zeros((m.shape[0], HDP), tl.float32)
+    if SINKS:
+        top = tl.load(sinks + bh % HKV * (ROWS // T) + m // T, mask=ok, other=float("-inf")).to(tl.float32)
+        total = tl.where(ok, 1.0, 0.0)
+    else:
+        top = tl.full((m.shape[0],), float("-inf"), tl.float32)
+        total = tl.zeros((m.shape[0],), tl.float32)
+    return top, total, acc
+
+
+@jit
 def _store_partial(acc_part, ml_part, at, m, d, top, total, acc, ok, real, HD: tl.constexpr):
     """Store what rows m of a part have added up, in the rows from `at` on."""
     tl.store(acc_part + (at + m)[:, None] * HD + d[None, :], acc, mask=real)
@@ -249,11 +272,9 @@ def _store_partial(acc_part, ml_part, at, m, d, top, total, acc, ok, real, HD: t
 
 
 @jit
-def _load_partial(acc_part, ml_part, i, splits, last, m, d, limit, ok, real, ROWS, HD: tl.constexpr):
-    """(maxima, sums, weighted values) of rows m in part i: a split, then the tail, then nothing."""
-    first = tl.where(i < splits, _split_bounds(i)[0], tl.where(i == splits, -1, 2147483647))
-    live = ok & (first < limit)
-    row = tl.where(i < splits, i * ROWS, last) + m
+def _load_partial(acc_part, ml_part, at, m, d, live, real, HD: tl.constexpr):
+    """(maxima, sums, weighted values) of rows m, stored in the rows from `at` on. Those of no keys where not live."""
+    row = at + m
     top = tl.load(ml_part + row * 2, mask=live, other=float("-inf"), cache_modifier=".cg")
     total = tl.load(ml_part + row * 2 + 1, mask=live, other=0, cache_modifier=".cg")
     rows = acc_part + row[:, None] * HD + d[None, :]
@@ -262,7 +283,7 @@ def _load_partial(acc_part, ml_part, i, splits, last, m, d, limit, ok, real, ROW
 
 @jit
 def _merge(top, total, acc, part):
-    """The sums of `_load_partial` added to those of the parts before it. A part without keys changes no bit."""
+    """Two partial sums added up. A part without keys changes no bit."""
     new, safe, shrink = _rescale(top, part[0])
     weight = tl.exp(part[0] - safe)
     return new, total * shrink + part[1] * weight, acc * shrink[:, None] + part[2] * weight[:, None]
@@ -272,133 +293,122 @@ def _merge(top, total, acc, part):
 def attend_kernel(
     q, kv, kv_scales, segments, start, visible, positions, acc_part, ml_part, arrived, out, sinks, v_offset, S, T, R,
     ROWS, PARTS, scale, HKV: tl.constexpr, HD: tl.constexpr, HDP: tl.constexpr, RP: tl.constexpr, WINDOW: tl.constexpr,
-    REGION: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, RT: tl.constexpr, INT8: tl.constexpr,
+    CHAIN: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, RT: tl.constexpr, RM: tl.constexpr, INT8: tl.constexpr,
     CAP: tl.constexpr, SINKS: tl.constexpr, NATIVE: tl.constexpr, POOLED: tl.constexpr,
 ):  # fmt: skip
     """Attention of BM query rows: keys [0, limit) on matrix units, limit = 16 floor((p - 16) / 16), then the tail.
     Grid (B Hkv, row tiles, up to BM / RT programs for tails and one per split).
 
-    The program of a row tile that arrives last merges the partial sums of each row in the order of its keys. With
-    REGION, for prefill, one program does a row tile alone, and there is no tail.
+    The program of a row tile that arrives last merges the partial sums of each row in the order of its keys, RM rows at
+    a time. With CHAIN, where there are many rows, one program merges all splits of a tile as it goes. The order is the
+    same, so a token has the same bits in a prompt and in a step.
     """
     bh = tl.program_id(0)
     tile = tl.program_id(1)
     part = tl.program_id(2)
     b = bh // HKV
     TAILS = tl.minimum(tl.cdiv(ROWS, RT), BM // RT)
-    if not REGION:
+    if not CHAIN:
         # The grid follows the size of the cache. A split behind the history ends here, after one load.
         if (part >= TAILS) & (_split_bounds(tl.maximum(part - TAILS, 0))[0] >= tl.load(start + b)):
             return
-        # Offsets within the partial sums of one head fit in 32 bits. Those of a large batch do not.
-        acc_part += bh.to(tl.int64) * PARTS * ROWS * HD
-        ml_part += bh.to(tl.int64) * PARTS * ROWS * 2
+    # Offsets within the partial sums of one head fit in 32 bits. Those of a large batch do not.
+    acc_part += bh.to(tl.int64) * PARTS * ROWS * HD
+    ml_part += bh.to(tl.int64) * PARTS * ROWS * 2
     own, trash = _own_rows(segments, bh, b, S, HKV, POOLED)
     d = tl.arange(0, HDP)
     m = tile * BM + tl.arange(0, BM)
-    ok, t, n, p, limit = _row_geometry(start, positions, b, m, T, R, ROWS, REGION)
-    at = (bh * ROWS + m)[:, None] * HD + d[None, :]
-    real = ok[:, None] & (d < HD)[None, :]
-    sink = tl.full((BM,), float("-inf"), tl.float32)
-    if SINKS:
-        sink = tl.load(sinks + bh % HKV * (ROWS // T) + m // T, mask=ok, other=float("-inf")).to(tl.float32)
-    if REGION:
-        query = tl.load(q + at, mask=real, other=0)
-        top, total, acc = _attend_chunks(query, kv, kv_scales, visible, own, trash, b, 0, ok, t, n, p, limit, v_offset, T,
-                                         R, scale, HD, HDP, WINDOW, REGION, BM, BK, INT8, CAP, NATIVE)  # fmt: skip
-        if SINKS:
-            top, total, acc = _merge(top, total, acc, (sink, tl.where(ok, 1.0, 0.0), tl.zeros((BM, HDP), tl.float32)))
+    ok, t, n, p, limit = _row_geometry(start, positions, b, m, T, ROWS, CHAIN)
+    splits = _live_splits(tl.max(limit, 0))
+    tails = tl.cdiv(tl.minimum(ROWS - tile * BM, BM), RT)
+    parts = 1 if CHAIN else splits  # beside the tails
+    if part >= tl.where(part < TAILS, tails, TAILS + parts):
+        return
+    last = (PARTS - 1) * ROWS  # The tails' partial sums lie behind the others.
+    if part < TAILS:
+        few = tile * BM + part * RT + tl.arange(0, RT)
+        ok_few, t_few, n_few, p_few, limit_few = _row_geometry(start, positions, b, few, T, ROWS, CHAIN)
+        real_few = ok_few[:, None] & (d < HD)[None, :]
+        query_few = tl.load(q + (bh * ROWS + few)[:, None] * HD + d[None, :], mask=real_few, other=0).to(tl.float32)
+        top_few, total_few, acc_few = _attend_tail(
+            query_few, kv, kv_scales, visible, own, trash, b, ok_few, t_few, n_few, p_few, limit_few, v_offset, T, R,
+            scale, HD, HDP, RP, WINDOW, CHAIN, RT, INT8, CAP)  # fmt: skip
+        _store_partial(acc_part, ml_part, last, few, d, top_few, total_few, acc_few, ok_few, real_few, HD)
     else:
-        splits = _live_splits(tl.max(limit, 0))
-        tails = tl.cdiv(tl.minimum(ROWS - tile * BM, BM), RT)
-        if part >= tl.where(part < TAILS, tails, TAILS + splits):
-            return
-        last = (PARTS - 1) * ROWS  # the tails' partial sums lie behind those of the splits
-        if part < TAILS:
-            few = tile * BM + part * RT + tl.arange(0, RT)
-            ok_few, t_few, n_few, p_few, limit_few = _row_geometry(start, positions, b, few, T, R, ROWS, REGION)
-            at_few = few[:, None] * HD + d[None, :]
-            real_few = ok_few[:, None] & (d < HD)[None, :]
-            query_few = tl.load(q + bh * ROWS * HD + at_few, mask=real_few, other=0).to(tl.float32)
-            top_few, total_few, acc_few = _attend_tail(
-                query_few, kv, kv_scales, visible, own, trash, b, ok_few, t_few, n_few, p_few, limit_few, v_offset, T, R,
-                scale, HD, HDP, RP, WINDOW, RT, INT8, CAP)  # fmt: skip
-            _store_partial(acc_part, ml_part, last, few, d, top_few, total_few, acc_few, ok_few, real_few, HD)
+        real = ok[:, None] & (d < HD)[None, :]
+        query = tl.load(q + (bh * ROWS + m)[:, None] * HD + d[None, :], mask=real, other=0)
+        if CHAIN:
+            top, total, acc = _nothing(sinks, bh, m, ok, T, ROWS, HKV, HDP, SINKS)
+            for split in range(splits):
+                one = _attend_chunks(query, kv, kv_scales, own, trash, split, ok, n, p, limit, v_offset, scale, HD, HDP,
+                                     WINDOW, CHAIN, BM, BK, INT8, CAP, NATIVE)  # fmt: skip
+                top, total, acc = _merge(top, total, acc, one)
+            _store_partial(acc_part, ml_part, 0, m, d, top, total, acc, ok, real, HD)
         else:
-            query = tl.load(q + at, mask=real, other=0)
-            top_s, total_s, acc_s = _attend_chunks(
-                query, kv, kv_scales, visible, own, trash, b, part - TAILS, ok, t, n, p, limit, v_offset, T, R, scale,
-                HD, HDP, WINDOW, REGION, BM, BK, INT8, CAP, NATIVE)  # fmt: skip
-            mine = (part - TAILS) * ROWS
-            _store_partial(acc_part, ml_part, mine, m, d, top_s, total_s, acc_s, ok, real, HD)
-        tl.debug_barrier()
-        before = tl.atomic_add(arrived + bh * tl.num_programs(1) + tile, 1, sem="acq_rel", scope="gpu")
-        if before != splits + tails - 1:
-            return
-        tl.store(arrived + bh * tl.num_programs(1) + tile, 0)
-        top = sink
-        total = tl.where(ok, 1.0, 0.0) if SINKS else tl.zeros((BM,), tl.float32)
-        acc = tl.zeros((BM, HDP), tl.float32)
-        for i in range(0, splits + 1, 2):  # two at a time, so that their loads wait together
-            one = _load_partial(acc_part, ml_part, i, splits, last, m, d, limit, ok, real, ROWS, HD)
-            two = _load_partial(acc_part, ml_part, i + 1, splits, last, m, d, limit, ok, real, ROWS, HD)
-            top, total, acc = _merge(top, total, acc, one)
-            top, total, acc = _merge(top, total, acc, two)
-    acc = acc / tl.where(total == 0, 1.0, total)[:, None]
-    # Row m is token t of the query head m // T among those that share the keys. out is [B,T,Hq,hd].
-    to = ((b * T + t) * HKV + bh % HKV) * (ROWS // T) + m // T
-    tl.store(out + to[:, None] * HD + d[None, :], acc.to(out.dtype.element_ty), mask=real)
+            top, total, acc = _attend_chunks(
+                query, kv, kv_scales, own, trash, part - TAILS, ok, n, p, limit, v_offset, scale, HD, HDP, WINDOW, CHAIN,
+                BM, BK, INT8, CAP, NATIVE)  # fmt: skip
+            _store_partial(acc_part, ml_part, (part - TAILS) * ROWS, m, d, top, total, acc, ok, real, HD)
+    tl.debug_barrier()
+    before = tl.atomic_add(arrived + bh * tl.num_programs(1) + tile, 1, sem="acq_rel", scope="gpu")
+    if before != parts + tails - 1:
+        return
+    tl.store(arrived + bh * tl.num_programs(1) + tile, 0)
+    for first in range(tile * BM, tl.minimum(tile * BM + BM, ROWS), RM):
+        rows = first + tl.arange(0, RM)
+        ok_rm, t_rm, n_rm, p_rm, limit_rm = _row_geometry(start, positions, b, rows, T, ROWS, CHAIN)
+        real_rm = ok_rm[:, None] & (d < HD)[None, :]
+        if CHAIN:
+            top_rm, total_rm, acc_rm = _load_partial(acc_part, ml_part, 0, rows, d, ok_rm, real_rm, HD)
+        else:
+            top_rm, total_rm, acc_rm = _nothing(sinks, bh, rows, ok_rm, T, ROWS, HKV, HDP, SINKS)
+            for i in range(0, splits, 8):  # eight at a time, so that their loads wait together
+                several = ()
+                for k in tl.static_range(8):
+                    begin = tl.where(i + k < splits, _split_bounds(i + k)[0], 2147483647)
+                    live = ok_rm & (begin < limit_rm)
+                    several += (_load_partial(acc_part, ml_part, (i + k) * ROWS, rows, d, live, real_rm, HD),)
+                for k in tl.static_range(8):
+                    top_rm, total_rm, acc_rm = _merge(top_rm, total_rm, acc_rm, several[k])
+        tail = _load_partial(acc_part, ml_part, last, rows, d, ok_rm, real_rm, HD)
+        top_rm, total_rm, acc_rm = _merge(top_rm, total_rm, acc_rm, tail)
+        acc_rm = acc_rm / tl.where(total_rm == 0, 1.0, total_rm)[:, None]
+        # Row m is token t of the query head m // T among those that share the keys. out is [B,T,Hq,hd].
+        to = ((b * T + t_rm) * HKV + bh % HKV) * (ROWS // T) + rows // T
+        tl.store(out + to[:, None] * HD + d[None, :], acc_rm.to(out.dtype.element_ty), mask=real_rm)
 
 
-def lacks_fences(capability: tuple[int, int]) -> bool:
-    """Whether Triton may put no fence between copies into shared memory and the wgmma that reads them."""
-    return capability[0] == 9 and tuple(int(part) for part in triton.__version__.split(".")[:2]) < (3, 7)
-
-
-def attention_tiles(dim: int, region: bool, int8: bool, window: int, nodes: int, wgmma: bool = True) -> dict:
+def attention_tiles(dim: int, int8: bool) -> dict:
     """Constants and compiler options of the kernel.
 
     The tiles are the largest that neither spill nor need more than 99 KB of shared memory. They do not depend
-    on T. A tile of another height means other matrix instructions (sm_90 uses wgmma from 64 rows) and sums in
-    another order, so verification would differ from plain decoding. Prefill (region) is the same for both.
-    nodes: rows of the region. wgmma: whether tiles may be so high that sm_90 uses it (`lacks_fences`).
+    on the number of rows. A tile of another height means other matrix instructions (sm_90 uses wgmma from 64 rows) and
+    sums in another order, so verification would differ from plain decoding.
     """
-    tiles = dict(
-        BM=64 if region and not int8 and wgmma else 32,
-        BK=64 >> ((region or int8) + (dim > 128)),
-        RT=2 if dim <= 128 else 1,
-    )
-    wide = dim > 128 and (window > 0 or int8)
-    # Without a limit ptxas may stop at 128 or 168 registers, too few for a window, short heads or many nodes. Heads of
-    # 256 without a window need no more, and with a limit they spill on sm_90.
-    if region or dim > 128 and not wide:
-        limit = None
-    else:
-        limit = 255 if window > 0 or dim > 64 or nodes > 64 else 168
-    return tiles | dict(num_warps=8 if region or wide else 4, num_stages=2, maxnreg=limit, **EXACT)
+    wide = dim > 128
+    tiles = dict(BM=32, BK=64 >> (int8 + wide), RT=1 if wide else 2)
+    # Without a number, ptxas would rather spill than use more than 128 or 168 registers.
+    return tiles | dict(num_warps=8 if wide else 4, num_stages=2, maxnreg=255, **EXACT)
 
 
 def _tree_attention_triton(
     q: Tensor, kv: Tensor, start: Tensor, visible: Tensor, positions: Tensor, window: int, scale: float,
-    arrived: Tensor | None, cap: float, sinks: Tensor | None, segments: Tensor | None, longest: int, step: bool,
+    arrived: Tensor | None, cap: float, sinks: Tensor | None, segments: Tensor | None, longest: int, chain: bool,
 ) -> Tensor:  # fmt: skip
     """`tree_attention` in one launch, whose grid depends on the longest sequence's slots and T alone."""
     batch, query_heads, T, dim = q.shape
     kv_heads, S = kv.shape[2:4]
     R = visible.shape[2]
     rows = query_heads // kv_heads * T
-    region = not step and (T >= 32 or R > 128)  # so is every chunk of a prompt, however wide (`prefill.CHUNKS`)
     int8 = kv.dtype == torch.int8
     longest = longest or S
-    octave = min((longest // 1024 + 1).bit_length() - 1, 4)
-    splits = 8 * octave + triton.cdiv(longest - 1024 * (2**octave - 1), 128 << octave)
-    wgmma = not (region and q.is_cuda and lacks_fences(torch.cuda.get_device_capability(q.device)))
-    tiles = attention_tiles(dim, region, int8, window, R, wgmma)
+    octave = min((longest // 2048 + 1).bit_length() - 1, 4)
+    splits = 1 if chain else 16 * octave + triton.cdiv(longest - 2048 * (2**octave - 1), 128 << octave)
+    tiles = attention_tiles(dim, int8)
     tails = min(triton.cdiv(rows, tiles["RT"]), tiles["BM"] // tiles["RT"])
-    grid = batch * kv_heads, triton.cdiv(rows, tiles["BM"]), 1 if region else tails + splits
-    parts = 0 if region else splits + 1
-    acc = q.new_empty(batch * kv_heads, parts, rows, dim, dtype=torch.float32)
-    ml = q.new_empty(batch * kv_heads, parts, rows, 2, dtype=torch.float32)
+    grid = batch * kv_heads, triton.cdiv(rows, tiles["BM"]), tails + splits
+    acc = q.new_empty(batch * kv_heads, splits + 1, rows, dim, dtype=torch.float32)
+    ml = q.new_empty(batch * kv_heads, splits + 1, rows, 2, dtype=torch.float32)
     if arrived is None:
         arrived = torch.zeros(grid[0] * grid[1], dtype=torch.int32, device=q.device)
     out = q.new_empty(batch, T, query_heads, dim)
@@ -406,9 +416,10 @@ def _tree_attention_triton(
     attend_kernel[grid](
         q.contiguous(), kv, scales_of(kv), start if segments is None else segments, start, visible,
         positions.contiguous(), acc, ml, arrived, out, out if sinks is None else sinks, kv.stride(0), S, T, R, rows,
-        parts, scale, HKV=kv_heads, HD=dim, HDP=max(16, triton.next_power_of_2(dim)),
-        RP=1 if region else triton.next_power_of_2(R), WINDOW=max(window, 0), REGION=region, INT8=int8, CAP=cap,
-        SINKS=sinks is not None, NATIVE=native(q.dtype), POOLED=segments is not None, **tiles,
+        splits + 1, scale, HKV=kv_heads, HD=dim, HDP=max(16, triton.next_power_of_2(dim)),
+        RP=1 if chain else min(64, triton.next_power_of_2(R)), WINDOW=max(window, 0), CHAIN=chain,
+        RM=4 if rows <= 4 else 8, INT8=int8, CAP=cap, SINKS=sinks is not None, NATIVE=native(q.dtype),
+        POOLED=segments is not None, **tiles,
     )  # fmt: skip
     return out
 
@@ -434,7 +445,7 @@ def _attention_cpu(
 def tree_attention(
     q: Tensor, kv: Tensor, start: Tensor, visible: Tensor, positions: Tensor, window: int, scale: float,
     arrived: Tensor | None = None, cap: float = 0.0, sinks: Tensor | None = None, segments: Tensor | None = None,
-    longest: int = 0, step: bool = False,
+    longest: int = 0, chain: bool = False,
 ) -> Tensor:  # fmt: skip
     """Attention of T rows over a static cache -> [B,T,Hq,hd] in q's dtype. There is no backward.
 
@@ -450,7 +461,7 @@ def tree_attention(
     operator makes its own, which is one launch more.
     cap: scores s become cap * tanh(s / cap), if it is not 0.
     sinks [Hq]: scores of one more key per head, whose value is zero.
-    segments, longest, step: as of `Nodes`. With segments the slots of a sequence lie behind each other from its first
+    segments, longest, chain: as of `Nodes`. With segments the slots of a sequence lie behind each other from its first
     place on, and S-1 stands for its last one.
 
     A row that a query may not see never influences it, even if it holds NaN. Plain code reads `start` on the host, so

@@ -36,7 +36,7 @@ class Nodes(NamedTuple):
     # of which takes every write past the end
     segments: Tensor | None = None
     longest: int = 0  # slots of a sequence at most; 0: those of the cache
-    step: bool = False  # whether these are the rows of a decoding step, whose bits may not depend on their number
+    chain: bool = False  # whether row t stands at position start + t and sees the rows 0 to t: a part of a text
 
 
 class Accepted(NamedTuple):

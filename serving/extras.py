@@ -91,7 +91,7 @@ def _embed(engine: Engine, ids: list[int], adapter: int) -> torch.Tensor:
             tokens = torch.tensor([part + [0] * (CHUNK - len(part))], device=model.device)
             depth = torch.arange(CHUNK, device=model.device)[None]
             at = torch.tensor([start], device=model.device)
-            nodes = model.nodes(at, depth, chain_ancestors(1, CHUNK, model.device), slots, step=False)
+            nodes = model.nodes(at, depth, chain_ancestors(1, CHUNK, model.device), slots, chain=True)
             hidden, _ = model(tokens, nodes, kv)
             total += hidden[0, : len(part)].float().sum(0)
         return torch.nn.functional.normalize(total, dim=0).cpu()

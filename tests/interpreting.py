@@ -1,4 +1,7 @@
-"""Triton's interpreter without the work that it repeats. tests/conftest.py uses this where TRITON_INTERPRET=1."""
+"""Triton's interpreter without the work that it repeats, and with equal bits for equal rows as on a GPU.
+
+tests/conftest.py uses this where TRITON_INTERPRET=1.
+"""
 
 from __future__ import annotations
 
@@ -85,8 +88,19 @@ def _remember_types(interpreter: ModuleType) -> None:
     interpreter._get_np_dtype = scalar_type
 
 
+def _products_in_double(numpy: ModuleType) -> None:
+    """NumPy's products in float32 give a row other bits in another place, or beside other rows. A GPU's do not."""
+    matmul = numpy.matmul
+
+    def exact(a, b, dtype=None):
+        return matmul(a.astype(float), b.astype(float)).astype(dtype or numpy.result_type(a, b))
+
+    numpy.matmul = exact
+
+
 def speed_up() -> None:
-    """Make the interpreter of this process two to three times as fast. What it computes stays the same.
+    """Make the interpreter of this process two to three times as fast. What it computes stays the same, but for
+    products of floats, which are rounded once.
 
     The overflow checks that go are results that the interpreter throws away: it asserts them only when debugging.
     """
@@ -96,3 +110,4 @@ def speed_up() -> None:
     builder.options = replace(builder.options, sanitize_overflow=builder.options.debug)
     interpreter._patch_lang = _PatchOnce(interpreter._patch_lang, (language, language.core))
     _remember_types(interpreter)
+    _products_in_double(interpreter.np)

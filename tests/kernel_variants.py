@@ -12,7 +12,7 @@ import triton.language as tl
 
 import kernels
 from kernels import block_draft, choice, draft, experts, kv, records
-from kernels.attention import attend_kernel, attention_tiles, lacks_fences
+from kernels.attention import attend_kernel, attention_tiles
 from kernels.experts import expert_kernel
 from kernels.linear import NO_HEADS, launch_tile, linear_kernel
 from kernels.norm_rope import rms_norm_kernel, rope_kernel
@@ -96,7 +96,7 @@ def linear(bits: int, dtype: str, tokens: int, form: str, arch: int = 86) -> Var
     group = next((int(word[1:]) for word in words if word in ("g64", "g32")), 128)
     config = linear_config(4096, 4096, bits, capability=divmod(arch, 10))
     if "narrow" in words:
-        config = config._replace(block_n=64, warps=2)
+        config = config._replace(block_n=64, warps=2, wide_n=0)
     norms = "qk-norm" in words
     block, tile, options = launch_tile(config, tokens, gated, group if bits == 4 else 0, zeros, bits, norms=norms)
     act = f"*{dtype}"
@@ -135,20 +135,19 @@ def dequantization(bits: int, dtype: str, group: int = 128, zeros: bool = False)
 
 
 def attention(
-    dtype: str, region: bool = False, window: int = 0, int8: bool = False, dim: int = 128, nodes: int = 32,
-    arch: int = 86,
+    dtype: str, chain: bool = False, window: int = 0, int8: bool = False, dim: int = 128, nodes: int = 32
 ) -> Variant:  # fmt: skip
-    """The kernel as `tree_attention` launches it on sm_`arch`."""
+    """The kernel as `tree_attention` launches it."""
     act = f"*{dtype}"
     pointers = dict(
         q=act, kv="*i8" if int8 else act, kv_scales="*fp32" if int8 else act, segments="*i64", start="*i64", out=act
     )
     pointers |= dict(sinks=act, visible="*u8", positions="*i64", acc_part="*fp32", ml_part="*fp32", arrived="*i32")
-    label = f"{dtype}{' prefill' if region else ''}{f' window {window}' if window else ''}"
-    label += " int8 cache" * int8 + f" hd {dim}" * (dim != 128) + f" {nodes} nodes" * (not region)
-    tiles = attention_tiles(dim, region, int8, window, nodes, not lacks_fences(divmod(arch, 10)))
-    constants = dict(HKV=8, HD=dim, HDP=dim, RP=1 if region else nodes, WINDOW=window, REGION=region, INT8=int8)
-    constants |= dict(CAP=0.0, SINKS=False, POOLED=True)
+    label = f"{dtype}{' prompt' if chain else ''}{f' window {window}' if window else ''}"
+    label += " int8 cache" * int8 + f" hd {dim}" * (dim != 128) + f" {nodes} nodes" * (not chain)
+    tiles = attention_tiles(dim, int8)
+    constants = dict(HKV=8, HD=dim, HDP=dim, RP=1 if chain else min(64, nodes), WINDOW=window, CHAIN=chain)
+    constants |= dict(RM=4 if nodes == 1 else 8, INT8=int8, CAP=0.0, SINKS=False, POOLED=True)
     constants |= {key: value for key, value in tiles.items() if key.isupper()} | dict(NATIVE=True)
     options = {key: value for key, value in tiles.items() if key.islower()}
     return Variant(f"attention {label}", attend_kernel, pointers, constants, options)
@@ -323,7 +322,7 @@ def variants(quick: bool = False, arch: int = 86) -> list[Variant]:
     for int8, dim in itertools.product((False, True), (64, 128, 256)):
         found += [attention("bf16", int8=int8, dim=dim), attention("fp16", window=4096, int8=int8, dim=dim)]
         if dim > 64:
-            found.append(attention("fp16", region=True, int8=int8, dim=dim, arch=arch))
-            found.append(attention("bf16", region=True, window=4096, int8=int8, dim=dim, arch=arch))
+            found.append(attention("fp16", chain=True, int8=int8, dim=dim))
+            found.append(attention("bf16", chain=True, window=4096, int8=int8, dim=dim))
     found += [attention("fp16", nodes=nodes) for nodes in (1, 32, 64, 128, 256)]
     return found + norm_and_rope() + small_work()

@@ -5,6 +5,7 @@ Run it with `make gpu` (pytest -m gpu). Without a device it is skipped.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -83,31 +84,34 @@ def small_model(kind: str) -> Transformer:
 
 @pytest.mark.parametrize("kind", ("file", "half", "int4"))
 def test_nodes_have_the_bits_that_they_have_alone(kind):
-    """A forward of 60 nodes, alone and in 8 sequences, gives the logits and the cache that one node at a time gives, at
-    shapes where no size is a multiple of 128."""
+    """A forward of 15 nodes, and a prompt of 60 tokens, alone and in 8 sequences, give the logits and the cache that one
+    token at a time gives, at shapes where no size is a multiple of 128."""
     backend = open_backend(LoadOptions(device="cuda"), lambda note: None)
     with torch.inference_mode(), backend.active():
         model, T, start = small_model(kind), 60, 37
         tokens = torch.randint(5, model.config.vocab_size, (8, start + T), device="cuda")
 
-        def forward(cache, first, count, rows):
+        def forward(cache, first, count, rows, chain=False):
             n = torch.full((rows,), first, device="cuda")
             depth = torch.arange(count, device="cuda").expand(rows, -1)
-            nodes = model.nodes(n, depth, chain_ancestors(rows, count, "cuda"), cache.shape[4])
+            nodes = model.nodes(n, depth, chain_ancestors(rows, count, "cuda"), cache.shape[4], chain=chain)
             return model.logits(model(tokens[:rows, first : first + count], nodes, cache)[0])
 
-        caches = [model.new_cache(rows, start + T + 2) for rows in (1, 1, 8)]
-        for cache in caches:
-            forward(cache, 0, start, cache.shape[2])
-        alone = torch.cat([forward(caches[0], start + i, 1, 1) for i in range(T)], 1)
-        wide, many = forward(caches[1], start, T, 1), forward(caches[2], start, T, 8)
-    assert torch.isfinite(alone).all() and torch.equal(wide, alone) and torch.equal(many[:1], alone)
-    assert torch.equal(caches[1], caches[0]) and torch.equal(caches[2][:, :, :1], caches[0])
+        one = model.new_cache(1, start + T + 2)
+        forward(one, 0, start, 1)
+        alone = torch.cat([forward(one, start + i, 1, 1) for i in range(T)], 1)
+        assert torch.isfinite(alone).all()
+        for rows, chain in itertools.product((1, 8), (False, True)):
+            cache, step = model.new_cache(rows, start + T + 2), T if chain else 15
+            forward(cache, 0, start, rows, chain)
+            wide = [forward(cache, start + i, step, rows, chain) for i in range(0, T, step)]
+            assert torch.equal(torch.cat(wide, 1)[:1], alone) and torch.equal(cache[:, :, :1], one)
 
 
 @pytest.mark.parametrize("quant", (None, "int4"))
 def test_eight_slots_give_the_texts_of_one(quant):
-    """Rows of a step that go to cuBLAS, or to other kernels, because 8 sequences have 480 nodes together."""
+    """Rows of a step that go to cuBLAS, or to other kernels, because 8 sequences have 480 nodes together, and a prompt of
+    which a cache still holds a part as it was decoded."""
     options = dict(tree="dynamic:60,7,10", quant=quant, dtype="bfloat16")
     one, eight = build(mode="graph", **options), build(mode="graph", slots=8, **options)
     prompts = [prompt_of(one)[:k] for k in (4, 7, 9, 12, 15, 20, 22, 25)]

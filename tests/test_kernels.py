@@ -5,6 +5,7 @@ a process of its own, so that the rest of the suite keeps the compiler.
 """
 
 import json
+import math
 import re
 import subprocess
 import sys
@@ -30,7 +31,7 @@ from kernels import KernelBackend, LinearConfig, packed_experts, packed_linear
 from kernels.experts import mix, sort_pairs
 from kernels.packing import decode_ptx, from_planes, to_planes
 from kernels.records import Rotary
-from kernels.tuned import partial_bytes, resident, unsplit, without_wgmma
+from kernels.tuned import partial_bytes, resident, unsplit
 from model import Experts
 from scripts import tune_kernels
 from support import cache
@@ -322,7 +323,7 @@ def test_linear_config_is_a_function_of_shape_alone():
 
 
 @pytest.mark.parametrize("model", ["llama-2-7b", "llama-3-8b", "mixtral-8x7b"])
-@pytest.mark.parametrize("gpu", GPUS)
+@pytest.mark.parametrize("gpu", [gpu for gpu in GPUS if gpu[1] != (9, 0)])  # There measured times decide.
 def test_partial_sums_are_a_small_share_of_the_weights(model, gpu):
     """Catches a tiling that fills the GPU at any price: a linear split 8 ways moved half its weight bytes again."""
     total, partial = 0, {16: 0, 60: 0}
@@ -352,27 +353,33 @@ def test_linear_config_counts_the_programs_that_fit_on_a_multiprocessor():
     assert [resident(LinearConfig(stages=stages), 4, (8, 6)) for stages in (4, 3)] == [2, 3]
 
 
-def test_no_tiling_of_hopper_lets_triton_use_wgmma():
-    """Catches wgmma that reads x before it is copied: Triton uses it with four warps and puts no fence before it."""
-    for n, k, bits in [(12288, 4096, 4), (64, 128, 4), (128256, 4096, 8), (4096, 14336, 16)]:
-        assert kernels.linear_config(n, k, bits, 132, (9, 0)).warps <= 2
-    measured = LinearConfig(256, 4, 8, 3, "float16")
-    assert without_wgmma(measured, (9, 0)) == LinearConfig(64, 4, 2, 3, "float16")
-    assert without_wgmma(measured, (12, 0)) == measured
+def test_the_rule_for_hopper_is_near_the_best_that_was_measured():
+    """Catches a rule that leaves a fifth of the time to a better tiling, as the one before did at 1 and at 60 rows."""
+    measured, best = {}, {}
+    for line in (ROOT / "results/h100_linear_tilings.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        if "us_1" in row:
+            measured[row["shape"], tuple(row["config"])] = row
+            assert row["rows_equal"]
+    for (shape, _), row in measured.items():
+        for rows in (1, 16, 60):
+            best[shape, rows] = min(best.get((shape, rows), math.inf), row[f"us_{rows}"])
+    for name, (n, k) in tune_kernels.layers("llama-3-8b").items():
+        config = kernels.linear_config(n, k, 8 if name == "lm_head" else 4, 132, (9, 0))
+        for rows, most in ((1, 1.07), (16, 1.07), (60, 1.2)):
+            assert measured[name, config.on(rows)[:4]][f"us_{rows}"] <= most * best[name, rows], (name, rows)
 
 
 @pytest.mark.parametrize("geforce", [False, True])
 @pytest.mark.parametrize("gpu", GPUS)
-def test_every_candidate_of_the_tuner_loads_unchanged(gpu, geforce):
-    """Catches a tiling that is timed and then loaded as another one, as on Hopper, a default that is never timed, and
-    tuning that switches sums in fp16 off."""
+def test_the_tuner_times_the_default_among_others(gpu, geforce):
+    """Catches a default that is never timed, and tuning that switches sums in fp16 off."""
     for model in tune_kernels.MODELS:
         for n, k in tune_kernels.layers(model).values():
             for bits in (4, 8):
                 default = kernels.linear_config(n, k, bits, *gpu, geforce)
-                found = tune_kernels.candidates(default, k, gpu[1])
+                found = tune_kernels.candidates(default, k)
                 assert found[0] == default and len(found) >= 3
-                assert all(config == without_wgmma(config, gpu[1]) for config in found)
                 assert {config.accumulate for config in found} == {default.accumulate}
 
 
@@ -889,7 +896,8 @@ def test_interpreted_attention_int8(dtype, window, T):
         rest = [torch.tensor([20]), ((age >= 0) & (age < window))[None], 20 + torch.arange(T)[None]]
     rows = kernels.quantize_rows(kv)
     want = attention_definition(q, kernels.dequantize_rows(rows, torch.float64), *rest, window, 0.3)
-    assert error(triton_attention(q, rows, *rest, window, 0.3), want) < TOLERANCE[dtype]
+    got = triton_attention(q, rows, *rest, window, 0.3, 0.0, None, None, 0, T == 66)
+    assert error(got, want) < TOLERANCE[dtype]
 
 
 @interpreted
@@ -906,7 +914,9 @@ def test_interpreted_attention_poison_and_prefill():
         wide = [c.double() if c.is_floating_point() else c for c in case]
         for more in ((), (1.5, torch.randn(2))):
             want = kernels.tree_attention.reference(*wide, window, 0.3, None, *more)
-            assert error(triton_attention(*case, window, 0.3, *more), want) < 1e-5
+            for chain in (False, True):
+                got = triton_attention(*case, window, 0.3, *(more or (0.0, None)), None, 0, chain)
+                assert error(got, want) < 1e-5
 
 
 @interpreted
@@ -939,6 +949,23 @@ def test_interpreted_attention_of_one_row_equals_that_row_of_a_tree(int8):
     one = torch.ones(2, 1, 1, dtype=torch.bool)
     plain = triton_attention(q[:, :, :1], kv, start, one, positions[:, :1], 0, 0.3)
     assert torch.equal(plain, tree[:, :1])
+
+
+@interpreted
+@pytest.mark.parametrize("start,window,int8", [(0, 0, False), (250, 0, True), (250, 40, False)])
+def test_interpreted_attention_of_a_prompt_equals_steps_bitwise(start, window, int8):
+    """A token that was decoded and one that was read would leave other keys and values, so that what a cache still holds
+    of an earlier request would change the next one's text."""
+    q, kv, T = torch.randn(1, 2, 45, 16).half(), torch.randn(2, 1, 1, 300, 16).half(), 45
+    kv = kernels.quantize_rows(kv) if int8 else kv
+    positions = start + torch.arange(T)[None]
+    n, seen = torch.tensor([start]), torch.ones(1, T, T, dtype=torch.bool).tril()
+    prompt = triton_attention(q, kv, n, seen, positions, window, 0.3, 0.0, None, None, 0, True)
+    for t in (0, 7, 31, T - 1):
+        one = q[:, :, t : t + 1].contiguous(), kv, n + t, seen[:, :1, :1].contiguous(), positions[:, t : t + 1]
+        assert torch.equal(triton_attention(*one, window, 0.3), prompt[:, t : t + 1])
+        one = q[:, :, t:].contiguous(), kv, n + t, seen[:, t:, t:].contiguous(), positions[:, t:]
+        assert torch.equal(triton_attention(*one, window, 0.3, 0.0, None, None, 0, True), prompt[:, t:])
 
 
 @interpreted
@@ -1279,7 +1306,7 @@ def test_interpreted_attention_poison_in_history_and_prefill(window, T):
     q, kv = torch.randn(1, 2, T, 16), torch.randn(2, 1, 1, n + T + 4, 16)
     age = torch.arange(T)[:, None] - torch.arange(T)
     visible = (age >= 0) & (age < (window or T))
-    args = (torch.tensor([n]), visible[None], n + torch.arange(T)[None], window, 0.3)
+    args = (torch.tensor([n]), visible[None], n + torch.arange(T)[None], window, 0.3, None, 0.0, None, None, 0, T == 66)
     clean, bad = kernels.tree_attention(q, kv, *args), 33 if window else n + 20
     for which, value in ((0, float("nan")), (1, float("nan")), (1, float("inf"))):
         spoilt = kv.clone()

@@ -271,18 +271,24 @@ def attention_wanted(q, kv, *rest):
 @pytest.mark.parametrize("start,slots", [(300, 600), (1500, 9000)])
 def test_attention_rows_do_not_depend_on_the_tree(dim, int8, start, slots):
     """Attention rows have the same bits in steps of 1, 26, 60 and 200 rows, also where 3 query heads share a key head,
-    and agree with float64."""
+    and agree with float64. Rows of a prompt have the bits that they have in a step of their own."""
     for heads in ((8, 2), (9, 3)):
         q, kv, n, visible, positions = attention_inputs(2, 200, start, slots, heads, dim)
         kv = kernels.quantize_rows(kv) if int8 else kv
         outs = {}
         for T in (1, 26, 60, 200):
             case = q[:, :, :T].contiguous(), kv, n, visible[:, :T, :T].contiguous(), positions[:, :T].contiguous()
-            outs[T] = kernels.tree_attention(*case, 0, dim**-0.5, None, 0.0, None, None, 0, True)
+            outs[T] = kernels.tree_attention(*case, 0, dim**-0.5)
         assert all(torch.equal(out, outs[200][:, :T]) for T, out in outs.items())
         wide = kernels.dequantize_rows(kv, torch.float64) if int8 else kv
         want = attention_wanted(q, wide, n, visible, positions, 0, dim**-0.5)
         assert error(outs[200].cpu(), want) < TOLERANCE[torch.float16]
+        prompt = kernels.tree_attention(q, kv, n, visible, positions, 0, dim**-0.5, None, 0.0, None, None, 0, True)
+        assert error(prompt.cpu(), want) < TOLERANCE[torch.float16]
+        for t in (0, 9, 50, 199):
+            own = slice(t, t + 1)
+            case = q[:, :, own].contiguous(), kv, n + t, visible[:, :1, :1].contiguous(), positions[:, own].contiguous()
+            assert torch.equal(kernels.tree_attention(*case, 0, dim**-0.5), prompt[:, own])
 
 
 @pytest.mark.parametrize("dim,int8", [(128, False), (128, True), (256, False), (256, True)])
@@ -294,7 +300,7 @@ def test_prefill_attention_on_device(dim, int8, window):
         age = positions[0][:, None] - positions[0]
         visible = visible & (age < window)
     kv = kernels.quantize_rows(kv) if int8 else kv
-    got = kernels.tree_attention(q, kv, n, visible, positions, window, dim**-0.5)
+    got = kernels.tree_attention(q, kv, n, visible, positions, window, dim**-0.5, None, 0.0, None, None, 0, True)
     wide = kernels.dequantize_rows(kv, torch.float64) if int8 else kv
     want = attention_wanted(q, wide, n, visible, positions, window, dim**-0.5)
     assert error(got.cpu(), want) < TOLERANCE[torch.bfloat16]

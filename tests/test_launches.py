@@ -206,7 +206,7 @@ def test_interpreted_noise_is_the_generators(ours):
     torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
     # every float belongs to other bits, so equal noise means equal bits
     smallest = want.argmax()
-    assert got.flatten()[smallest] == pytest.approx(want.max().item(), rel=1e-6)
+    assert got.flatten()[smallest].item() == pytest.approx(want.max().item(), rel=1e-6)
 
 
 @interpreted

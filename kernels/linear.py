@@ -336,18 +336,20 @@ def launch_tile(
     A gate-up layer halves BN, because two tiles share a program. With zero points a warp needs 32 output
     columns, otherwise decoded weights go through shared memory. Gate-up layers, groups below 128, two warps, int8 and
     the types of a file (forms) have so many sums, scales and addresses that more than 32 tokens would spill even with
-    all 255 registers. Gate-up layers in groups of 32 have room for 16. norms: heads are normed behind the product.
+    all 255 registers. Gate-up layers in groups of 32 have room for 16. On Hopper 32 tokens are the quickest in any case.
+    norms: heads are normed behind the product.
     """
+    config = config.on(tokens)
     block_n = max(config.block_n, 32 * config.warps if zeros else 16) // (1 + (gated > 0))
     small_groups = 0 < group < 128
-    many = small_groups or gated or config.warps < 4 or bits == 8 or forms
+    many = small_groups or gated or config.warps < 4 or bits == 8 or forms or config.wide_n
     largest = 16 if gated and group == 32 else 32 if many else TILE_M
-    tile = min(largest, max(16, triton.next_power_of_2(tokens)))
+    tile = min(largest, max(8, triton.next_power_of_2(tokens)))
     # With 64 tokens a fourth stage takes so much shared memory that a multiprocessor runs one program less.
     stages = min(config.stages, 3) if tile == 64 else config.stages
     options = dict(num_warps=config.warps, num_stages=stages, maxnreg=None, **EXACT)
     # Without a number, ptxas would rather spill than use more than 128 registers.
-    if (forms or norms) and tile == 16:
+    if (forms or norms) and tile <= 16:
         options["maxnreg"] = 168
     elif tile == 32 or small_groups:
         options["maxnreg"] = 255 if small_groups or bits != 4 or forms else 168

@@ -36,7 +36,7 @@ from kernels.backend import (
     use_triton,
 )
 from kernels.formats import Blocks, Format, Part
-from kernels.tuned import SMALL_M, LinearConfig, linear_config, shape_key, without_wgmma
+from kernels.tuned import SMALL_M, LinearConfig, linear_config, shape_key
 
 
 def decode_ptx(bits: int, bf16: bool, small: bool = False) -> str:
@@ -394,11 +394,13 @@ def _tiling(plain: PackedWeight) -> LinearConfig:
         geforce = "GeForce" in properties.name
     measured = backend.configs.get(shape_key(plain.n, plain.k, plain.bits)) if backend and not plain.forms else None
     if measured is not None:
-        return without_wgmma(measured, capability)
+        return measured
     config = linear_config(plain.n, plain.k, plain.bits, multiprocessors, capability, geforce and not plain.forms)
     starts = itertools.accumulate(rows for rows, *_ in plain.forms[:-1])
     rows = math.gcd(config.block_n, *starts)  # a tile lies in one format
-    return config._replace(block_n=rows, warps=min(config.warps, rows // 32)) if plain.forms else config
+    if plain.forms:
+        config = config._replace(block_n=rows, warps=min(config.warps, rows // 32), wide_n=0, wide_warps=0)
+    return config
 
 
 def pack_panels(

@@ -23,9 +23,13 @@ TILE_M = 64
 SMALL_M = 256
 
 
+# Up to so many rows of x a launch has the narrow tiles of `LinearConfig`, and with more the wide ones.
+FEW_ROWS = 16
+
+
 class LinearConfig(NamedTuple):
-    """The tiling of one layer shape on one GPU. No field depends on the number of rows M, and only `split_k`
-    changes the order in which the products of a row are added."""
+    """The tiling of one layer shape on one GPU. Only `split_k` changes the order in which the products of a row are
+    added, and it does not depend on the number of rows."""
 
     block_n: int = 128  # output columns of one program
     split_k: int = 1  # programs that share one sum
@@ -34,6 +38,15 @@ class LinearConfig(NamedTuple):
     # With 'float16' the products of a group of int4 are summed at twice the rate on GeForce, with codes divided by 16
     # against overflow. The groups are always added in float32.
     accumulate: str = "float32"
+    # Output columns and warps of a program on more than FEW_ROWS rows; 0: those above.
+    wide_n: int = 0
+    wide_warps: int = 0
+
+    def on(self, rows: int) -> LinearConfig:
+        """The tiling of a launch on so many rows."""
+        if rows <= FEW_ROWS or not self.wide_n:
+            return self
+        return self._replace(block_n=self.wide_n, warps=self.wide_warps)
 
 
 # The most programs that share one sum by default.
@@ -50,8 +63,15 @@ def linear_config(
 
     It takes the tiling that lets the busiest multiprocessor end first, with at least four blocks of 128 k values
     for each program. Partial sums of 60 rows may be a quarter of the weight's bytes. A warp has 32 output columns.
+
+    On Hopper measured tilings decide (`results/h100_linear_tilings.jsonl`): programs of two warps on few rows, up to
+    seven of them on a multiprocessor, and of four warps on many.
     """
     blocks = -(-k // 128)
+    if capability[0] == 9 and bits < 16:
+        most = 7 * multiprocessors // -(-n // 64)
+        split = max(s for s in (1, 2, 4, 8) if s == 1 or s <= most and blocks >= 8 * s)
+        return LinearConfig(64, split, 2, 3, wide_n=128, wide_warps=4)
     even = n * k / multiprocessors
 
     def cost(config: LinearConfig) -> float:
@@ -68,7 +88,7 @@ def linear_config(
             seconds += (16384 + 2 * partial_bytes(config, n, 60) / multiprocessors) * 8 / bits
         return seconds * (1.05 if config.block_n == 64 else 1)  # A narrow tile reads x more often.
 
-    wide = [] if bits == 16 else [128]
+    wide = [] if bits == 16 else [128]  # On Hopper four warps would use wgmma, which was not measured with 16 bits.
     splits = range(1, max(1, min(MOST_SPLITS, blocks // 4)) + 1)
     found = [
         LinearConfig(block, split, block // 32, stages)
@@ -77,7 +97,7 @@ def linear_config(
         for stages in ([4, 3] if bits == 4 else [3])
     ]
     found = [config for config in found if 4 * partial_bytes(config, n, 60) <= n * k * bits / 8]
-    best = min((without_wgmma(config, capability) for config in found), key=cost)
+    best = min(found, key=cost)
     return best._replace(accumulate="float16") if geforce and bits == 4 and capability >= (8, 6) else best
 
 
@@ -89,20 +109,9 @@ def resident(config: LinearConfig, bits: int, capability: tuple[int, int]) -> in
     return max(1, min(shared // ((config.stages - 1) * stage + 1536), 16 // config.warps))
 
 
-def without_wgmma(config: LinearConfig, capability: tuple[int, int]) -> LinearConfig:
-    """The tiling as a GPU of this capability may run it.
-
-    With four warps Triton uses wgmma on Hopper. Its compiler puts no fence between the copies of x and the wgmma that
-    reads them (Triton 3.6), and ptxas 12.9 may overwrite registers that a wgmma still reads. Two warps use mma.
-    """
-    if capability[0] != 9:
-        return config
-    return config._replace(block_n=min(config.block_n, 64), warps=min(config.warps, 2))
-
-
 def unsplit(config: LinearConfig) -> LinearConfig:
     """The tiling for the launch that runs all experts, which are tiles enough."""
-    return config._replace(split_k=1)
+    return config._replace(split_k=1, wide_n=0, wide_warps=0)
 
 
 def partial_bytes(config: LinearConfig, n: int, tokens: int) -> int:

@@ -1,19 +1,24 @@
 """Times the tilings of the quantized linears of a model family on this GPU, and keeps the fastest for generate.py.
 
-`python -m scripts.tune_kernels [--models NAME ...] [--seconds S]` times every layer shape at 1, 16 and 32 rows. Weights
+`python -m scripts.tune_kernels [--models NAME ...] [--seconds S]` times every layer shape at 1, 16 and 60 rows. Weights
 rotate through buffers larger than the last-level cache, so every call reads DRAM. Calls are timed inside a CUDA graph.
+Before that, the kernels are compiled side by side on all cores.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import math
+import multiprocessing
+import os
 import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -23,10 +28,11 @@ from torch import Tensor
 import kernels
 from bench.random_models import SHAPES
 from bench.steps import captured, milliseconds
-from kernels.tuned import LinearConfig, linear_config, read_tuned, tuned_file, without_wgmma, write_tuned
+from kernels.tuned import LinearConfig, linear_config, read_tuned, tuned_file, write_tuned
 from support.errors import UsageError, at_least, command_parser, run_command
 from support.machine import synchronize
 
+ROWS = 1, 16, 60  # of x: plain decoding, a small tree and a large one
 MODELS = ("llama-2-13b", "llama-2-70b", "llama-2-7b", "llama-3-8b", "mixtral-8x7b")
 GROUP = 128
 
@@ -81,37 +87,47 @@ def rotating(size: int, device: torch.device) -> int:
     return min(64, max(2, 4 * cache // size + 1))
 
 
-def candidates(base: LinearConfig, k: int, capability: tuple[int, int] = (8, 6)) -> list[LinearConfig]:
-    """The default tiling first, then its neighbours: split-K, rows per tile, warps and stages.
+def candidates(base: LinearConfig, k: int) -> list[LinearConfig]:
+    """The default tiling first, then all others: splits of the sum with four blocks of 128 k values each, narrow and wide
+    programs on few and on many rows, and stages."""
+    splits = [split for split in (1, 2, 4, 8) if split == 1 or k >= 512 * split]
+    tiles = (64, 2, 0, 0), (64, 2, 128, 4), (128, 4, 0, 0)
+    others = [
+        LinearConfig(block, split, warps, stages, base.accumulate, wide_n, wide_warps)
+        for split, (block, warps, wide_n, wide_warps), stages in itertools.product(splits, tiles, (3, 4))
+    ]
+    return list(dict.fromkeys((base, *others)))
 
-    All are such as a GPU of this capability loads them, which may change a tiling (`without_wgmma`).
-    """
-    splits = {1, max(1, base.split_k // 2), base.split_k, min(2 * base.split_k, max(1, k // 256))}
-    near = [base._replace(split_k=split, block_n=block) for split in sorted(splits) for block in (64, 128)]
-    near += [base._replace(warps=warps) for warps in (2, 4, 8) if warps != base.warps]
-    near += [base._replace(stages=base.stages + change) for change in (-1, 1)]
-    return list(dict.fromkeys(without_wgmma(config, capability) for config in (base, *near)))
+
+def compile_tiling(bits: int, gated: bool, dtype: torch.dtype, config: LinearConfig) -> None:
+    """Run a small product with this tiling, so that Triton's cache has its kernels for weights of any size."""
+    device = torch.device("cuda")
+    for rows in ROWS:
+        x = torch.zeros(rows, 2048, dtype=dtype, device=device)
+        with contextlib.suppress(*refused()):
+            kernels.packed_linear(x, random_weight(bits, 512, 2048, dtype, device, config), gated=gated)
+
+
+def refused() -> tuple[type[Exception], ...]:
+    """What a tiling raises that a device cannot run. Triton's OutOfResources is not a RuntimeError."""
+    return (RuntimeError, *((kernels.triton.runtime.errors.TritonError,) if kernels.triton is not None else ()))
 
 
 def tune(
     shapes: list[tuple[int, int, int]],
     time_of: Callable[[int, int, int, LinearConfig], float],
     default_of: Callable[[int, int, int], LinearConfig] = linear_config,
-    capability: tuple[int, int] = (8, 6),
 ) -> dict[str, LinearConfig]:
     """The fastest tiling of every (n, k, bits). The default stays unless another is 2 % faster.
 
     time_of raises RuntimeError or a Triton error for a tiling that the device cannot run.
     """
     best: dict[str, LinearConfig] = {}
-    refused: tuple[type[Exception], ...] = (RuntimeError,)
-    if kernels.triton is not None:  # its OutOfResources is not a RuntimeError
-        refused += (kernels.triton.runtime.errors.TritonError,)
     for n, k, bits in shapes:
-        default, *others = candidates(default_of(n, k, bits), k, capability)
+        default, *others = candidates(default_of(n, k, bits), k)
         seconds = {}
         for config in (default, *others):
-            with contextlib.suppress(*refused):
+            with contextlib.suppress(*refused()):
                 seconds[config] = time_of(n, k, bits, config)
         if seconds:
             fastest = min(seconds, key=seconds.get)
@@ -134,7 +150,7 @@ def tune_device(
 
     def time_of(n: int, k: int, bits: int, config: LinearConfig) -> float:
         buffers, calls = rotating(n * k * bits // 8, device), []
-        for x in (torch.randn(m, k, device=device, dtype=dtype) for m in (1, 16, 32)):
+        for x in (torch.randn(m, k, device=device, dtype=dtype) for m in ROWS):
             for _ in range(buffers):
                 packed = random_weight(bits, n, k, dtype, device, config)
                 calls.append(partial(kernels.packed_linear, x, packed, gated=(n, k) in gated))
@@ -146,12 +162,20 @@ def tune_device(
     shapes = sorted(shapes, key=lambda s: ((s[2] == 4) == (s[0] < 30000), s[0] * s[1]), reverse=True)
     shapes = [shape for shape in shapes if kernels.shape_key(*shape) not in known]
     gpu = properties.multi_processor_count, (properties.major, properties.minor), "GeForce" in properties.name
+
+    def default_of(n: int, k: int, bits: int) -> LinearConfig:
+        return linear_config(n, k, bits, *gpu)
+
+    jobs = {(b, (n, k) in gated, dtype, c) for n, k, b in shapes for c in candidates(default_of(n, k, b), k)}
+    with ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("spawn")) as pool:
+        for done in [pool.submit(compile_tiling, *job) for job in jobs]:
+            done.result()
     count = 0
     for shape in shapes:
         if time.monotonic() - began > seconds:
             print(f"out of time: {len(shapes) - count} shapes keep their default tilings", flush=True)
             break
-        best = tune([shape], time_of, lambda n, k, bits: linear_config(n, k, bits, *gpu), gpu[1])
+        best = tune([shape], time_of, default_of)
         for key, config in best.items():
             print(json.dumps({"shape": key} | config._asdict()), flush=True)
         write_tuned(properties.name, best, path)

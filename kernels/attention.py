@@ -293,15 +293,15 @@ def _merge(top, total, acc, part):
 def attend_kernel(
     q, kv, kv_scales, segments, start, visible, positions, acc_part, ml_part, arrived, out, sinks, v_offset, S, T, R,
     ROWS, PARTS, scale, HKV: tl.constexpr, HD: tl.constexpr, HDP: tl.constexpr, RP: tl.constexpr, WINDOW: tl.constexpr,
-    CHAIN: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, RT: tl.constexpr, RM: tl.constexpr, INT8: tl.constexpr,
-    CAP: tl.constexpr, SINKS: tl.constexpr, NATIVE: tl.constexpr, POOLED: tl.constexpr,
+    CHAIN: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, RT: tl.constexpr, RM: tl.constexpr, FLIGHT: tl.constexpr,
+    INT8: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr, NATIVE: tl.constexpr, POOLED: tl.constexpr,
 ):  # fmt: skip
     """Attention of BM query rows: keys [0, limit) on matrix units, limit = 16 floor((p - 16) / 16), then the tail.
     Grid (B Hkv, row tiles, up to BM / RT programs for tails and one per split).
 
-    The program of a row tile that arrives last merges the partial sums of each row in the order of its keys, RM rows at
-    a time. With CHAIN, where there are many rows, one program merges all splits of a tile as it goes. The order is the
-    same, so a token has the same bits in a prompt and in a step.
+    The program of a row tile that arrives last merges the partial sums of its rows, RM at most, in the order of their
+    keys, and loads FLIGHT of them at a time. With CHAIN, where there are many rows, one program merges all splits of a
+    tile as it goes. The order is the same, so a token has the same bits in a prompt and in a step.
     """
     bh = tl.program_id(0)
     tile = tl.program_id(1)
@@ -354,31 +354,30 @@ def attend_kernel(
     if before != parts + tails - 1:
         return
     tl.store(arrived + bh * tl.num_programs(1) + tile, 0)
-    for first in range(tile * BM, tl.minimum(tile * BM + BM, ROWS), RM):
-        rows = first + tl.arange(0, RM)
-        ok_rm, t_rm, n_rm, p_rm, limit_rm = _row_geometry(start, positions, b, rows, T, ROWS, CHAIN)
-        real_rm = ok_rm[:, None] & (d < HD)[None, :]
-        if CHAIN:
-            top_rm, total_rm, acc_rm = _load_partial(acc_part, ml_part, 0, rows, d, ok_rm, real_rm, HD)
-        else:
-            top_rm, total_rm, acc_rm = _nothing(sinks, bh, rows, ok_rm, T, ROWS, HKV, HDP, SINKS)
-            for i in range(0, splits, 8):  # eight at a time, so that their loads wait together
-                several = ()
-                for k in tl.static_range(8):
-                    begin = tl.where(i + k < splits, _split_bounds(i + k)[0], 2147483647)
-                    live = ok_rm & (begin < limit_rm)
-                    several += (_load_partial(acc_part, ml_part, (i + k) * ROWS, rows, d, live, real_rm, HD),)
-                for k in tl.static_range(8):
-                    top_rm, total_rm, acc_rm = _merge(top_rm, total_rm, acc_rm, several[k])
-        tail = _load_partial(acc_part, ml_part, last, rows, d, ok_rm, real_rm, HD)
-        top_rm, total_rm, acc_rm = _merge(top_rm, total_rm, acc_rm, tail)
-        acc_rm = acc_rm / tl.where(total_rm == 0, 1.0, total_rm)[:, None]
-        # Row m is token t of the query head m // T among those that share the keys. out is [B,T,Hq,hd].
-        to = ((b * T + t_rm) * HKV + bh % HKV) * (ROWS // T) + rows // T
-        tl.store(out + to[:, None] * HD + d[None, :], acc_rm.to(out.dtype.element_ty), mask=real_rm)
+    rows = tile * BM + tl.arange(0, RM)
+    ok_rm, t_rm, n_rm, p_rm, limit_rm = _row_geometry(start, positions, b, rows, T, ROWS, CHAIN)
+    real_rm = ok_rm[:, None] & (d < HD)[None, :]
+    if CHAIN:
+        top_rm, total_rm, acc_rm = _load_partial(acc_part, ml_part, 0, rows, d, ok_rm, real_rm, HD)
+    else:
+        top_rm, total_rm, acc_rm = _nothing(sinks, bh, rows, ok_rm, T, ROWS, HKV, HDP, SINKS)
+        for i in range(0, splits, FLIGHT):  # several at a time, so that their loads wait together
+            several = ()
+            for k in tl.static_range(FLIGHT):
+                begin = tl.where(i + k < splits, _split_bounds(i + k)[0], 2147483647)
+                live = ok_rm & (begin < limit_rm)
+                several += (_load_partial(acc_part, ml_part, (i + k) * ROWS, rows, d, live, real_rm, HD),)
+            for k in tl.static_range(FLIGHT):
+                top_rm, total_rm, acc_rm = _merge(top_rm, total_rm, acc_rm, several[k])
+    tail = _load_partial(acc_part, ml_part, last, rows, d, ok_rm, real_rm, HD)
+    top_rm, total_rm, acc_rm = _merge(top_rm, total_rm, acc_rm, tail)
+    acc_rm = acc_rm / tl.where(total_rm == 0, 1.0, total_rm)[:, None]
+    # Row m is token t of the query head m // T among those that share the keys. out is [B,T,Hq,hd].
+    to = ((b * T + t_rm) * HKV + bh % HKV) * (ROWS // T) + rows // T
+    tl.store(out + to[:, None] * HD + d[None, :], acc_rm.to(out.dtype.element_ty), mask=real_rm)
 
 
-def attention_tiles(dim: int, int8: bool) -> dict:
+def attention_tiles(dim: int, int8: bool, chain: bool, window: int) -> dict:
     """Constants and compiler options of the kernel.
 
     The tiles are the largest that neither spill nor need more than 99 KB of shared memory. They do not depend
@@ -387,8 +386,10 @@ def attention_tiles(dim: int, int8: bool) -> dict:
     """
     wide = dim > 128
     tiles = dict(BM=32, BK=64 >> (int8 + wide), RT=1 if wide else 2)
-    # Without a number, ptxas would rather spill than use more than 128 or 168 registers.
-    return tiles | dict(num_warps=8 if wide else 4, num_stages=2, maxnreg=255, **EXACT)
+    # A prompt with a window has no registers left for a second stage. Without a number, ptxas would rather spill than
+    # use more than 128 or 168 of them.
+    options = dict(num_stages=1 if chain and window > 0 else 2, maxnreg=255)
+    return tiles | dict(num_warps=8 if wide else 4, **options, **EXACT)
 
 
 def _tree_attention_triton(
@@ -404,7 +405,8 @@ def _tree_attention_triton(
     longest = longest or S
     octave = min((longest // 2048 + 1).bit_length() - 1, 4)
     splits = 1 if chain else 16 * octave + triton.cdiv(longest - 2048 * (2**octave - 1), 128 << octave)
-    tiles = attention_tiles(dim, int8)
+    tiles = attention_tiles(dim, int8, chain, window)
+    merged = min(tiles["BM"], max(4, triton.next_power_of_2(rows)))
     tails = min(triton.cdiv(rows, tiles["RT"]), tiles["BM"] // tiles["RT"])
     grid = batch * kv_heads, triton.cdiv(rows, tiles["BM"]), tails + splits
     acc = q.new_empty(batch * kv_heads, splits + 1, rows, dim, dtype=torch.float32)
@@ -418,7 +420,7 @@ def _tree_attention_triton(
         positions.contiguous(), acc, ml, arrived, out, out if sinks is None else sinks, kv.stride(0), S, T, R, rows,
         splits + 1, scale, HKV=kv_heads, HD=dim, HDP=max(16, triton.next_power_of_2(dim)),
         RP=1 if chain else min(64, triton.next_power_of_2(R)), WINDOW=max(window, 0), CHAIN=chain,
-        RM=4 if rows <= 4 else 8, INT8=int8, CAP=cap, SINKS=sinks is not None, NATIVE=native(q.dtype),
+        RM=merged, FLIGHT=min(16, 96 // merged), INT8=int8, CAP=cap, SINKS=sinks is not None, NATIVE=native(q.dtype),
         POOLED=segments is not None, **tiles,
     )  # fmt: skip
     return out

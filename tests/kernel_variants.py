@@ -145,9 +145,11 @@ def attention(
     pointers |= dict(sinks=act, visible="*u8", positions="*i64", acc_part="*fp32", ml_part="*fp32", arrived="*i32")
     label = f"{dtype}{' prompt' if chain else ''}{f' window {window}' if window else ''}"
     label += " int8 cache" * int8 + f" hd {dim}" * (dim != 128) + f" {nodes} nodes" * (not chain)
-    tiles = attention_tiles(dim, int8)
+    tiles = attention_tiles(dim, int8, chain, window)
     constants = dict(HKV=8, HD=dim, HDP=dim, RP=1 if chain else min(64, nodes), WINDOW=window, CHAIN=chain)
-    constants |= dict(RM=4 if nodes == 1 else 8, INT8=int8, CAP=0.0, SINKS=False, POOLED=True)
+    constants |= dict(
+        RM=4 if nodes == 1 else 32, FLIGHT=16 if nodes == 1 else 3, INT8=int8, CAP=0.0, SINKS=False, POOLED=True
+    )
     constants |= {key: value for key, value in tiles.items() if key.isupper()} | dict(NATIVE=True)
     options = {key: value for key, value in tiles.items() if key.islower()}
     return Variant(f"attention {label}", attend_kernel, pointers, constants, options)

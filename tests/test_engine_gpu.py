@@ -98,12 +98,12 @@ def test_nodes_have_the_bits_that_they_have_alone(kind):
             return model.logits(model(tokens[:rows, first : first + count], nodes, cache)[0])
 
         one = model.new_cache(1, start + T + 2)
-        forward(one, 0, start, 1)
+        forward(one, 0, start, 1, chain=True)
         alone = torch.cat([forward(one, start + i, 1, 1) for i in range(T)], 1)
         assert torch.isfinite(alone).all()
         for rows, chain in itertools.product((1, 8), (False, True)):
             cache, step = model.new_cache(rows, start + T + 2), T if chain else 15
-            forward(cache, 0, start, rows, chain)
+            forward(cache, 0, start, rows, chain=True)
             wide = [forward(cache, start + i, step, rows, chain) for i in range(0, T, step)]
             assert torch.equal(torch.cat(wide, 1)[:1], alone) and torch.equal(cache[:, :, :1], one)
 

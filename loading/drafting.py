@@ -92,7 +92,7 @@ def tuned_tree_path(options: LoadOptions, checkpoint: Checkpoint, head: EagleFil
     quantization = [checkpoint.raw.get(key) for key in ("eaglet_quant", "quantization_config")]
     quantization += [str(checkpoint.spec)] if checkpoint.spec else []
     vocabulary = (options.draft_vocab, options.draft_vocab_text)
-    how = (options.dtype, options.compile and options.compile_mode, options.kv)
+    how = (options.dtype, options.compile and options.compile_mode, options.kv, options.head_quant)
     described = (checkpoint.config, head.config, json.dumps(quantization, sort_keys=True), vocabulary, how)
     digest = hashlib.sha256(repr(described).encode())
     for name, tensor in sorted(head.tensors.items()):
@@ -284,15 +284,22 @@ def build_head(
     return head
 
 
-def round_head_(head: DraftHead, backend: kernels.KernelBackend, model: Transformer) -> None:
-    """Round the float linears of a quantized model's head to int8, if the C++ kernels can multiply with all of them.
+def rounds_head(options: LoadOptions, quantization: str | None) -> bool:
+    """Whether float linears of a draft head are rounded to int8: those of a quantized model, where our kernels run."""
+    ours = options.kernels == "cpu" or options.device == "cuda" and options.kernels in ("auto", "triton")
+    return ours and bool(quantization) and options.head_quant == "auto"
 
-    A drafter cannot change a token, so its rounding costs nothing but, rarely, a draft. Of a head that is quantized
-    already it is the LM head, where that is a copy of the target's rows or was left in half precision.
+
+def round_head_(head: DraftHead) -> None:
+    """Round the float linears of a head to int8, if on a CPU the C++ kernels can multiply with all of them.
+
+    A drafter cannot change a token, so its rounding costs nothing but, rarely, a draft. In int4 it would cost 4 % of tau,
+    which is more than the time that it would save (docs/results.md). Of a head that is quantized already it is the LM
+    head, where that is a copy of the target's rows or was left in half precision.
     """
     linears = {name: child for name, child in head.named_modules() if isinstance(child, nn.Linear)}
-    fits = backend.mode == "cpu" and bool(model.quant)
-    if fits and all(kernels.cpu_fits(*linear.weight.shape, 0) for linear in linears.values()):
+    weights = [linear.weight for linear in linears.values()]
+    if all(weight.is_cuda or kernels.cpu_fits(*weight.shape, 0) for weight in weights):
         for name, linear in linears.items():
             holder = nn.ModuleDict({"linear": linear})
             quantize_(holder, QuantSpec("int8"))
@@ -310,8 +317,8 @@ def build_drafter(
     """
     if not options.drafter_kind:
         return None
-    if head is not None:
-        round_head_(head, backend, model)
+    if head is not None and rounds_head(options, model.quant):
+        round_head_(head)
     with backend.active():
         if head is not None:
             pack_(head, model.dtype)

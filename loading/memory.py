@@ -10,7 +10,7 @@ import kernels
 from decoding.params import MAX_BIAS, MAX_STOP_IDS
 from decoding.step import HISTORY, RING, pool_places
 from families.config import DTYPES, ModelConfig
-from loading.drafting import DraftFiles, tree_shape
+from loading.drafting import DraftFiles, rounds_head, tree_shape
 from loading.options import LoadOptions
 from model import Transformer
 from support.errors import NotEnoughMemory
@@ -88,7 +88,7 @@ def plan_memory(checkpoint: Checkpoint, files: DraftFiles, options: LoadOptions)
     drafter = 0
     if head is not None:
         kv += cache_bytes(head.config.layer, head.config.layer.num_hidden_layers, B * (length + 128))
-        rounded = options.kernels == "cpu" and bool(checkpoint.quantization)
+        rounded = rounds_head(options, checkpoint.quantization)
         drafter = held_bytes(head.tensors, dtype, options.device, options.kernels, rounded=rounded)
         # a trimmed vocabulary copies rows of the target's LM head and holds their ids, which a head's own file has
         own = 0 if head.config.has_lm_head else len(head.tensors.get("draft_ids", ()))

@@ -29,6 +29,7 @@ DTYPES = ("float32", "bfloat16", "float16", "float64")
 KV_CACHES = ("auto", "model", "float16", "int8")
 QUANTS = ("int8", "int4")
 KERNELS = ("auto", "triton", "cpu", "reference")
+HEAD_QUANTS = ("auto", "none")
 ACTIVATIONS = ("int8", "float")
 TREES = "paper25, chain:K, dynamic:N,DEPTH,TOPK, FILE.json, medusa:vicuna_7b_stage2, medusa:mc_sim_7b_63"
 NGRAM_NODES = 16  # the deepest tree that is allowed
@@ -73,7 +74,7 @@ class LoadOptions:
     device: str | None = option("default: the GPU if there is one", choices=("cuda", "cpu"))
     dtype: str | None = option("default: the checkpoint's; float32 on a CPU", choices=DTYPES)
     quant: str | None = option(
-        "round float weights while they load, as quantize.py does without options; a drafter's stay", choices=QUANTS
+        "round float weights while they load, as quantize.py does without options", choices=QUANTS
     )
     lora: str | tuple[str, ...] | None = option(
         "LoRA adapter of the model in PEFT's layout, a folder; a draft head of the model goes on drafting. A server "
@@ -115,6 +116,9 @@ class LoadOptions:
         "the Hugging Face cache",
         metavar="HEAD",
     )
+    head_quant: str = option(
+        "auto: round the float linears of a quantized model's draft head to int8; none: leave them", "auto", HEAD_QUANTS,
+    )  # fmt: skip
     eagle_config: tuple[str, ...] = option(
         "config value for a head without a config.json (repeatable)", (), metavar="KEY=VALUE"
     )
@@ -300,6 +304,7 @@ class LoadKeywords(TypedDict, total=False):
     check: bool
     kv: str
     eagle: str | Path | None
+    head_quant: str
     eagle_config: tuple[str, ...]
     drafter: str
     draft_checkpoint: str | Path | None

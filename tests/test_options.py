@@ -51,6 +51,7 @@ TYPED = {
     "check": (None, True),
     "kv": ("int8", "int8"),
     "eagle": ("heads/e", "heads/e"),
+    "head_quant": ("none", "none"),
     "eagle_config": ("rope_theta=1e4", ("rope_theta=1e4",)),
     "drafter": ("eagle", "eagle"),
     "draft_checkpoint": ("models/d", "models/d"),

@@ -24,7 +24,8 @@ from eagle_draft import EagleHead
 from engine.load import load
 from families.config import ModelConfig
 from kernels import cpu
-from loading.options import DEMO
+from loading.drafting import rounds_head
+from loading.options import DEMO, LoadOptions
 from model import Experts, Transformer, weight_bytes
 from scripts import convert, train_demo
 from support import texts
@@ -1005,10 +1006,13 @@ def test_rounding_at_load_gives_the_model_that_the_tool_writes(tmp_path, config,
     assert emitted[:2] == emitted[2:] and emitted[0] != emitted[1]
 
 
+EAGLE = {"eagle": str(DEMO / "eagle3"), "tree": "chain:3"}
+
+
 @pytest.mark.parametrize(
     "options",
-    [{}, {"dtype": "bfloat16"}, {"kernels": "cpu"}, {"eagle": str(DEMO / "eagle3"), "tree": "chain:3"}],
-    ids=["float32", "bfloat16", "cpu-kernels", "eagle"],
+    [{}, {"dtype": "bfloat16"}, {"kernels": "cpu"}, EAGLE, EAGLE | {"head_quant": "none"}],
+    ids=["float32", "bfloat16", "cpu-kernels", "eagle", "eagle-as-it-is"],
 )
 @pytest.mark.parametrize("mode", ["int8", "int4"])
 def test_the_plan_counts_what_rounding_at_load_leaves(mode, options):
@@ -1018,9 +1022,22 @@ def test_the_plan_counts_what_rounding_at_load_leaves(mode, options):
     engine = load(DEMO, quant=mode, device="cpu", ctx=256, **options)
     assert engine.plan.weights == pytest.approx(held(engine.model) - held(engine.model.rotary), rel=0.05)
     if engine.head:
-        bits = {module.bits for module in engine.head.modules() if isinstance(module, QuantLinear)}
-        assert bits == ({8} if engine.backend.mode == "cpu" else set())
+        bits = {module.bits for module in engine.head.modules() if type(module) is QuantLinear}
+        assert bits == ({8} if engine.backend.mode == "cpu" and "head_quant" not in options else set())
         assert engine.plan.head == pytest.approx(held(engine.head) - held(engine.head.rotary), rel=0.05)
+
+
+def test_a_head_is_rounded_on_a_gpu_too_and_the_plan_says_so():
+    """Prevents a head of 16 bits beside int4 weights, whose drafts take a fifth of a step, and such a plan."""
+    options = LoadOptions(device="cuda", kernels="auto", eagle="head").with_defaults(CONFIG)
+    assert rounds_head(options, "int4 (Q4_1)") and not rounds_head(options, None)
+    for changed in ({"head_quant": "none"}, {"kernels": "reference"}):
+        assert not rounds_head(replace(options, **changed), "int4")
+    weight = torch.randn(200, 320)
+    rows = rounding.quantize_rtn(weight, 8, 0)
+    packed = kernels.pack_int8(rows["qweight"], rows["scales"], torch.float16, "planes")
+    count = sum(t.nbytes for t in (packed.weight, packed.scales, packed.counters))
+    assert held_bytes({"fc.weight": weight.half()}, torch.float16, "cuda", rounded=True) == count
 
 
 def test_rounding_at_load_holds_one_float_matrix(tmp_path, monkeypatch):

@@ -441,6 +441,9 @@ def held_bytes(
             total += count // shape[-1] * padded(shape[-1])
         elif leaf in ("zeros", "mins", "perm") or not tensor.dtype.is_floating_point:
             total += count * width
+        elif planes and rounded and multiplied(name, shape):
+            total += padded(shape[0]) * padded(shape[1]) + 4 * shape[0]
+            total += 4 * (kernels.SMALL_M // 32) * -(-shape[0] // 16)
         elif tiles and multiplied(name, shape):
             whole = count // shape[-2] * padded(shape[-2], kernels.CPU_TILE)
             total += count + 4 * shape[0] if rounded else whole * width

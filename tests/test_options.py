@@ -7,7 +7,6 @@ from dataclasses import MISSING, asdict, fields, replace
 from typing import Any
 
 import pytest
-import torch
 
 import kernels
 from decoding.params import SUGGESTED, SamplingParams, with_suggestions
@@ -405,15 +404,11 @@ def test_ids_are_read_or_named():
             parse_ids(text, "--x")
 
 
-@pytest.mark.parametrize("capability, int4, int8, half", [
-    ((8, 6), 32, 32, 60), ((8, 9), 60, 60, 60), ((9, 0), 32, 60, 60), ((10, 3), 16, 32, 60),
-])  # fmt: skip
-def test_the_default_tree_fits_the_gpu(monkeypatch, capability, int4, int8, half):
-    """A tree whose verification takes several times as long as one token, on a card that nobody has tuned."""
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+def test_the_default_tree_on_a_gpu_is_small():
+    """A tree whose verification takes several times as long as one token."""
     head = EagleConfig(3, Checkpoint.open(DEMO).config, 64)
     on_gpu = LoadOptions(device="cuda", eagle="head")
-    for quantization, nodes in (("int4 (gptq)", int4), ("int8", int8), (None, half)):
+    for quantization, nodes in (("int4 (gptq)", 16), ("int8", 16), (None, 24)):
         tree = parse_tree(default_tree(on_gpu, quantization, head))
         assert tree.N == nodes and tree.depth == 7
     for other in (replace(on_gpu, verify="multi-round"), replace(on_gpu, device="cpu")):

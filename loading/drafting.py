@@ -284,9 +284,9 @@ def rounds_head(options: LoadOptions, quantization: str | None) -> bool:
 def round_head_(head: DraftHead) -> None:
     """Round the float linears of a head to int8, if on a CPU the C++ kernels can multiply with all of them.
 
-    A drafter cannot change a token, so its rounding costs nothing but, rarely, a draft. In int4 it would cost 4 % of tau,
-    which is more than the time that it would save (docs/results.md). Of a head that is quantized already it is the LM
-    head, where that is a copy of the target's rows or was left in half precision.
+    A drafter cannot change a token, so its rounding costs nothing but, rarely, a draft. (In int4 it costs 4 % of tau, see
+    docs/results.md.) Of a head that is quantized already it is the LM head, where that is a copy of the target's rows or
+    was left in half precision.
     """
     linears = {name: child for name, child in head.named_modules() if isinstance(child, nn.Linear)}
     weights = [linear.weight for linear in linears.values()]

@@ -343,12 +343,11 @@ def attend_kernel(
                 one = _attend_chunks(query, kv, kv_scales, own, trash, split, ok, n, p, limit, v_offset, scale, HD, HDP,
                                      WINDOW, CHAIN, BM, BK, INT8, CAP, NATIVE)  # fmt: skip
                 top, total, acc = _merge(top, total, acc, one)
-            _store_partial(acc_part, ml_part, 0, m, d, top, total, acc, ok, real, HD)
         else:
             top, total, acc = _attend_chunks(
                 query, kv, kv_scales, own, trash, part - TAILS, ok, n, p, limit, v_offset, scale, HD, HDP, WINDOW, CHAIN,
                 BM, BK, INT8, CAP, NATIVE)  # fmt: skip
-            _store_partial(acc_part, ml_part, (part - TAILS) * ROWS, m, d, top, total, acc, ok, real, HD)
+        _store_partial(acc_part, ml_part, (part - TAILS) * ROWS, m, d, top, total, acc, ok, real, HD)
     tl.debug_barrier()
     before = tl.atomic_add(arrived + bh * tl.num_programs(1) + tile, 1, sem="acq_rel", scope="gpu")
     if before != parts + tails - 1:

@@ -47,10 +47,10 @@ from support.machine import default_device, shapes_only, size_text
 from support.progress import Progress, say
 from support.texts import read_chats, read_texts, stdlib_texts, token_windows
 from text.tokenizer import Tokenizer, load_tokenizer
-from weights.block_heads import BlockConfig, read_head, save_quantized_block
+from weights.block_heads import BlockConfig, read_head
 from weights.checkpoint import Checkpoint
 from weights.files import Entry, local_path
-from weights.heads import EagleConfig, read_card, save_quantized_eagle
+from weights.heads import EagleConfig, read_card, save_quantized
 from weights.hf import build_model
 from weights.quantized import ALGORITHMS, GROUPS, HEADS, MODES, QuantSpec, apply_spec_, set_tensor
 from weights.quantizer import Windows, quantize_checkpoint
@@ -255,7 +255,7 @@ def run(args: argparse.Namespace) -> str:
             if made := if_it_fits(gptq, notes, "the head was rounded to nearest"):
                 rounded, used = made, head_spec
         head_config, tensors, receipt = rounded
-        _save_head(head_config, tensors, used, unfinished / "eagle")
+        save_quantized(head_config, tensors, used, unfinished / "eagle")
         texts = windows.evaluation[:TAU_PROMPTS]
         prompts = [row[: min(64, texts.shape[1] // 2)].tolist() for row in texts]
         additions: dict[str, Any] = {"head": receipt}
@@ -299,7 +299,7 @@ def _head_alone(args: argparse.Namespace, spec: QuantSpec) -> str:
     else:
         config, tensors, receipt = quantize_head(args.eagle, target, spec)
     with directory_written_whole(out) as unfinished:
-        _save_head(config, tensors, spec, unfinished)
+        save_quantized(config, tensors, spec, unfinished)
         if card := read_card(args.eagle):
             write_json(unfinished / "CARD.json", card | {"rounded": {"mode": spec.mode, **receipt}})
     return (
@@ -314,13 +314,6 @@ def _gptq_head_of(
     engine = load(checkpoint, device=args.device)
     with engine.backend.active():
         return quantize_head(args.eagle, target, spec, Calibration(engine.model, windows))
-
-
-def _save_head(config: HeadConfig, tensors: dict[str, Tensor], spec: QuantSpec, directory: Path) -> None:
-    if isinstance(config, EagleConfig):
-        save_quantized_eagle(config, tensors, spec, directory)
-    else:
-        save_quantized_block(config, tensors, spec, directory)
 
 
 def _check(args: argparse.Namespace, directory: Path, out: Path) -> None:

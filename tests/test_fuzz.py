@@ -48,7 +48,7 @@ from tree import parse_tree
 from weights import files
 from weights.checkpoint import Checkpoint
 from weights.files import SUMS, check_sha256
-from weights.heads import read_eagle, save_quantized_eagle
+from weights.heads import read_eagle, save_quantized
 from weights.hf import save_hf
 from weights.quantized import QuantSpec
 from weights.rounding import quantize_
@@ -109,7 +109,7 @@ def stored(folder: Path) -> None:
 
 def rounded_head(folder: Path) -> None:
     config, tensors, _ = quantize_head(tiny_head(folder / "plain", UNTIED, 3), UNTIED, QuantSpec("int4", 32))
-    save_quantized_eagle(config, tensors, QuantSpec("int4", 32), folder)
+    save_quantized(config, tensors, QuantSpec("int4", 32), folder)
     shutil.rmtree(folder / "plain")
 
 

@@ -32,7 +32,7 @@ from support import texts
 from support.errors import NotEnoughMemory, UsageError
 from support.files import write_json
 from weights import checkpoint, files, hf, quantizer, rounding
-from weights.heads import EagleConfig, read_eagle, read_quantized_eagle, save_eagle, save_quantized_eagle
+from weights.heads import EagleConfig, read_eagle, read_quantized_eagle, save_eagle, save_quantized
 from weights.quantized import QuantExperts, QuantLinear, QuantSpec, adopt_, empty_tensors, held_bytes, pack_
 from weights.rounding import Tally, quantize_gptq, quantize_rtn
 
@@ -338,7 +338,7 @@ def test_the_plan_of_a_quantized_model_and_head_is_what_the_engine_holds(tmp_pat
     stored = {"version": 1, **vars(spec)}
     write_json(tmp_path / "q" / "config.json", config | {"eaglet_quant": stored})
     head_config, tensors, _ = quantize.quantize_head(DEMO / "eagle3", model.config, spec)
-    save_quantized_eagle(head_config, tensors, spec, tmp_path / "q" / "eagle")
+    save_quantized(head_config, tensors, spec, tmp_path / "q" / "eagle")
     for dtype in ("float32", "bfloat16"):
         options = {"device": "cpu", "ctx": 512, "dtype": dtype}
         engine = load(tmp_path / "q", eagle=str(tmp_path / "q" / "eagle"), **options)
@@ -1301,7 +1301,7 @@ def test_a_quantized_head_keeps_its_trimmed_vocabulary(tmp_path, capsys):
             assert engine.head.lm_head.packed.bits == 8
     whole = read_eagle(tmp_path / "q", UNTIED)
     for wrong in (torch.tensor([5, 4]), torch.tensor([4, 192]), torch.tensor([-1, 4]), ids[:0]):
-        save_quantized_eagle(whole.config, whole.tensors | {"draft_ids": wrong}, QuantSpec("int8"), tmp_path / "wrong")
+        save_quantized(whole.config, whole.tensors | {"draft_ids": wrong}, QuantSpec("int8"), tmp_path / "wrong")
         with pytest.raises(ValueError, match="not ascending token ids"):
             read_eagle(tmp_path / "wrong", UNTIED)
 

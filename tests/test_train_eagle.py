@@ -33,7 +33,7 @@ from training.eagle import INPUTS, TrainHead
 from training.loop import Muon, World
 from training.losses import FEATURE_NOISE, KeptFeatures, TargetRows, loss_eagle1, loss_eagle3, noise_loss
 from weights.checkpoint import load_config, load_model
-from weights.heads import read_eagle, save_eagle, save_quantized_eagle
+from weights.heads import read_eagle, save_eagle, save_quantized
 from weights.hf import save_hf
 from weights.quantized import QuantSpec, lm_head_rows
 
@@ -321,7 +321,7 @@ def test_training_goes_on_from_a_head(files, trained, tmp_path, version, rounded
     if rounded:
         target = load_config(files / "target")
         config, tensors, _ = quantize_head(path, target, QuantSpec("int8"))
-        save_quantized_eagle(config, tensors, QuantSpec("int8"), tmp_path / "int8")
+        save_quantized(config, tensors, QuantSpec("int8"), tmp_path / "int8")
         path = tmp_path / "int8"
     more = ["--start", str(path), "--eval-prompts", "3", "--eval-tokens", "24", "--ttt-steps", str(card["ttt_steps"])]
     went_on = run(files, tmp_path / "next", *more, version=version, steps=2, lr=1e-6)

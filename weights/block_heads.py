@@ -7,29 +7,24 @@ output and only lowers the acceptance.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from families.config import ModelConfig
 from support.files import read_json
-from support.reader import ConfigReader, is_a, parse_json, refusal
-from weights.files import Entry, check_entries, few_names, local_path, read_entries, tensor_files
-from weights.heads import EagleFile, HeadFile, draft_ids_of, made_for, read_eagle, read_quantized, save_quantized
-from weights.hf import config_to_hf, read_rows, write_directory
-from weights.quantized import QuantSpec
+from support.reader import ConfigReader, is_a
+from weights.files import few_names, local_path, tensor_files
+from weights.heads import EagleFile, HeadFile, HeadReader, Table, made_for, published_parts, read_eagle, read_quantized
+from weights.hf import config_to_hf, write_directory
 
-PREFIXES = {r"^(draft_model|model)\.": "", r"^logit_head\.": "markov_head."}
-PREFIXES |= {r"^confidence_proj\.": "confidence_head.proj."}
 SLOT0 = ("Qwen3DSparkModel", "DSparkDraftModel", "DSparkSpeculator")  # of these, slot 0 drafts, too
 OTHERS = ("DFlashDraftModel", "DFlash2DraftModel", "DFlashSpeculator", "DFlash2Speculator")
 MARKOV = ("vanilla", "gated", "rnn")
-OVERRIDES = ("rope_theta", "rms_norm_eps", "is_causal", "shortlist")  # what --eagle-config may set
 # Settings of a decoder layer, and those that say nothing about what a head computes.
 GEOMETRY = """attention_bias head_dim hidden_act hidden_size intermediate_size layer_types max_position_embeddings
     num_attention_heads num_hidden_layers num_key_value_heads rms_norm_eps rope_parameters rope_scaling rope_theta
@@ -71,6 +66,7 @@ class BlockConfig:
     logits_cap: float = 0.0  # 0: none
     has_lm_head: bool = False
     target_vocab_size: int = 0
+    key = "eaglet_block"  # of all this in the config.json of a quantized head
 
     @property
     def depth(self) -> int:
@@ -88,8 +84,8 @@ class BlockConfig:
 BlockFile = HeadFile[BlockConfig]
 
 
-def block_tensors(config: BlockConfig) -> dict[str, dict[str, tuple[int, ...]]]:
-    """Our tensor name -> the published tensors whose rows it is made of, with their shapes."""
+def block_tensors(config: BlockConfig) -> Table:
+    """The one table of a head's tensors, for reading and for writing."""
     c, r = config.layer, config.rank
     H, I, hd = c.hidden_size, c.intermediate_size, c.head_dim
     q, kv = c.num_attention_heads * hd, c.num_key_value_heads * hd
@@ -177,15 +173,8 @@ def read_block(path: str | Path, target: ModelConfig, overrides: Mapping[str, st
     folder = path if path.is_dir() else path.parent
     raw = read_json(folder / "config.json")
     if "eaglet_quant" in raw:
-        return made_for(target, read_quantized(folder, BlockConfig, "eaglet_block", block_tensors), path)
+        return made_for(target, read_quantized(folder, BlockConfig, block_tensors), path)
     return _BlockReader(path, raw, target, overrides or {}).read()
-
-
-def save_quantized_block(
-    config: BlockConfig, tensors: Mapping[str, Tensor], spec: QuantSpec, directory: str | Path
-) -> None:
-    """Write a quantized head in our own format. `tensors` have the names of the head's state dict."""
-    save_quantized(asdict(config), "eaglet_block", tensors, spec, directory)
 
 
 def save_block(
@@ -199,11 +188,7 @@ def save_block(
     """
     if config.has_lm_head or "draft_ids" in tensors:
         raise ValueError("save_block: z-lab and DeepSpec have no heads with a vocabulary of their own.")
-    table = block_tensors(config)
-    out: dict[str, Tensor] = {}
-    for name, tensor in tensors.items():
-        pieces = tensor.split([shape[0] for shape in table[name].values()])
-        out |= dict(zip(table[name], pieces, strict=True))
+    out = published_parts(block_tensors(config), tensors)
     layer = config.layer
     windows = [w for w in layer.windows if w]
     keys = config_to_hf(replace(layer, windows=(0,) * layer.num_hidden_layers)) | {"model_type": "qwen3"}
@@ -229,13 +214,20 @@ def save_block(
     write_directory(directory, out, keys)
 
 
-class _BlockReader:
-    """One head while it is being understood."""
+class _BlockReader(HeadReader):
+    """A block head: its config in parts, its tensors without prefixes."""
+
+    kind = "a block head"
+    overrides = ("rope_theta", "rms_norm_eps", "is_causal", "shortlist")
+    prefixes = {r"^(draft_model|model)\.": "", r"^logit_head\.": "markov_head."}
+    prefixes |= {r"^confidence_proj\.": "confidence_head.proj."}
 
     def __init__(self, path: Path, raw: dict[str, Any], target: ModelConfig, overrides: Mapping[str, str]):
-        self.path, self.target, self.notes = path, target, []
-        self.entries = self._open()
-        given = {key: self._value(key, text) for key, text in overrides.items()}
+        super().__init__(path, target, overrides)
+        files = [path] if path.is_file() else tensor_files(path)
+        if not files:
+            self.fail("no head here: expected model.safetensors, pytorch_model.bin or shards of one of them.")
+        self.name_entries(files)
         nested = raw.get("dflash_config") or {}
         layer = raw.get("transformer_layer_config", raw)
         if not isinstance(nested, dict) or not isinstance(layer, dict):
@@ -252,52 +244,24 @@ class _BlockReader:
         if not found:
             self.fail(f"architectures = {names!r:.60} names no block head that is known.")
         self.architecture = found[0]
-        geometry = {**layer, **{k: v for k, v in given.items() if k in GEOMETRY}}
-        if "rope_theta" in given and isinstance(layer.get("rope_parameters"), dict):
-            geometry["rope_parameters"] = {**layer["rope_parameters"], "rope_theta": given["rope_theta"]}
-        self.geometry = ConfigReader(geometry, str(path))
-        self.top = ConfigReader({**raw, **given}, str(path))
-        self.flags = ConfigReader({**raw, **{k: v for k, v in nested.items() if v is not None}, **given}, str(path))
+        self.geometry = self.layer_settings(layer)
+        self.top = ConfigReader({**raw, **self.given}, str(path))
+        set_there = {key: value for key, value in nested.items() if value is not None}
+        self.flags = ConfigReader({**raw, **set_there, **self.given}, str(path))
         if self.architecture.startswith(("Qwen3DSpark", "DFlashDraft")) and "block_size" in raw:
             self.flags.config["block_size"] = raw["block_size"]
 
-    def fail(self, text: str) -> NoReturn:
-        raise refusal(self.path, text)
-
-    def _value(self, key: str, text: str) -> Any:
-        if key not in OVERRIDES:
-            raise ValueError(f"--eagle-config {key}: unknown key of a block head; known: {', '.join(OVERRIDES)}.")
-        try:
-            return parse_json(text, f"--eagle-config {key}")
-        except ValueError as error:
-            raise ValueError(f"--eagle-config {key}={text:.60}: not a JSON value.") from error
-
-    def _refuse(self, config: Mapping[str, Any], known: tuple[str, ...] | list[str], where: str) -> None:
+    def _refuse(self, config: Mapping[str, Any], known: Sequence[str], where: str) -> None:
         """Refuse settings that are not known and that are not switched off."""
         other = sorted(key for key, value in config.items() if key not in known and value not in (None, False))
         if other:
             self.fail(f"{where}{other[0]:.60} = {config[other[0]]!r:.60} is not understood, so this head is not read.")
 
-    def _open(self) -> dict[str, Entry]:
-        path = self.path
-        files = [path] if path.is_file() else tensor_files(path)
-        if not files:
-            self.fail("no head here: expected model.safetensors, pytorch_model.bin or shards of one of them.")
-        entries: dict[str, Entry] = {}
-        for name, entry in read_entries(files).items():
-            plain = name
-            for pattern, prefix in PREFIXES.items():
-                plain = re.sub(pattern, prefix, plain)
-            if plain in entries:
-                self.fail(f"two tensors are called {plain!r:.80} once prefixes are removed.")
-            entries[plain] = entry
-        return entries
-
     def read(self) -> BlockFile:
         """The whole head. Raises ValueError as `read_block` does."""
         target, flags = self.target, self.flags
         ids, order = self._taps()
-        draft_ids = draft_ids_of(self.entries, target.vocab_size, "lm_head.weight" in self.entries, self.fail)
+        draft_ids = self.draft_ids("lm_head.weight" in self.entries)
         own_head = self.speculators and "lm_head.weight" in self.entries
         vocab = self.entries["lm_head.weight"].shape[0] if own_head else target.vocab_size
         layer = self._layer(vocab)
@@ -328,12 +292,7 @@ class _BlockReader:
         )
         if layer.hidden_size % config.conv_group:
             self.fail(f"conv_group_size {config.conv_group} does not divide hidden_size {layer.hidden_size}.")
-        table = block_tensors(config)
-        shapes = {name: shape for parts in table.values() for name, shape in parts.items()}
-        shapes |= self._unused(config, draft_ids)
-        check_entries(shapes, self.entries, str(self.path))
-        tensors = {} if draft_ids is None else {"draft_ids": draft_ids}
-        tensors |= {ours: read_rows(self.entries, parts) for ours, parts in table.items()}
+        tensors = self.tensors(block_tensors(config), self._unread(config), draft_ids)
         if order != sorted(order):  # the target gives its states in the order of its layers
             columns = tensors["fc.weight"].unflatten(1, (len(order), -1))
             tensors["fc.weight"] = columns[:, torch.tensor(order)].flatten(1).contiguous()
@@ -344,8 +303,7 @@ class _BlockReader:
         layers, flags = self.target.num_hidden_layers, self.flags
         made_for = flags.integer("num_target_layers", layers)
         if made_for != layers:
-            raise ValueError(f"{self.path} does not fit this model: made for {made_for} layers, this model has {layers}. "
-                             "Pass the matching --checkpoint.")  # fmt: skip
+            self.misfit(f"made for {made_for} layers, this model has {layers}")
         n = self.geometry.integer("num_hidden_layers", high=100)
         ids = flags.config.get("aux_hidden_state_layer_ids" if self.speculators else "target_layer_ids")
         if ids is None and not self.speculators:
@@ -378,7 +336,7 @@ class _BlockReader:
         rank = flags.integer("markov_rank", 0, low=0)
         return (flags.text("markov_head_type", "vanilla", MARKOV) if rank else ""), rank
 
-    def _unused(self, config: BlockConfig, draft_ids: Tensor | None) -> dict[str, tuple[int, ...]]:
+    def _unread(self, config: BlockConfig) -> dict[str, tuple[int, ...]]:
         """The shapes of tensors that may be there and are not read: copies of the target's, and what estimates the
         acceptance, because trees are pruned by the draft's own probabilities."""
         H, vocab = config.layer.hidden_size, self.target.vocab_size
@@ -395,11 +353,9 @@ class _BlockReader:
         if read.boolean("attention_bias", False):
             self.fail("attention_bias = true is not implemented.")
         if (hidden := read.integer("hidden_size")) != target.hidden_size:
-            sizes = f"made for hidden_size {hidden}, this model has {target.hidden_size}"
-            raise ValueError(f"{self.path} does not fit this model: {sizes}. Pass the matching --checkpoint.")
+            self.misfit(f"made for hidden_size {hidden}, this model has {target.hidden_size}")
         if (known := read.integer("vocab_size", target.vocab_size)) != target.vocab_size:
-            sizes = f"made for a vocabulary of {known}, this model has {target.vocab_size}"
-            raise ValueError(f"{self.path} does not fit this model: {sizes}. Pass the matching --checkpoint.")
+            self.misfit(f"made for a vocabulary of {known}, this model has {target.vocab_size}")
         layers = read.integer("num_hidden_layers", high=100)
         if "fc.weight" not in self.entries:
             self.fail(f"no {few_names(['fc.weight'])}: not a block head.")
@@ -408,17 +364,13 @@ class _BlockReader:
             "model_type": "qwen3",
             "architectures": None,
             "vocab_size": vocab,
-            "use_sliding_window": False,
             "max_position_embeddings": read.integer("max_position_embeddings", target.max_position_embeddings),
             "torch_dtype": str(self.entries["fc.weight"].dtype).removeprefix("torch."),
         }
-        kinds = read.config.get("layer_types") or ["full_attention"] * layers
-        known_kinds = ("full_attention", "sliding_attention")
-        if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in known_kinds for kind in kinds):
-            self.fail("layer_types must name full_attention or sliding_attention for each layer.")
-        windows = (0,) * layers
-        if known_kinds[1] in kinds:
+        full = ["full_attention"] * layers
+        kinds = read.config.get("layer_types") or full
+        if sliding := kinds != full:
             if not read.boolean("use_sliding_window", True):
                 self.fail("layer_types names sliding layers, but use_sliding_window is false: which of them holds?")
-            windows = tuple(read.integer("sliding_window") * (kind == known_kinds[1]) for kind in kinds)
-        return replace(ModelConfig.from_hf(hf, str(self.path)), windows=windows)
+            hf |= {"layer_types": kinds, "sliding_window": read.integer("sliding_window")}
+        return ModelConfig.from_hf(hf | {"use_sliding_window": sliding}, str(self.path))

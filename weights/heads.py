@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, NoReturn, TypeVar, get_args, get_origin, get_type_hints
@@ -26,12 +26,14 @@ from weights.hf import config_to_hf, read_rows, write_directory
 from weights.quantized import LOOKED_UP, TENSORS, QuantLinear, QuantSpec, empty_tensors, read_spec, spec_to_json
 from weights.stored import read_stored
 
-PREFIXES = {r"^(draft_model|model)\.": "", r"^(midlayer|transformer)\.": "layers.0.", r"^fusion_fc\.": "fc."}
 ATTENTION, AUX = "layers.0.self_attn.", "eagle_aux_hidden_state_layer_ids"
 # What the head's decoder layer takes from the head's config, and what --eagle-config may set.
 HEAD_KEYS = "num_attention_heads num_key_value_heads head_dim rms_norm_eps rope_theta rope_scaling".split()
 OVERRIDES = (*HEAD_KEYS, "max_position_embeddings", "norm_before_residual", "norm_output", AUX)
 Config = TypeVar("Config")
+Table = dict[
+    str, dict[str, tuple[int, ...]]
+]  # our tensor name -> the published tensors whose rows it is made of, shapes
 SIZES = {2048: "1B", 3072: "3B", 4096: "7B or 8B", 5120: "13B", 6656: "33B", 8192: "70B"}
 
 
@@ -56,6 +58,7 @@ class EagleConfig:
     has_lm_head: bool = False
     target_vocab_size: int = 0  # needed to save a head that has a draft vocabulary
     unshifted: bool = False  # version 1: feature i goes with token i, not i + 1 (an ablation of the paper)
+    key = "eaglet_head"  # of all this in the config.json of a quantized head
 
     @property
     def kind(self) -> str:
@@ -104,11 +107,8 @@ def default_taps(layers: int) -> tuple[int, ...]:
     return (2, layers // 2, layers - 3) if layers > 6 else tuple(range(min(layers, 2) + 1))
 
 
-def head_tensors(config: EagleConfig) -> dict[str, dict[str, tuple[int, ...]]]:
-    """Our tensor name -> the published tensors whose rows it is made of, with their shapes.
-
-    This is the one table of a head's tensors, for reading and for writing. The published names are those of EAGLE-1.
-    """
+def head_tensors(config: EagleConfig) -> Table:
+    """The one table of a head's tensors, for reading and for writing. The published names are those of EAGLE-1."""
     c, third, taps = config.layer, config.version == 3, len(config.taps)
     H, I, hd = c.hidden_size, c.intermediate_size, c.head_dim
     q, kv = c.num_attention_heads * hd, c.num_key_value_heads * hd
@@ -163,7 +163,7 @@ def read_eagle(path: str | Path, target: ModelConfig, overrides: Mapping[str, st
     path = local_path(path)
     if (path / "config.json").is_file() and read_json(path / "config.json").get("eaglet_quant"):
         return made_for(target, read_quantized_eagle(path), path)
-    return _HeadReader(path, target, overrides or {}).read()
+    return _EagleReader(path, target, overrides or {}).read()
 
 
 def made_for(target: ModelConfig, file: HeadFile[Config], path: Path) -> HeadFile[Config]:
@@ -193,19 +193,15 @@ def save_eagle(config: EagleConfig, tensors: Mapping[str, Tensor], directory: st
     """
     layer = config.layer
     vocab = config.target_vocab_size or layer.vocab_size
-    table, prefix = head_tensors(config), "layers.0." if config.version == 1 else "midlayer."
-    out: dict[str, Tensor] = {}
-    for name, tensor in tensors.items():
-        if name != "draft_ids":
-            pieces = tensor.split([shape[0] for shape in table[name].values()])
-            names = [part.replace("layers.0.", prefix) for part in table[name]]
-            out |= dict(zip(names, pieces, strict=True))
-        elif not config.target_vocab_size:
+    prefix = "layers.0." if config.version == 1 else "midlayer."
+    parts = published_parts(head_tensors(config), tensors)
+    out = {name.replace("layers.0.", prefix): part for name, part in parts.items()}
+    if "draft_ids" in tensors:
+        if not config.target_vocab_size:
             raise ValueError("save_eagle: a head with draft_ids needs config.target_vocab_size.")
-        else:
-            ids = tensor.cpu()
-            out["d2t"] = ids - torch.arange(ids.numel())
-            out["t2d"] = torch.zeros(vocab, dtype=torch.bool).index_fill_(0, ids, True)
+        ids = tensors["draft_ids"].cpu()
+        out["d2t"] = ids - torch.arange(ids.numel())
+        out["t2d"] = torch.zeros(vocab, dtype=torch.bool).index_fill_(0, ids, True)
     keys = config_to_hf(layer) | {"vocab_size": vocab, "bias": config.fc_bias, "qkv_bias": layer.qkv_bias}
     if config.version == 3:
         taps = {AUX: list(config.taps)}
@@ -221,39 +217,42 @@ def save_eagle(config: EagleConfig, tensors: Mapping[str, Tensor], directory: st
     write_directory(directory, out, keys)
 
 
-def save_quantized_eagle(config: EagleConfig, tensors: Mapping[str, Tensor], spec: QuantSpec, directory: Path) -> None:
-    """Write a quantized head in our own format. `tensors` have the names of the head's state dict."""
-    save_quantized(asdict(config), "eaglet_head", tensors, spec, directory)
+def published_parts(table: Table, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of a head, but for its draft_ids, cut into the rows that have names of their own in published files."""
+    out: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        if name != "draft_ids":
+            pieces = tensor.split([shape[0] for shape in table[name].values()])
+            out |= dict(zip(table[name], pieces, strict=True))
+    return out
 
 
-def save_quantized(
-    described: dict[str, Any], key: str, tensors: Mapping[str, Tensor], spec: QuantSpec, directory: str | Path
-) -> None:
-    """Write a quantized head of any kind, whose config stands under `key` of config.json."""
-    write_directory(directory, tensors, {"eaglet_quant": spec_to_json(spec), key: described})
+def save_quantized(config: Any, tensors: Mapping[str, Tensor], spec: QuantSpec, directory: str | Path) -> None:
+    """Write a quantized head in our own format. `tensors` have the names of the head's state dict.
+
+    config: an EagleConfig or a BlockConfig, which stands under its `key` in config.json.
+    """
+    write_directory(directory, tensors, {"eaglet_quant": spec_to_json(spec), config.key: asdict(config)})
 
 
 def read_quantized_eagle(directory: str | Path) -> EagleFile:
-    """Read what `save_quantized_eagle` wrote. `weights.quantized.adopt_` puts the tensors into a head."""
+    """What `save_quantized` wrote of an EAGLE head. `weights.quantized.adopt_` puts the tensors into a head."""
 
-    def checked_tensors(config: EagleConfig) -> dict[str, dict[str, tuple[int, ...]]]:
-        _check_described(config, f"{Path(directory) / 'config.json'} (eaglet_head)")
+    def checked_tensors(config: EagleConfig) -> Table:
+        _check_described(config, f"{Path(directory) / 'config.json'} ({config.key})")
         return head_tensors(config)
 
-    return read_quantized(directory, EagleConfig, "eaglet_head", checked_tensors)
+    return read_quantized(directory, EagleConfig, checked_tensors)
 
 
 def read_quantized(
-    directory: str | Path,
-    kind: type[Config],
-    key: str,
-    tensors_of: Callable[[Config], dict[str, dict[str, tuple[int, ...]]]],
+    directory: str | Path, kind: type[Config], tensors_of: Callable[[Config], Table]
 ) -> HeadFile[Config]:
     """Read what `save_quantized` wrote of a head whose config is of this kind, and has these tensors."""
     where = Path(directory) / "config.json"
     raw = read_json(where)
     spec = read_spec(raw.get("eaglet_quant"), str(where))
-    config = _read_described(raw.get(key), f"{where} ({key})", kind)
+    config = _read_described(raw.get(kind.key), f"{where} ({kind.key})", kind)
     entries = read_entries(tensor_files(Path(directory)))
     table = {name: _whole_shape(parts) for name, parts in tensors_of(config).items()}
     shapes: dict[str, tuple[int, ...]] = {}
@@ -285,40 +284,6 @@ def read_quantized(
 def _are_token_ids(ids: Tensor, vocab: int) -> bool:
     """Whether ids [Vd] are a draft vocabulary: one token id or more, ascending, below vocab."""
     return len(ids) > 0 and bool((ids.diff() > 0).all() and ids[0] >= 0 and ids[-1] < vocab)
-
-
-def draft_ids_of(entries: dict[str, Entry], vocab: int, wide: bool, fail: Callable[[str], NoReturn]) -> Tensor | None:
-    """Absolute target ids [Vd] of a head's draft vocabulary, None if it is the target's, which has `vocab` tokens.
-
-    The tensors d2t and t2d, which name them, are taken out of the entries. wide: whether the head may have an LM head of
-    its own. fail: raises the error for this head.
-    """
-
-    def rows_of(name: str) -> int:
-        shape = entries[name].shape if name in entries else (vocab, 1)
-        return shape[0] if len(shape) == 2 else fail(f"{name} is no matrix.")
-
-    offsets, member = entries.pop("d2t", None), entries.pop("t2d", None)
-    misfit = f"but the target's vocabulary is {vocab}"
-    rows = rows_of("lm_head.weight")
-    if "lm_head.weight" not in entries and offsets is not None and not wide and len(offsets.shape) == 1:
-        rows = offsets.shape[0]  # it drafts with these rows of the target's LM head
-    if (embedded := rows_of("embed_tokens.weight")) != vocab:
-        fail(f"embed_tokens has {embedded} rows, {misfit}. Pass the matching --checkpoint.")
-    if member is not None and member.shape != (vocab,):
-        fail(f"t2d is {list(member.shape)}, {misfit}. Pass the matching --checkpoint.")
-    if offsets is None:
-        if rows != vocab:
-            fail(f"the LM head has {rows} rows, {misfit}, and there is no d2t table.")
-        return None
-    if offsets.dtype not in (torch.int64, torch.int32) or offsets.shape != (rows,):
-        fail(f"d2t is {offsets.dtype} {list(offsets.shape)}, expected int64 [{rows}].")
-    ids = offsets.read().long() + torch.arange(rows)
-    if not _are_token_ids(ids, vocab):
-        fail(f"d2t holds no offsets to ascending token ids below {vocab}: damaged?")
-    if member is not None and not torch.equal(member.read().nonzero().flatten(), ids):
-        fail("t2d and d2t disagree: damaged.")
-    return None if rows == vocab else ids
 
 
 def _whole_shape(parts: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
@@ -378,30 +343,112 @@ def _json_shape(kind: type) -> dict[str, Any]:
     return {name + "?" * (name not in required): shape(hint) for name, hint in hints} | {"*": ()}
 
 
-class _HeadReader:
-    """One head while it is being understood: its config in parts, its tensors under `layers.0.` names."""
+class HeadReader:
+    """One head while it is being understood: its tensors under plain names, and the settings that the user gave."""
+
+    kind: str  # what errors call it
+    overrides: Sequence[str]  # what --eagle-config may set
+    prefixes: Mapping[str, str]  # regular expressions for the begin of a name, and what takes their place
 
     def __init__(self, path: Path, target: ModelConfig, overrides: Mapping[str, str]):
         self.path = path
         self.target = target
         self.notes: list[str] = []
         self.entries: dict[str, Entry] = {}
+        self.given: dict[str, Any] = {}
+        for key, text in overrides.items():
+            if key not in self.overrides:
+                known = ", ".join(self.overrides)
+                raise ValueError(f"--eagle-config {key}: unknown key of {self.kind}; known: {known}.")
+            try:
+                self.given[key] = parse_json(text, f"--eagle-config {key}")
+            except ValueError as error:
+                raise ValueError(f"--eagle-config {key}={text:.60}: not a JSON value.") from error
+
+    def fail(self, text: str) -> NoReturn:
+        raise refusal(self.path, text)
+
+    def misfit(self, what: str) -> NoReturn:
+        raise ValueError(f"{self.path} does not fit this model: {what}. Pass the matching --checkpoint.")
+
+    def name_entries(self, files: Sequence[Path]) -> None:
+        """Fill self.entries with what the files hold."""
+        for name, entry in read_entries(files).items():
+            for pattern, prefix in self.prefixes.items():
+                name = re.sub(pattern, prefix, name)
+            if name in self.entries:
+                self.fail(f"two tensors are called {name!r:.80} once prefixes are removed.")
+            self.entries[name] = entry
+
+    def layer_settings(self, layer: dict[str, Any]) -> ConfigReader:
+        """The settings of a decoder layer, with those that the user gave in their place."""
+        settings, nested = {**layer, **self.given}, layer.get("rope_parameters")
+        if "rope_theta" in self.given and isinstance(nested, dict):
+            settings["rope_parameters"] = {**nested, "rope_theta": self.given["rope_theta"]}
+        return ConfigReader(settings, str(self.path))
+
+    def draft_ids(self, wide: bool) -> Tensor | None:
+        """Absolute target ids [Vd] of a head's draft vocabulary, None if it is the target's.
+
+        The tensors d2t and t2d, which name them, are taken out of the entries. wide: whether the head may have an LM
+        head of its own.
+        """
+        entries, vocab = self.entries, self.target.vocab_size
+
+        def rows_of(name: str) -> int:
+            shape = entries[name].shape if name in entries else (vocab, 1)
+            return shape[0] if len(shape) == 2 else self.fail(f"{name} is no matrix.")
+
+        offsets, member = entries.pop("d2t", None), entries.pop("t2d", None)
+        misfit = f"but the target's vocabulary is {vocab}"
+        rows = rows_of("lm_head.weight")
+        if "lm_head.weight" not in entries and offsets is not None and not wide and len(offsets.shape) == 1:
+            rows = offsets.shape[0]  # it drafts with these rows of the target's LM head
+        if (embedded := rows_of("embed_tokens.weight")) != vocab:
+            self.fail(f"embed_tokens has {embedded} rows, {misfit}. Pass the matching --checkpoint.")
+        if member is not None and member.shape != (vocab,):
+            self.fail(f"t2d is {list(member.shape)}, {misfit}. Pass the matching --checkpoint.")
+        if offsets is None:
+            if rows != vocab:
+                self.fail(f"the LM head has {rows} rows, {misfit}, and there is no d2t table.")
+            return None
+        if offsets.dtype not in (torch.int64, torch.int32) or offsets.shape != (rows,):
+            self.fail(f"d2t is {offsets.dtype} {list(offsets.shape)}, expected int64 [{rows}].")
+        ids = offsets.read().long() + torch.arange(rows)
+        if not _are_token_ids(ids, vocab):
+            self.fail(f"d2t holds no offsets to ascending token ids below {vocab}: damaged?")
+        if member is not None and not torch.equal(member.read().nonzero().flatten(), ids):
+            self.fail("t2d and d2t disagree: damaged.")
+        return None if rows == vocab else ids
+
+    def tensors(
+        self, table: Table, unread: Mapping[str, tuple[int, ...]], draft_ids: Tensor | None
+    ) -> dict[str, Tensor]:
+        """The tensors of a table, and the draft_ids. unread: the shapes of tensors that are there and are not read."""
+        shapes = {name: shape for parts in table.values() for name, shape in parts.items()}
+        check_entries(shapes | unread, self.entries, str(self.path))
+        found = {} if draft_ids is None else {"draft_ids": draft_ids}
+        return found | {ours: read_rows(self.entries, parts) for ours, parts in table.items()}
+
+
+class _EagleReader(HeadReader):
+    """An EAGLE head: its config in parts, its tensors under `layers.0.` names."""
+
+    kind = "an EAGLE head"
+    overrides = OVERRIDES
+    prefixes = {r"^(draft_model|model)\.": "", r"^(midlayer|transformer)\.": "layers.0.", r"^fusion_fc\.": "fc."}
+
+    def __init__(self, path: Path, target: ModelConfig, overrides: Mapping[str, str]):
+        super().__init__(path, target, overrides)
         raw = self._open()
-        given = self._parse(overrides)
         self.bare, self.speculators = not raw, "speculators_model_type" in raw
         layer = raw.get("transformer_layer_config") if self.speculators else raw
         parts = [layer, raw.get("eagle_config") or {}, raw.get("eaglet_eagle") or {}]
         if not all(isinstance(part, dict) for part in parts):
             self.fail("transformer_layer_config and eagle_config must be JSON objects.")
         self.ours = bool(parts[2])  # the flags of our own files have exactly our meaning
-        self.geometry = ConfigReader({**layer, **given}, str(path))
-        self.flags = ConfigReader({**raw, **parts[1], **parts[2], **given}, str(path))
-        nested = layer.get("rope_parameters")
-        if "rope_theta" in given and isinstance(nested, dict):
-            self.geometry.config["rope_parameters"] = {**nested, "rope_theta": given["rope_theta"]}
-
-    def fail(self, text: str) -> NoReturn:
-        raise refusal(self.path, text)
+        self.geometry = self.layer_settings(layer)
+        self.flags = ConfigReader({**raw, **parts[1], **parts[2], **self.given}, str(path))
 
     def _open(self) -> dict[str, Any]:
         """Fill self.entries. Returns the head's config, or {} if it has none."""
@@ -418,37 +465,19 @@ class _HeadReader:
         if raw and not known and path.is_file() and raw.get("num_hidden_layers") != 1:
             self.notes.append(f"{folder / 'config.json'} describes a whole model, not this head: ignored")
             raw = {}
-        for name, entry in read_entries(files).items():
-            plain = name
-            for pattern, prefix in PREFIXES.items():
-                plain = re.sub(pattern, prefix, plain)
-            if plain in self.entries:
-                self.fail(f"two tensors are called {plain!r:.80} once prefixes are removed.")
-            if re.match(r"layers\.[1-9]", plain):
+        self.name_entries(files)
+        for name in self.entries:
+            if re.match(r"layers\.[1-9]", name):
                 self.fail(f"{name!r:.80}: heads with more than one decoder layer are not implemented.")
-            if re.match(r"(pre_)?(embed|embedding|hidden|lm_head)_layernorm\.", plain):
+            if re.match(r"(pre_)?(embed|embedding|hidden|lm_head)_layernorm\.", name):
                 self.fail(f"{name!r:.80}: the extra norms of HASS-like heads are not implemented.")
-            self.entries[plain] = entry
         return raw
-
-    @staticmethod
-    def _parse(overrides: Mapping[str, str]) -> dict[str, Any]:
-        """The values of --eagle-config by key."""
-        given = {}
-        for key, text in overrides.items():
-            if key not in OVERRIDES:
-                raise ValueError(f"--eagle-config {key}: unknown key; known: {', '.join(OVERRIDES)}.")
-            try:
-                given[key] = parse_json(text, f"--eagle-config {key}")
-            except ValueError as error:
-                raise ValueError(f"--eagle-config {key}={text:.60}: not a JSON value.") from error
-        return given
 
     def read(self) -> EagleFile:
         """The whole head. Raises ValueError as `read_eagle` does."""
         taps, flags = self._taps(), self.flags
         wide = bool(taps)
-        draft_ids = draft_ids_of(self.entries, self.target.vocab_size, wide, self.fail)
+        draft_ids = self.draft_ids(wide)
         layer = self._layer(taps)
         own_embed = self.speculators or self.ours or layer.hidden_size != self.target.hidden_size
         if wide and not self.speculators and not self.ours and not flags.boolean("norm_output", True):
@@ -473,16 +502,10 @@ class _HeadReader:
         for key, has in {"fc_norm": config.fc_norm, "norm_before_fc": config.norm_before_fc}.items():
             if flags.boolean(key, has) != has:
                 self.fail(f"config.json and the tensors disagree about {key}.")
-        table = head_tensors(config)
-        shapes = {name: shape for parts in table.values() for name, shape in parts.items()}
         # A copy of the target's embedding or LM head may be there. It must fit, and it is not read.
-        for name, rows in {"embed_tokens": self.target.vocab_size, "lm_head": layer.vocab_size}.items():
-            if f"{name}.weight" in self.entries:
-                shapes[f"{name}.weight"] = (rows, layer.hidden_size)
-        check_entries(shapes, self.entries, str(self.path))
-        tensors = {} if draft_ids is None else {"draft_ids": draft_ids}
-        tensors |= {ours: read_rows(self.entries, parts) for ours, parts in table.items()}
-        return EagleFile(config, tensors, self.notes)
+        rows = {"embed_tokens.weight": self.target.vocab_size, "lm_head.weight": layer.vocab_size}
+        copies = {name: (n, layer.hidden_size) for name, n in rows.items() if name in self.entries}
+        return EagleFile(config, self.tensors(head_tensors(config), copies, draft_ids), self.notes)
 
     def _shape(self, name: str) -> tuple[int, int]:
         entry = self.entries.get(name)
@@ -510,8 +533,8 @@ class _HeadReader:
             made_for = width // many
             looks = f"{made_for} ({SIZES[made_for]}?)" if made_for in SIZES else str(made_for)
             expected = f"expected {[size, many * size]} ({many} x hidden_size {size})"
-            sizes = f"fc.weight is {[hidden, width]}, {expected}. The head looks made for hidden_size {looks}"
-            raise ValueError(f"{self.path} does not fit this model: {sizes}. Pass the matching --checkpoint.")
+            sizes = f"fc.weight is {[hidden, width]}, {expected}"
+            self.misfit(f"{sizes}. The head looks made for hidden_size {looks}")
         if ids is None:
             return ()
         if hidden != size and "embed_tokens.weight" not in self.entries:

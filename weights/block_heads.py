@@ -164,7 +164,7 @@ def read_block(path: str | Path, target: ModelConfig, overrides: Mapping[str, st
     Args:
         path: a folder, or a file with a config.json beside it, or `org/name` in the Hugging Face cache.
         target: the model that the head shall draft for.
-        overrides: config keys (OVERRIDES) to replace, with values as JSON text.
+        overrides: config keys (`_BlockReader.overrides`) to replace, with values as JSON text.
 
     Raises:
         ValueError: one line, if the head is damaged, does not fit the target, or has a setting that is not understood.

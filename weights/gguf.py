@@ -26,31 +26,29 @@ from torch import Tensor
 
 from families.config import ModelConfig
 from kernels import PackedWeight
-from kernels.blocks import NUMBERS_OF_PART, pack_blocks, stack_blocks
+from kernels.blocks import stack_blocks
 from kernels.cpu import CODES, TILE, put_codes
 from kernels.formats import Blocks, Part
-from kernels.packing import SMALL_M, pack_panels
-from kernels.panels import panels_bytes
 from model import Transformer
 from support.errors import UsageError, UserError
 from support.machine import size_text
 from support.reader import is_a
-from weights.files import Destination, Entries, Entry, Spans, check_entries, check_finite
+from weights.files import Destination, Entries, Entry, Spans, check_finite
 from weights.gguf_metadata import ARCHITECTURES, REORDERED, TOKEN_LISTS, hf_config, tokenizer_files
-from weights.gguf_types import BY_NAME, FITS, FLOAT_TYPES, FORMATS, TYPES, read_blocks, source_of
+from weights.gguf_types import BY_NAME, FITS, FLOAT_TYPES, FORMATS, TYPES, kept_bytes, pack_kept, read_blocks, source_of
 from weights.hf import (
     EXPERT_NAMES,
     FUSED_GATE_UP,
     ROUTERS,
+    checked_views,
     head_order,
     norm_names,
     parameter_sources,
-    read_parameter,
     views_for,
 )
-from weights.quantized import QuantEmbedding, TiedEmbedding, set_tensor
+from weights.quantized import Stored, TiedEmbedding, pack_nibbles
 from weights.shards import Shard
-from weights.stored import install
+from weights.stored import fill_parameters
 
 NUMBERS = dict(zip((*range(8), 10, 11, 12), "BbHhIif?Qqd", strict=True))  # kinds of values, as `struct` calls them
 TEXT, ARRAY = 8, 9  # the other kinds
@@ -155,7 +153,7 @@ class _Parser:
         if number not in TYPES:
             known = ", ".join(BY_NAME)
             raise ValueError(f"tensor {name!r:.80} has the type number {number}; the supported types are {known}")
-        kind, values, size, _ = TYPES[number]
+        kind, values, size, *_ = TYPES[number]
         if not 1 <= dimensions <= 3 or 0 in shape or shape[0] % values:
             raise ValueError(f"tensor {name!r:.80} cannot have the shape {list(shape)!s:.60} in {kind}")
         return offset, name, kind, shape, shape[0] // values * size
@@ -404,19 +402,14 @@ class GGUFFile:
         for ours, names in packed.items():
             for name in names:
                 (N, K), kind = entries[name].shape, self.sources[name][0].kind
-                layout = {"qweight": ((N, K), torch.int8) if kind == "Q8_0" else ((N, K // 2), torch.uint8)}
-                layout |= dict.fromkeys(
-                    ["scales", "mins"][: 1 + self.has_minima(names)], ((K // BLOCK, N), torch.float16)
-                )
                 if self.in_blocks(names):
-                    layout = {
-                        "blocks": ((FORMATS[kind].bytes(N, K),), torch.uint8),
-                        "formats": ((NUMBERS_OF_PART,), torch.int64),
-                    }
-                    if self.layout == "panels":
-                        layout = {"blocks": ((panels_bytes(FORMATS[kind], N, K) // 4,), torch.int32)}
-                        if not re.search(r"experts\.[1-9]", name):  # the experts share them
-                            layout["counters"] = (SMALL_M // 32 * -(-N // 16),), torch.int32
+                    layout = {leaf: ((n,), torch.uint8) for leaf, n in kept_bytes(kind, N, K, self.layout).items()}
+                    if re.search(r"experts\.[1-9]", name):  # the experts share them
+                        layout.pop("counters", None)
+                else:
+                    layout = {"qweight": ((N, K), torch.int8) if kind == "Q8_0" else ((N, K // 2), torch.uint8)}
+                    factors = ["scales", "mins"][: 1 + self.has_minima(names)]
+                    layout |= dict.fromkeys(factors, ((K // BLOCK, N), torch.float16))
                 base = (ours if ours == "lm_head.weight" else name).removesuffix("weight")
                 del kept[name]
                 kept |= {base + leaf: torch.empty(s, dtype=d, device="meta") for leaf, (s, d) in layout.items()}
@@ -461,36 +454,55 @@ class GGUFFile:
         """Whether a weight that is made of these Q4 tensors needs mins."""
         return any(self.sources[name][0].kind == "Q4_1" for name in names)
 
-    def stored(self, name: str) -> dict[str, Tensor]:
-        """A Q4_0, Q4_1 or Q8_0 matrix exactly in our layout (`weights.quantized`)."""
-        tensor, expert = self.sources[name]
-        rows, kind = self._rows(tensor, expert, self._place(name)[1]), tensor.kind
-        stored: dict[str, Tensor] = {}
-        for first in range(0, len(rows), 4096):  # so that an LM head takes little more than its place
-            for leaf, part in self._stored_rows(rows[first : first + 4096], kind, tensor.name).items():
-                axis = 0 if leaf == "qweight" else 1  # of the outputs
-                whole = stored.setdefault(leaf, part.new_empty(*part.shape[:axis], len(rows), *part.shape[axis + 1 :]))
-                whole.narrow(axis, first, part.shape[axis]).copy_(part)
-            self.forget()
-        return stored
+    def weight(self, names: list[str], experts: int, device: torch.device | str) -> PackedWeight | Stored:
+        """The quantized weight whose rows are these tensors, with a leading axis for experts.
 
-    def parts(self, names: list[str]) -> list[Part]:
+        It keeps their types, or is our int4 or int8, in the tiles of the CPU kernels if these hold it.
+        """
+        if not self.in_blocks(names):
+            whole = self.layout == "tiles" and all(self._place(name)[0][0] % TILE == 0 for name in names)
+            return self._tiles(names) if whole else self._stored(names, experts)
+        each = len(names) // max(experts, 1)
+        groups = [self._parts(names[first : first + each]) for first in range(0, len(names), each)]
+        packed = [pack_kept(parts, self.layout, device) for parts in groups]
+        return stack_blocks(packed) if experts else packed[0]
+
+    def _stored(self, names: list[str], experts: int) -> Stored:
+        """A weight whose rows are these tensors in Q4_0, Q4_1 or Q8_0, exactly in the layout of `weights.quantized`."""
+        n, k = self._size(names)
+        eight = self._kinds(names)[0] == "Q8_0"
+        codes = torch.empty(n, k, dtype=torch.int8) if eight else torch.empty(n, k // 2, dtype=torch.uint8)
+        stored = {"qweight": codes}
+        factors = ["scales", "mins"][: 1 + self.has_minima(names)]
+        stored |= {leaf: torch.empty(k // BLOCK, n, dtype=torch.float16) for leaf in factors}
+        row = 0
+        for piece in itertools.chain.from_iterable(self._pieces(name, stored=False) for name in names):
+            rows = slice(row, row := row + len(piece.codes))
+            codes[rows] = (piece.codes ^ 128).view(torch.int8) if eight else pack_nibbles(piece.codes)
+            stored["scales"][:, rows] = piece.scales.mT
+            if "mins" in stored:
+                stored["mins"][:, rows] = _lowest(piece).mT
+        if not experts:
+            return stored
+        axes = {"qweight": 0, "scales": 1, "mins": 1}  # of the outputs
+        return {k: t.unflatten(axes[k], (experts, -1)).movedim(axes[k], 0).contiguous() for k, t in stored.items()}
+
+    def _parts(self, names: list[str]) -> list[Part]:
         """A weight whose rows are these tensors, exactly in their types. Neighbours of one type are one part."""
         parts = []
         for kind, group in itertools.groupby(names, lambda name: self.sources[name][0].kind):
             members = list(group)
-            shapes = [self._place(name)[0] for name in members]
-            pieces = itertools.chain.from_iterable(map(self._pieces, members))
-            source = source_of(kind) if self.layout == "tiles" else CODES
-            parts.append(Part(FORMATS[kind], sum(n for n, _ in shapes), shapes[0][1], pieces, source))
+            tiles = self.layout == "tiles"
+            pieces = itertools.chain.from_iterable(self._pieces(name, stored=tiles) for name in members)
+            parts.append(Part(FORMATS[kind], *self._size(members), pieces, source_of(kind) if tiles else CODES))
         return parts
 
-    def _pieces(self, name: str) -> Iterator[Blocks]:
-        """The codes of a matrix, for the CPU kernels its stored rows, and its factors: some thousand rows at a time."""
+    def _pieces(self, name: str, stored: bool) -> Iterator[Blocks]:
+        """The codes of a matrix, or its stored rows in their place, and its factors: some thousand rows at a time."""
         tensor, expert = self.sources[name]
         rows = self._rows(tensor, expert, self._place(name)[1])
         for first in range(0, len(rows), 4096):
-            piece = read_blocks(tensor.kind, rows[first : first + 4096], stored=self.layout == "tiles")
+            piece = read_blocks(tensor.kind, rows[first : first + 4096], stored)
             if piece.scales.dtype != torch.float16:
                 raise ValueError(f"{self.path}: {tensor.name} has scales outside fp16. Use --kernels reference.")
             for part in (piece.scales, piece.mins):
@@ -499,47 +511,28 @@ class GGUFFile:
             yield piece
             self.forget()
 
-    def tiles_of(self, names: list[str]) -> PackedWeight | None:
-        """A weight whose rows are these tensors, which becomes our int4 or int8, in the tiles of the CPU kernels.
-
-        None where they do not hold it.
-        """
-        shapes = [self._place(name)[0] for name in names]
-        n, k = sum(rows for rows, _ in shapes), shapes[0][1]
+    def _tiles(self, names: list[str]) -> PackedWeight:
+        """A weight whose rows are these tensors, as our int4 or int8 in the tiles of the CPU kernels."""
+        n, k = self._size(names)
         bits = FORMATS[self._kinds(names)[0]].low
-        if self.layout != "tiles" or any(rows % TILE for rows, _ in shapes):
-            return None
         weight = torch.empty(n // TILE, k // BLOCK, BLOCK * bits, dtype=torch.uint8)
         scales = torch.empty(n // TILE, k // BLOCK, TILE, dtype=torch.float16)
         mins = torch.empty_like(scales) if self.has_minima(names) else None
         tile = 0
         for name in names:
             source = source_of(self.sources[name][0].kind)
-            for piece in self._pieces(name):
+            for piece in self._pieces(name, stored=True):
                 tiles = slice(tile, tile := tile + len(piece.codes) // TILE)
                 put_codes(piece.codes, source, weight[tiles].flatten(1), bits)
                 scales[tiles] = piece.scales.unflatten(0, (-1, TILE)).mT
                 if mins is not None:
-                    lowest = -8 * piece.scales if piece.mins is None else piece.mins
-                    mins[tiles] = lowest.unflatten(0, (-1, TILE)).mT
+                    mins[tiles] = _lowest(piece).unflatten(0, (-1, TILE)).mT
         return PackedWeight("tiles", bits, BLOCK, n, k, weight, scales, None, mins)
 
-    def _stored_rows(self, rows: np.ndarray, kind: str, name: str) -> dict[str, Tensor]:
-        """Some rows of a matrix. weight = code * scale + min; in Q4_0 the min is -8 * scale, and Q8_0 has none."""
-        numbers = 2 if kind == "Q4_1" else 1  # fp16 values before the 32 codes of a block
-        rows = np.array(rows)  # torch wants memory that may be written
-        blocks = torch.from_numpy(rows.reshape(len(rows), -1, 2 * numbers + (32 if kind == "Q8_0" else 16)))
-        scales, *mins = blocks[..., : 2 * numbers].contiguous().view(torch.float16).permute(2, 1, 0)
-        codes = blocks[..., 2 * numbers :]
-        for part in (scales, *mins):
-            check_finite(part, name, self.path.name)
-        if kind == "Q8_0":
-            return {"qweight": codes.flatten(1).contiguous().view(torch.int8), "scales": scales.contiguous()}
-        # Byte i of a block holds value i in its low half, and value i + 16 in its high half.
-        codes = torch.cat((codes & 15, codes >> 4), -1).flatten(1)
-        packed = codes[:, 0::2] | (codes[:, 1::2] << 4)
-        mins = mins[0] if mins else -8 * scales
-        return {"qweight": packed, "scales": scales.contiguous(), "mins": mins.contiguous()}
+    def _size(self, names: list[str]) -> tuple[int, int]:
+        """The rows and columns of a weight whose rows are these tensors."""
+        shapes = [self._place(name)[0] for name in names]
+        return sum(rows for rows, _ in shapes), shapes[0][1]
 
 
 def _hf_names(name: str, experts: int, names: Mapping[str, str]) -> Iterator[tuple[str, int | None]]:
@@ -563,6 +556,11 @@ def _hf_names(name: str, experts: int, names: Mapping[str, str]) -> Iterator[tup
         yield hf.replace(".sinks.weight", ".sinks"), None
 
 
+def _lowest(piece: Blocks) -> Tensor:
+    """What code 0 stands for in the groups of rows in Q4_0 or Q4_1."""
+    return -8 * piece.scales if piece.mins is None else piece.mins
+
+
 def fill_gguf(
     model: Transformer, file: GGUFFile, entries: Entries, packed: Mapping[str, list[str]], to: Destination
 ) -> None:
@@ -572,54 +570,19 @@ def fill_gguf(
     Raises ValueError in one line for tensors that are missing, left over, of another shape, or not finite.
     """
     where = str(file.path)
-    views = views_for(model, entries)
-    check_entries({name: tuple(view.shape) for name, view in views.items()}, entries, where)
-    sources, slots = parameter_sources(model, views), dict(model.named_parameters())
+    sources = parameter_sources(model, checked_views(model, entries, where))
     tied = "lm_head.weight" in packed and model.lm_head is None and not file.shard
     if tied:
         sources["lm_head.weight"] = packed["lm_head.weight"]
-        slots["lm_head.weight"] = slots["embed_tokens.weight"]
-        model.lm_head = torch.nn.Linear(*reversed(slots["lm_head.weight"].shape), bias=False, device="meta")
+        model.lm_head = torch.nn.Linear(*reversed(model.embed_tokens.weight.shape), bias=False, device="meta")
         del sources["embed_tokens.weight"]
-    for done, (ours, names) in enumerate(sources.items()):
-        slot = slots[ours]
-        if ours in packed:
-            experts = model.config.num_local_experts if slot.dim() == 3 else 0
-            if file.in_blocks(names):
-                weight = _weight_in_blocks(file, names, experts, to.device)
-            elif (weight := file.tiles_of(names)) is None:
-                weight = {k: v.to(to.device) for k, v in _stored_weight(file, names, experts).items()}
-            if ours == "embed_tokens.weight":
-                model.embed_tokens = QuantEmbedding(weight, to.dtype)
-            else:
-                install(model, ours, weight, slot, f"{where}: {ours}")
-        else:
-            tensor = read_parameter(entries, names, slot.shape, where)
-            set_tensor(model, ours, tensor.to(to.device, to.dtype))
+
+    def weight(ours: str, names: list[str], slot: Tensor) -> PackedWeight | Stored | None:
         file.forget()
-        to.progress(done + 1, len(sources), ours)
+        experts = model.config.num_local_experts if slot.dim() == 3 else 0
+        return file.weight(names, experts, to.device) if ours in packed else None
+
+    fill_parameters(model, sources, entries, weight, where, to)
+    file.forget()
     if tied:
         model.embed_tokens = TiedEmbedding(model.lm_head, to.dtype)
-
-
-def _weight_in_blocks(file: GGUFFile, names: list[str], experts: int, device: torch.device | str) -> PackedWeight:
-    """The weight of the kernels whose rows are these tensors, with a leading axis for experts."""
-    each = len(names) // max(experts, 1)
-    pack = partial(pack_panels, device=device) if file.layout == "panels" else pack_blocks
-    packed = [pack(file.parts(names[first : first + each])) for first in range(0, len(names), each)]
-    return stack_blocks(packed) if experts else packed[0]
-
-
-def _stored_weight(file: GGUFFile, names: list[str], experts: int) -> dict[str, Tensor]:
-    """The stored tensors of one quantized weight whose rows are these tensors, with a leading axis for experts."""
-    parts = [file.stored(name) for name in names]
-    stored = {}
-    for leaf in parts[0]:
-        if leaf == "mins" and not file.has_minima(names):
-            continue  # they follow from the scales
-        rows = 0 if leaf == "qweight" else 1  # the axis of the outputs
-        whole = torch.cat([part[leaf] for part in parts], rows) if len(parts) > 1 else parts[0][leaf]
-        if experts:
-            whole = whole.unflatten(rows, (experts, -1)).movedim(rows, 0)
-        stored[leaf] = whole.contiguous()
-    return stored

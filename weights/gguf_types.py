@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from kernels.blocks import fits_blocks
+from kernels import PackedWeight
+from kernels.blocks import NUMBERS_OF_PART, fits_blocks, pack_blocks
 from kernels.cpu import Place, Source
-from kernels.formats import Blocks, Format
-from kernels.panels import fits_panels
+from kernels.formats import Blocks, Format, Part
+from kernels.packing import SMALL_M, pack_panels
+from kernels.panels import fits_panels, panels_bytes
 
 FLOAT_TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # What the codes of IQ4_NL and IQ4_XS stand for, with 128 added.
@@ -22,12 +25,17 @@ GROUPS_OF_16 = {"group": 16, "unit": 256, "nested": True}
 
 
 class Type(NamedTuple):
-    """A type of tensors: the values of a block and its bytes. form: None for floats."""
+    """A type of tensors: the values of a block and its bytes.
+
+    form: None for floats.
+    places: where a block has the low bits of its codes, and the bits above them: the first byte, and bytes of a run.
+    """
 
     name: str
     values: int
     size: int
     form: Format | None = None
+    places: Sequence[tuple[int, int]] = ()
 
 
 # By their numbers in a file.
@@ -35,46 +43,30 @@ TYPES = {
     0: Type("F32", 1, 4),
     1: Type("F16", 1, 2),
     30: Type("BF16", 1, 2),
-    2: Type("Q4_0", 32, 18, Format(4, offset=8)),
-    3: Type("Q4_1", 32, 20, Format(4, minima=True)),
-    6: Type("Q5_0", 32, 22, Format(4, 1, offset=16)),
-    7: Type("Q5_1", 32, 24, Format(4, 1, minima=True)),
-    8: Type("Q8_0", 32, 34, Format(8, offset=128)),
-    10: Type("Q2_K", 256, 84, Format(2, minima=True, **GROUPS_OF_16)),
-    11: Type("Q3_K", 256, 110, Format(2, 1, offset=4, **GROUPS_OF_16)),
-    12: Type("Q4_K", 256, 144, Format(4, minima=True, **GROUPS_OF_32)),
-    13: Type("Q5_K", 256, 176, Format(4, 1, minima=True, **GROUPS_OF_32)),
-    14: Type("Q6_K", 256, 210, Format(4, 2, offset=32, **GROUPS_OF_16)),
-    20: Type("IQ4_NL", 32, 18, Format(4, offset=128, table=LEVELS)),
-    39: Type("MXFP4", 32, 17, Format(4, offset=128, table=tuple(value + 128 for value in TWICE))),
-    23: Type("IQ4_XS", 256, 136, Format(4, offset=128, table=LEVELS, **GROUPS_OF_32)),
+    2: Type("Q4_0", 32, 18, Format(4, offset=8), [(2, 16)]),
+    3: Type("Q4_1", 32, 20, Format(4, minima=True), [(4, 16)]),
+    6: Type("Q5_0", 32, 22, Format(4, 1, offset=16), [(6, 16), (2, 1)]),
+    7: Type("Q5_1", 32, 24, Format(4, 1, minima=True), [(8, 16), (4, 1)]),
+    8: Type("Q8_0", 32, 34, Format(8, offset=128), [(2, 32)]),
+    10: Type("Q2_K", 256, 84, Format(2, minima=True, **GROUPS_OF_16), [(16, 32)]),
+    11: Type("Q3_K", 256, 110, Format(2, 1, offset=4, **GROUPS_OF_16), [(32, 32), (0, 32)]),
+    12: Type("Q4_K", 256, 144, Format(4, minima=True, **GROUPS_OF_32), [(16, 32)]),
+    13: Type("Q5_K", 256, 176, Format(4, 1, minima=True, **GROUPS_OF_32), [(48, 32), (16, 32)]),
+    14: Type("Q6_K", 256, 210, Format(4, 2, offset=32, **GROUPS_OF_16), [(0, 64), (128, 32)]),
+    20: Type("IQ4_NL", 32, 18, Format(4, offset=128, table=LEVELS), [(2, 16)]),
+    39: Type("MXFP4", 32, 17, Format(4, offset=128, table=tuple(value + 128 for value in TWICE)), [(1, 16)]),
+    23: Type("IQ4_XS", 256, 136, Format(4, offset=128, table=LEVELS, **GROUPS_OF_32), [(8, 16)]),
 }
 BY_NAME = {kind.name: kind for kind in TYPES.values()}
 FORMATS = {kind.name: kind.form for kind in TYPES.values() if kind.form}
 FITS = {"tiles": fits_blocks, "panels": fits_panels}  # whether a layout holds matrices of these shapes and formats
-# Where blocks have the low bits of their codes, and the bits above them: the first byte, and bytes of a run.
-PLACES = {
-    "Q4_0": [(2, 16)],
-    "Q4_1": [(4, 16)],
-    "Q5_0": [(6, 16), (2, 1)],
-    "Q5_1": [(8, 16), (4, 1)],
-    "Q8_0": [(2, 32)],
-    "Q2_K": [(16, 32)],
-    "Q3_K": [(32, 32), (0, 32)],
-    "Q4_K": [(16, 32)],
-    "Q5_K": [(48, 32), (16, 32)],
-    "Q6_K": [(0, 64), (128, 32)],
-    "IQ4_NL": [(2, 16)],
-    "IQ4_XS": [(8, 16)],
-    "MXFP4": [(1, 16)],
-}
 SIGNED = ("Q8_0",)  # types whose codes are signed, so that their highest bit is the other way round here
 
 
 def source_of(kind: str) -> Source:
     """Where the codes are in rows of one of FORMATS."""
-    _, values, size, form = BY_NAME[kind]
-    bits = zip(PLACES[kind], (form.low, form.high), strict=False)
+    _, values, size, form, places = BY_NAME[kind]
+    bits = zip(places, (form.low, form.high), strict=False)
     return Source(values, size, *(Place(at, count, run) for (at, run), count in bits), turned=128 * (kind in SIGNED))
 
 
@@ -123,7 +115,7 @@ def read_codes(kind: str, rows: np.ndarray) -> np.ndarray:
 
 def read_blocks(kind: str, rows: np.ndarray, stored: bool = False) -> Blocks:
     """The codes and factors of rows [N, bytes of a row] uint8 in one of FORMATS. stored: the rows in place of codes."""
-    _, _, size, form = BY_NAME[kind]
+    _, _, size, form, _ = BY_NAME[kind]
     data = rows.reshape(len(rows), -1, size)
     if kind == "MXFP4":
         codes = torch.from_numpy(read_codes(kind, rows))
@@ -154,3 +146,15 @@ def read_blocks(kind: str, rows: np.ndarray, stored: bool = False) -> Blocks:
     return found._replace(
         sub_scales=tensor(small[0], torch.int8), sub_mins=sub_mins, mins=None if floats is None else -floats
     )
+
+
+def pack_kept(parts: Sequence[Part], layout: str, device: torch.device | str) -> PackedWeight:
+    """A matrix made of parts, exactly in their types: in "tiles", or on `device` in "panels"."""
+    return pack_panels(parts, device) if layout == "panels" else pack_blocks(parts)
+
+
+def kept_bytes(kind: str, n: int, k: int, layout: str) -> dict[str, int]:
+    """The bytes of a matrix [N, K] that keeps its type in "tiles" or "panels". Experts share the counters of panels."""
+    if layout == "panels":
+        return {"blocks": panels_bytes(FORMATS[kind], n, k), "counters": 4 * SMALL_M // 32 * -(-n // 16)}
+    return {"blocks": FORMATS[kind].bytes(n, k), "formats": 8 * NUMBERS_OF_PART}

@@ -24,12 +24,11 @@ from support.reader import ConfigReader, check, is_a, parse_json, refusal
 from weights.files import Entry, check_entries, local_path, read_entries, tensor_files
 from weights.hf import config_to_hf, read_rows, write_directory
 from weights.quantized import LOOKED_UP, TENSORS, QuantLinear, QuantSpec, empty_tensors, read_spec, spec_to_json
-from weights.stored import read_stored
+from weights.stored import check_stored, read_stored
 
 ATTENTION, AUX = "layers.0.self_attn.", "eagle_aux_hidden_state_layer_ids"
-# What the head's decoder layer takes from the head's config, and what --eagle-config may set.
+# What the head's decoder layer takes from the head's config.
 HEAD_KEYS = "num_attention_heads num_key_value_heads head_dim rms_norm_eps rope_theta rope_scaling".split()
-OVERRIDES = (*HEAD_KEYS, "max_position_embeddings", "norm_before_residual", "norm_output", AUX)
 Config = TypeVar("Config")
 Table = dict[
     str, dict[str, tuple[int, ...]]
@@ -152,7 +151,7 @@ def read_eagle(path: str | Path, target: ModelConfig, overrides: Mapping[str, st
         path: a folder, or one `.safetensors` / `.bin` / `.pth` file (with or without a config.json beside it),
             or `org/name` in the Hugging Face cache.
         target: the model that the head shall draft for.
-        overrides: config keys (OVERRIDES) to replace, with values as JSON text.
+        overrides: config keys (`_EagleReader.overrides`) to replace, with values as JSON text.
 
     Returns:
         EagleFile with tensors on the CPU in their stored dtype.
@@ -255,26 +254,24 @@ def read_quantized(
     config = _read_described(raw.get(kind.key), f"{where} ({kind.key})", kind)
     entries = read_entries(tensor_files(Path(directory)))
     table = {name: _whole_shape(parts) for name, parts in tensors_of(config).items()}
-    shapes: dict[str, tuple[int, ...]] = {}
-    dtypes: dict[str, torch.dtype] = {}
+    expected: dict[str, Tensor] = {}
     for name, shape in table.items():
         base, _, leaf = name.rpartition(".")
         rounded = leaf == "weight" and len(shape) == 2 and name not in LOOKED_UP
         bits = _bits(spec, base, shape[1], where) if rounded else 16
         if bits == 16:
-            shapes[name] = shape
+            expected[name] = torch.empty(shape, device="meta")
             continue
         zeros = ["zeros"] if f"{base}.zeros" in entries else []
-        for kind, empty in empty_tensors(shape, bits, spec.group_size, zeros).items():
-            shapes[f"{base}.{kind}"] = tuple(empty.shape)
-            if not empty.is_floating_point():
-                dtypes[f"{base}.{kind}"] = empty.dtype
-    if config.layer.vocab_size != config.target_vocab_size:
-        shapes["draft_ids"], dtypes["draft_ids"] = (config.layer.vocab_size,), torch.int64
-    elif not config.has_lm_head and "draft_ids" in entries:  # rows of the LM head that it drafts with
-        shapes["draft_ids"], dtypes["draft_ids"] = (entries["draft_ids"].shape or (1,))[:1], torch.int64
-    check_entries(shapes, entries, str(directory), dtypes)
-    tensors = {name: read_stored(entries, name, str(directory)) for name in shapes}
+        stored = empty_tensors(shape, bits, spec.group_size, zeros)
+        expected |= {f"{base}.{leaf}": tensor for leaf, tensor in stored.items()}
+    drafted = config.layer.vocab_size if config.layer.vocab_size != config.target_vocab_size else None
+    if drafted is None and not config.has_lm_head and "draft_ids" in entries:  # rows of the LM head that it drafts with
+        drafted = (entries["draft_ids"].shape or (1,))[0]
+    if drafted is not None:
+        expected["draft_ids"] = torch.empty(drafted, dtype=torch.int64, device="meta")
+    check_stored(expected, entries, str(directory))
+    tensors = {name: read_stored(entries, name, str(directory)) for name in expected}
     if (ids := tensors.get("draft_ids")) is not None:
         if not _are_token_ids(ids, config.target_vocab_size):
             raise refusal(directory, "draft_ids are not ascending token ids of the target: damaged?")
@@ -435,7 +432,7 @@ class _EagleReader(HeadReader):
     """An EAGLE head: its config in parts, its tensors under `layers.0.` names."""
 
     kind = "an EAGLE head"
-    overrides = OVERRIDES
+    overrides = (*HEAD_KEYS, "max_position_embeddings", "norm_before_residual", "norm_output", AUX)
     prefixes = {r"^(draft_model|model)\.": "", r"^(midlayer|transformer)\.": "layers.0.", r"^fusion_fc\.": "fc."}
 
     def __init__(self, path: Path, target: ModelConfig, overrides: Mapping[str, str]):

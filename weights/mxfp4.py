@@ -14,32 +14,27 @@ import torch
 from torch import Tensor
 
 from kernels import PackedWeight
-from kernels.blocks import NUMBERS_OF_PART, pack_blocks, stack_blocks
+from kernels.blocks import stack_blocks
 from kernels.formats import Blocks, Part
-from kernels.packing import SMALL_M, pack_panels
-from kernels.panels import panels_bytes
 from model import Transformer
 from weights.files import Destination, Entries, Entry
-from weights.gguf_types import FITS, FORMATS, TWICE, powers
-from weights.hf import checked_views, parameter_sources, read_parameter, split_pairs
-from weights.quantized import set_tensor
-from weights.stored import install
+from weights.gguf_types import FITS, FORMATS, kept_bytes, pack_kept, powers
+from weights.hf import checked_views, parameter_sources, split_pairs
+from weights.stored import fill_parameters
 
 FORM = FORMATS["MXFP4"]
 
 
-def _codes(blocks: Tensor) -> Tensor:
-    """Bytes [..., in / 32, 16] -> the codes [..., in]."""
-    return torch.stack((blocks & 15, blocks >> 4), -1).flatten(-3)
+def _blocks(codes: Tensor, exponents: Tensor) -> Blocks:
+    """An expert's matrix [out, in]: bytes [out, in / 32, 16] as codes, and exponents [out, in / 32] as scales."""
+    codes = torch.stack((codes & 15, codes >> 4), -1).flatten(-3)
+    return Blocks(codes, powers(exponents, codes))
 
 
 def _floats(blocks: Entry, scales: Entry) -> Tensor:
     """The values [E, in, out] in bfloat16, which holds them exactly."""
-    experts = []
-    for codes, exponents in zip(blocks.read(), scales.read(), strict=True):  # one at a time, because codes take memory
-        values = torch.tensor(TWICE).float()[_codes(codes).long()].unflatten(-1, (-1, 32))
-        experts.append(torch.ldexp(values, exponents.int()[..., None] - 128).flatten(-2).to(torch.bfloat16))
-    return torch.stack(experts).mT
+    experts = zip(blocks.read(), scales.read(), strict=True)  # one at a time, because codes take memory
+    return torch.stack([_blocks(*expert).floats(FORM).to(torch.bfloat16) for expert in experts]).mT
 
 
 def float_entries(entries: Entries) -> dict[str, Entry]:
@@ -70,15 +65,15 @@ def kept_experts(entries: Entries, layout: str) -> dict[str, Tensor]:
 
     layout: "tiles" of the CPU kernels, or "panels" of Triton's.
     """
-    kept, panels = {}, layout == "panels"
+    kept = {}
     for name, entry in entries.items():
         if name.endswith("_blocks"):
             E, rows, groups, _ = entry.shape
-            base, k = name.removesuffix("_blocks"), 32 * groups
-            size = E * (panels_bytes(FORM, rows, k) if panels else FORM.bytes(rows, k))
-            kept[f"{base}.blocks"] = torch.empty(size, dtype=torch.uint8, device="meta")
-            numbers = SMALL_M // 64 * -(-rows // 16) if panels else E * NUMBERS_OF_PART
-            kept[f"{base}.formats"] = torch.empty(numbers, dtype=torch.int64, device="meta")
+            for leaf, size in kept_bytes("MXFP4", rows, 32 * groups, layout).items():
+                count = 1 if leaf == "counters" else E
+                kept[f"{name.removesuffix('_blocks')}.{leaf}"] = torch.empty(
+                    count * size, dtype=torch.uint8, device="meta"
+                )
     return kept
 
 
@@ -88,25 +83,20 @@ def fill_mxfp4(model: Transformer, entries: Entries, stored: Entries, where: str
     entries: as `float_entries` gives them, in the layout of our parameters; stored: the directory's own. Raises
     ValueError in one line for tensors that do not match, or that the kernels cannot hold. layout: as of `kept_experts`.
     """
-    sources, slots = parameter_sources(model, checked_views(model, entries, where)), dict(model.named_parameters())
-    for done, (ours, names) in enumerate(sources.items()):
-        slot = slots[ours]
-        if slot.dim() == 3:
-            install(model, ours, _packed(stored, names[0], layout, to.device), slot, f"{where}: {ours}")
-        else:
-            set_tensor(model, ours, read_parameter(entries, names, slot.shape, where).to(to.device, to.dtype))
-        to.progress(done + 1, len(sources), ours)
+
+    def packed(ours: str, names: list[str], slot: Tensor) -> PackedWeight | None:
+        return _packed(stored, names[0], layout, to.device) if slot.dim() == 3 else None
+
+    fill_parameters(model, parameter_sources(model, checked_views(model, entries, where)), entries, packed, where, to)
 
 
 def _packed(stored: Mapping[str, Entry], name: str, layout: str, device: torch.device) -> PackedWeight:
     """The experts' matrix of this name in a layout, with our order of rows."""
     experts = []
-    for blocks, exponents in zip(stored[f"{name}_blocks"].read(), stored[f"{name}_scales"].read(), strict=True):
-        codes = _codes(blocks)
-        scales = powers(exponents, codes)
-        if scales.dtype != torch.float16 or not FITS[layout]([codes.shape], [FORM]):
+    for expert in zip(stored[f"{name}_blocks"].read(), stored[f"{name}_scales"].read(), strict=True):
+        blocks = _blocks(*expert)
+        if blocks.scales.dtype != torch.float16 or not FITS[layout]([blocks.codes.shape], [FORM]):
             raise ValueError(f"{name}: the kernels cannot hold its shape or scales. Use --kernels reference.")
-        codes, scales = (split_pairs(t[None], f"{name}_bias")[0].contiguous() for t in (codes, scales))
-        parts = [Part(FORM, *codes.shape, [Blocks(codes, scales)])]
-        experts.append(pack_panels(parts, device=device) if layout == "panels" else pack_blocks(parts))
+        ordered = Blocks(*(split_pairs(t[None], f"{name}_bias")[0].contiguous() for t in blocks[:2]))
+        experts.append(pack_kept([Part(FORM, *ordered.codes.shape, [ordered])], layout, device))
     return stack_blocks(experts)

@@ -113,6 +113,11 @@ def empty_tensors(shape: tuple[int, ...], bits: int, group_size: int, extra: Col
     return stored
 
 
+def pack_nibbles(codes: Tensor) -> Tensor:
+    """Codes of 4 bits, uint8 [..., in], two in a byte, uint8 [..., in / 2]."""
+    return codes[..., 0::2] | codes[..., 1::2] << 4
+
+
 class QuantLinear(SelfCounting):
     """A linear over stored tensors. With an expert axis it is one matrix kind of all experts.
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from model import Experts, Transformer
 from weights.files import Destination, Entries, check_finite
 from weights.hf import check_tied, checked_views, parameter_sources, read_parameter
-from weights.quantized import QuantLinear, QuantSpec, Stored, apply_spec_, quantizable, set_tensor
+from weights.quantized import QuantLinear, QuantSpec, Stored, apply_spec_, pack_nibbles, quantizable, set_tensor
 
 # Clip ratios that are tried for each group. The first one clips nothing, and 7/8 uses the code -8 for the peak.
 CLIPS = [1 - i / 40 for i in range(17)]
@@ -65,8 +65,7 @@ def stored_tensors(codes: Tensor, scales: Tensor, bits: int) -> dict[str, Tensor
     """Codes [..., N, K] around zero and scales [..., N, K/G] in the stored layout."""
     if bits == 8:
         return {"qweight": codes.to(torch.int8).contiguous(), "scales": scales[..., 0].contiguous()}
-    nibbles = (codes + 8).to(torch.uint8)
-    return {"qweight": nibbles[..., 0::2] | (nibbles[..., 1::2] << 4), "scales": scales.mT.contiguous()}
+    return {"qweight": pack_nibbles((codes + 8).to(torch.uint8)), "scales": scales.mT.contiguous()}
 
 
 def quantize_rtn(weight: Tensor, bits: int, group_size: int) -> dict[str, Tensor]:

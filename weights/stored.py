@@ -10,7 +10,7 @@ not quantize is read as floats.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -25,16 +25,25 @@ from weights.hf import parameter_sources, read_parameter, views_for
 from weights.quantized import (
     GROUPS,
     FloatLinear,
+    QuantEmbedding,
     QuantExperts,
     QuantLinear,
     QuantSpec,
+    Stored,
     apply_spec_,
+    pack_nibbles,
     replace_module,
     set_tensor,
 )
 
 Part = dict[str, Tensor | None]  # one published linear, as `_read_linear` returns it
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where columns 0 to 7 lie in a word of AWQ
+
+
+def check_stored(expected: Mapping[str, Tensor], entries: Entries, where: str) -> None:
+    """`check_entries` for a quantized module. expected: its tensors, of which those of integers have exact dtypes."""
+    exact = {name: slot.dtype for name, slot in expected.items() if not slot.is_floating_point()}
+    check_entries({name: tuple(slot.shape) for name, slot in expected.items()}, entries, where, exact)
 
 
 def read_stored(entries: Entries, name: str, where: str) -> Tensor:
@@ -56,8 +65,7 @@ def fill_stored(model: Transformer, entries: Entries, spec: QuantSpec, where: st
     for tensors that do not match.
     """
     expected = dict(apply_spec_(model, spec, entries).state_dict())
-    exact = {name: slot.dtype for name, slot in expected.items() if not slot.is_floating_point()}
-    check_entries({name: tuple(slot.shape) for name, slot in expected.items()}, entries, where, exact)
+    check_stored(expected, entries, where)
     done, total = 0, sum(slot.nbytes for slot in expected.values())
     for name, slot in expected.items():
         tensor = read_stored(entries, name, where)
@@ -192,7 +200,7 @@ def _fuse(parts: list[Part], where: str) -> dict[str, Tensor]:
     scales = torch.cat([part["scales"] for part in parts], 1).repeat_interleave(size // ours, 0)
     half = scales.to(torch.float16)
     exact = torch.equal(half.to(scales.dtype), scales)
-    stored = {"qweight": codes[:, 0::2] | (codes[:, 1::2] << 4), "scales": half if exact else scales.float()}
+    stored = {"qweight": pack_nibbles(codes), "scales": half if exact else scales.float()}
     if any(part["zeros"] is not None and (part["zeros"] != 8).any() for part in parts):
         zeros = [torch.full_like(p["scales"], 8) if p["zeros"] is None else p["zeros"] for p in parts]
         stored["zeros"] = torch.cat([z.to(torch.uint8) for z in zeros], 1).repeat_interleave(size // ours, 0)
@@ -222,28 +230,25 @@ def fill_published(model: Transformer, entries: Entries, config: Any, where: str
     used: set[str] = set()
     marker = ".weight_packed" if layout.kind == "pack-quantized" else ".qweight"
     kinds = "qweight scales qzeros g_idx weight_packed weight_scale weight_shape weight_zero_point weight_g_idx".split()
-    sources, slots = parameter_sources(model, views_for(model, entries)), dict(model.named_parameters())
     tied = model.lm_head is None
 
-    def part(base: str) -> Part:
+    def part(base: str, slot: Tensor) -> Part:
         if base + marker not in entries:
             raise ValueError(f"{where}: tensor {base + marker!r} is missing. Is a shard missing?")
         used.update(f"{base}.{kind}" for kind in kinds)
         return _read_linear(entries, layout, base, slot.shape[-1], where)
 
-    for done, (ours, names) in enumerate(sources.items()):
-        slot, bases = slots[ours], [name.removesuffix(".weight") for name in names]
-        if bases[0] + marker in entries:
-            stacks = model.config.num_local_experts if slot.dim() == 3 else 1
-            per, at = len(bases) // stacks, f"{where}: {ours}"
-            fused = [_fuse([part(b) for b in bases[i * per :][:per]], at) for i in range(stacks)]
-            stored = fused[0] if slot.dim() == 2 else _stack_experts(fused, at)
-            install(model, ours, {k: v.to(to.device) for k, v in stored.items()}, slot, at)
-        else:
+    def packed(ours: str, names: list[str], slot: Tensor) -> Stored | None:
+        bases = [name.removesuffix(".weight") for name in names]
+        if bases[0] + marker not in entries:
             used.update(names)
-            tensor = read_parameter(entries, names, slot.shape, where)
-            set_tensor(model, ours, tensor.to(to.device, to.dtype))
-        to.progress(done + 1, len(sources), ours)
+            return None
+        stacks = model.config.num_local_experts if slot.dim() == 3 else 1
+        per, at = len(bases) // stacks, f"{where}: {ours}"
+        fused = [_fuse([part(base, slot) for base in bases[i * per :][:per]], at) for i in range(stacks)]
+        return fused[0] if slot.dim() == 2 else _stack_experts(fused, at)
+
+    fill_parameters(model, parameter_sources(model, views_for(model, entries)), entries, packed, where, to)
     for name in entries.keys() - used:
         spare = IGNORED.fullmatch(name) or (tied and name == "lm_head.weight")
         spare = spare or name.endswith(".bias") and not entries[name].read().any()  # AutoGPTQ's zero biases
@@ -251,22 +256,52 @@ def fill_published(model: Transformer, entries: Entries, config: Any, where: str
             raise ValueError(f"{where}: unexpected {few_names([name])}; config.json describes another model.")
 
 
-def install(
-    model: Transformer, parameter: str, stored: dict[str, Tensor] | PackedWeight, slot: Tensor, where: str
+def fill_parameters(
+    model: Transformer,
+    sources: Mapping[str, list[str]],
+    entries: Entries,
+    packed: Callable[[str, list[str], Tensor], Stored | PackedWeight | None],
+    where: str,
+    to: Destination,
 ) -> None:
-    """Put a quantized linear in the place of the linear, or of the experts' matrix, that `parameter` belongs to."""
-    kind = FloatLinear if isinstance(stored, PackedWeight) else QuantLinear
-    if slot.dim() == 3:
-        name, block = parameter, parameter.rpartition(".")[0]
+    """Fill a meta model, one of our parameters at a time: with a quantized module, or else with floats of `to.dtype`.
+
+    Args:
+        sources: of our parameters (`weights.hf.parameter_sources`).
+        packed: gives the quantized weight for a parameter, the names of its sources, and its slot in the model; or None.
+
+    Raises ValueError in one line for a tensor that is missing, of another shape, or not finite.
+    """
+    slots = dict(model.named_parameters())
+    for done, (ours, names) in enumerate(sources.items()):
+        weight, shape = packed(ours, names, slots[ours]), slots[ours].shape
+        if weight is None:
+            set_tensor(model, ours, read_parameter(entries, names, shape, where).to(to.device, to.dtype))
+        else:
+            _install(model, ours, weight, shape, f"{where}: {ours}", to)
+        to.progress(done + 1, len(sources), ours)
+
+
+def _install(
+    model: Transformer, parameter: str, weight: Stored | PackedWeight, size: torch.Size, where: str, to: Destination
+) -> None:
+    """Put a quantized module in the place of the module, or of the experts' matrix, that `parameter` belongs to."""
+    kind = FloatLinear
+    if not isinstance(weight, PackedWeight):
+        kind, weight = QuantLinear, {leaf: tensor.to(to.device) for leaf, tensor in weight.items()}
+    name = parameter.removesuffix(".weight")
+    if len(size) == 3:
+        block = parameter.rpartition(".")[0]
         experts = model.get_submodule(block)
         if isinstance(experts, Experts):
             experts = QuantExperts(experts, nn.Module(), nn.Module())
             replace_module(model, block, experts)
-        linear = kind(stored, None, experts.per_token)
+        new = kind(weight, None, experts.per_token)
+    elif isinstance(old := model.get_submodule(name), nn.Embedding):
+        new = QuantEmbedding(weight, to.dtype)
     else:
-        name = parameter.removesuffix(".weight")
-        linear = kind(stored, model.get_submodule(name).bias)
-    shape, expected = [linear.out_features, linear.in_features], list(slot.shape[-2:])
+        new = kind(weight, old.bias)
+    shape, expected = [new.out_features, new.in_features], list(size[-2:])
     if shape != expected:
         raise ValueError(f"{where} is {shape}, expected {expected} by config.json.")
-    replace_module(model, name, linear)
+    replace_module(model, name, new)

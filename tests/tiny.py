@@ -199,7 +199,7 @@ class PieceStream:
 
 def random_blocks(kind: str, rows: int, columns: int, seed: int) -> np.ndarray:
     """Random blocks of a GGUF type [rows, bytes of a row] uint8. Their fp16 scales are small, and of both signs."""
-    _, block, size, form = BY_NAME[kind]
+    _, block, size, form, _ = BY_NAME[kind]
     random = np.random.default_rng(seed)
     raw = random.integers(0, 256, (rows, columns // block, size), dtype=np.uint8)
     if kind == "MXFP4":  # a scale is the exponent of a power of two

@@ -42,13 +42,8 @@ GRANITE = dict.fromkeys(("attention_multiplier", "embedding_multiplier", "residu
 # Supported values of `model_type`.
 FAMILIES: dict[str, Family] = {
     "ernie4_5": Family(
-        {
-            "num_key_value_heads": 2,
-            "head_dim": 128,
-            "rms_norm_eps": 1e-5,
-            "rope_theta": 5e5,
-            "tie_word_embeddings": True,
-        },
+        {"num_key_value_heads": 2, "head_dim": 128, "rms_norm_eps": 1e-5, "rope_theta": 5e5}
+        | {"tie_word_embeddings": True},
         {"neighbours": True},
         ("use_bias", "use_bias", "use_bias"),
     ),
@@ -199,10 +194,10 @@ class RopeConfig:
     def _longrope(self, inv: Tensor, length: int) -> tuple[Tensor, float]:
         """Scales every dimension by a factor of its own."""
         factors = self.long_factor if length > self.original_max_positions else self.short_factor
-        if self.attention_factor is not None:
-            return inv / torch.tensor(factors), self.attention_factor
-        grown = max(math.log(self.factor), 0.0) / math.log(self.original_max_positions)
-        return inv / torch.tensor(factors), math.sqrt(1 + grown)
+        scale = self.attention_factor
+        if scale is None:
+            scale = math.sqrt(1 + max(math.log(self.factor), 0.0) / math.log(self.original_max_positions))
+        return inv / torch.tensor(factors), scale
 
     def _llama3(self, inv: Tensor) -> Tensor:
         """Scales long wavelengths by `factor`, keeps short ones, and blends the two in between."""
@@ -278,17 +273,16 @@ class ModelConfig:
     def __post_init__(self) -> None:
         if not self.windows:
             object.__setattr__(self, "windows", (0,) * self.num_hidden_layers)
-        if self.num_attention_heads % self.num_key_value_heads:
+        heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
+        if heads % kv_heads:
             raise ValueError(
-                f"config.json: num_attention_heads {self.num_attention_heads} is not a multiple of "
-                f"num_key_value_heads {self.num_key_value_heads}."
+                f"config.json: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}."
             )
         if self.head_dim % 2:
             raise ValueError(f"config.json: head_dim is {self.head_dim}, but RoPE needs an even size.")
         if (rotated := int(self.head_dim * self.rope.partial)) % 2 or not rotated:
-            raise ValueError(
-                f"config.json: partial_rotary_factor rotates {rotated} of a head's {self.head_dim} dimensions."
-            )
+            dimensions = f"{rotated} of a head's {self.head_dim} dimensions"
+            raise ValueError(f"config.json: partial_rotary_factor rotates {dimensions}.")
         sizes = {len(self.rope.short_factor), len(self.rope.long_factor)}
         if self.rope.kind == "longrope" and sizes != {rotated // 2}:
             raise ValueError(f"config.json: short_factor and long_factor need {rotated // 2} numbers each.")
@@ -463,36 +457,23 @@ def _read_rope(outer: ConfigReader, family: Family, scaling: dict[str, Any], max
     kind = read.text("rope_type", "default", ROPE_TYPES)
     theta = read.number("rope_theta", family.defaults.get("rope_theta", 10000.0), 1.01)
     partial = read.number("partial_rotary_factor", family.defaults.get("partial_rotary_factor", 1.0), 0.01, 1.0)
+    found: dict[str, Any] = {"theta": theta, "kind": kind, "partial": partial}
     if kind == "default":
-        return RopeConfig(theta=theta, partial=partial)
-    given_attention = merged.get("attention_factor") is not None
-    attention_factor = read.number("attention_factor", None, 0.0, 1e6) if given_attention else None
+        return RopeConfig(**found)
+    if merged.get("attention_factor") is not None:
+        found["attention_factor"] = read.number("attention_factor", None, 0.0, 1e6)
     if kind == "longrope":
         length = read.integer(original, None, 2, 2**24)
-        return RopeConfig(
-            theta=theta,
-            kind=kind,
-            factor=read.number("factor", max_positions / length, 1e-6, 1e6),
-            original_max_positions=length,
-            attention_factor=attention_factor,
-            partial=partial,
-            short_factor=_read_factors(read, "short_factor"),
-            long_factor=_read_factors(read, "long_factor"),
-        )
+        found |= {"original_max_positions": length, "factor": read.number("factor", max_positions / length, 1e-6, 1e6)}
+        return RopeConfig(**found, **{key: _read_factors(read, key) for key in ("short_factor", "long_factor")})
     llama3 = kind == "llama3"
     positive = {"low_freq_factor": None if llama3 else 1.0, "high_freq_factor": None if llama3 else 4.0}
     positive |= {"beta_fast": 32.0, "beta_slow": 1.0}
-    rope = RopeConfig(
-        theta=theta,
-        kind=kind,
-        original_max_positions=read.integer(original, None if llama3 else max_positions, high=2**24),
-        factor=read.number("factor", None, 1.0, 1e6),
-        **{key: read.number(key, default, 1e-6, 1e6) for key, default in positive.items()},
-        **{key: read.number(key, 0.0, 0.0, 1e6) for key in ("mscale", "mscale_all_dim")},
-        truncate=read.boolean("truncate", True),
-        attention_factor=attention_factor,
-        partial=partial,
-    )
+    found |= {key: read.number(key, default, 1e-6, 1e6) for key, default in positive.items()}
+    found |= {key: read.number(key, 0.0, 0.0, 1e6) for key in ("mscale", "mscale_all_dim")}
+    found["original_max_positions"] = read.integer(original, None if llama3 else max_positions, high=2**24)
+    found["factor"] = read.number("factor", None, 1.0, 1e6)
+    rope = RopeConfig(**found, truncate=read.boolean("truncate", True))
     if llama3 and rope.high_freq_factor <= rope.low_freq_factor:
         raise read.error("high_freq_factor must exceed low_freq_factor for rope type llama3.")
     return rope

@@ -133,7 +133,7 @@ def tensors_of(checkpoint: Checkpoint) -> dict[str, np.ndarray]:
             f"rope_factors_{x}.weight": np.float32(getattr(config.rope, f"{x}_factor")) for x in ("short", "long")
         }
     for i in range(config.num_hidden_layers if config.num_local_experts else 0):
-        place, matrices = EXPERT_NAMES[config.model_type]
+        place, _, matrices = EXPERT_NAMES[config.model_type]
         for ours, theirs in zip(("gate", "up", "down"), matrices, strict=True):
             at = f"model.layers.{i}.{place}.experts"
             for kind in ("weight", "bias")[: 1 + config.expert_bias]:

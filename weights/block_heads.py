@@ -113,16 +113,13 @@ def block_tensors(config: BlockConfig) -> Table:
         table["lm_head.weight"] = {"lm_head.weight": (c.vocab_size, H)}
     books = {"predecessor": (config.target_vocab_size, r), "successor": (c.vocab_size, r)}
     if config.markov == "selector":
-        names = {name: f"candidate_selector.{name}_codebook" for name in books}
-        table |= {f"{ours}.weight": {names[ours]: shape} for ours, shape in books.items()}
+        table |= {f"{ours}.weight": {f"candidate_selector.{ours}_codebook": shape} for ours, shape in books.items()}
         table["mix.weight"] = {"candidate_selector.hidden_projection.weight": (r, H)}
     elif config.markov:
-        names = {"predecessor": "markov_w1", "successor": "markov_w2"}
-        table |= {f"{ours}.weight": {f"markov_head.{name}.weight": books[ours]} for ours, name in names.items()}
-    name, rows, columns = {"gated": ("gate_proj", r, H + r), "rnn": ("joint_proj", 3 * r, 2 * r + H)}.get(
-        config.markov, ("", 0, 0)
-    )
-    if name:
+        table |= {f"{x}.weight": {f"markov_head.markov_w{i}.weight": books[x]} for i, x in enumerate(books, 1)}
+    mixing = {"gated": ("gate_proj", r, H + r), "rnn": ("joint_proj", 3 * r, 2 * r + H)}
+    if config.markov in mixing:
+        name, rows, columns = mixing[config.markov]
         table["mix.weight"] = {f"markov_head.{name}.weight": (rows, columns)}
         table["mix.bias"] = {f"markov_head.{name}.bias": (rows,)}
     return table
@@ -132,10 +129,10 @@ def context_rows(file: BlockFile) -> dict[str, Tensor]:
     """The parts of a head's tensors that are stored a second time, for the keys and values of the text."""
     layer = file.config.layer
     first = layer.num_attention_heads * layer.head_dim
-    names = [name for name in file.tensors if ".attention.qkv." in name]
     return {
-        name: t[first:] if name.endswith(("weight", "qweight")) else t[..., first:]
-        for name, t in ((name, file.tensors[name]) for name in names)
+        name: tensor[first:] if name.endswith(("weight", "qweight")) else tensor[..., first:]
+        for name, tensor in file.tensors.items()
+        if ".attention.qkv." in name
     }
 
 

@@ -29,7 +29,6 @@ from weights.hf import (
     build_model,
     fill_hf,
     head_order,
-    is_meta,
     read_config,
     read_meta_config,
     read_meta_entries,
@@ -84,15 +83,18 @@ class Checkpoint:
         if not directory.is_dir():
             hint = "Pass a .gguf file, or a folder with config.json and weights (hf download fetches one)."
             raise ValueError(f"{directory} is not a directory. {hint}")
-        if is_meta(directory):
+        described = (directory / "config.json").exists()
+        if (directory / "params.json").exists() and not described:
             kind, raw, config = "meta", {}, read_meta_config(directory)
-        elif not (directory / "config.json").exists() and (files := sorted(directory.glob("*.gguf"))):
+        elif not described and (files := sorted(directory.glob("*.gguf"))):
             others = f" and {len(files) - 1} more" if len(files) > 1 else ""
             raise ValueError(f"{directory} has no config.json, but {files[0].name}{others}. Pass the file: {files[0]}")
         else:
             raw = read_json(directory / "config.json")
             kind = next((kind for kind, key in QUANTIZED.items() if raw.get(key)), "hf")
-            if kind == "published" and is_mxfp4(raw):
+            section = raw.get("quantization_config")
+            method = section.get("quant_method") if isinstance(section, dict) else None
+            if kind == "published" and method == "mxfp4" and raw.get("model_type") == "gpt_oss":
                 kind = "mxfp4"
             config = read_config(raw, directory)
         generation = {}
@@ -309,12 +311,6 @@ class Checkpoint:
         for file in files:
             if file.is_file():
                 shutil.copyfile(file, destination / file.name)
-
-
-def is_mxfp4(raw: dict[str, Any]) -> bool:
-    """Whether a config.json says that experts are in MXFP4."""
-    section = raw["quantization_config"]
-    return isinstance(section, dict) and section.get("quant_method") == "mxfp4" and raw.get("model_type") == "gpt_oss"
 
 
 def load_config(directory: str | Path) -> ModelConfig:

@@ -43,6 +43,11 @@ class Spans(NamedTuple):
     axis: int
     pieces: tuple[tuple[int, int], ...]
 
+    def shape(self, whole: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of this part of a tensor of that shape."""
+        size = sum(end - first for first, end in self.pieces)
+        return *whole[: self.axis], size, *whole[self.axis + 1 :]
+
     def __call__(self, tensor: Tensor) -> Tensor:
         parts = [tensor.narrow(self.axis, first, end - first) for first, end in self.pieces]
         return parts[0] if len(parts) == 1 else torch.cat(parts, self.axis)

@@ -36,16 +36,7 @@ from support.reader import is_a
 from weights.files import Destination, Entries, Entry, Spans, check_finite
 from weights.gguf_metadata import ARCHITECTURES, REORDERED, TOKEN_LISTS, hf_config, tokenizer_files
 from weights.gguf_types import BY_NAME, FITS, FLOAT_TYPES, FORMATS, TYPES, kept_bytes, pack_kept, read_blocks, source_of
-from weights.hf import (
-    EXPERT_NAMES,
-    FUSED_GATE_UP,
-    ROUTERS,
-    checked_views,
-    head_order,
-    norm_names,
-    parameter_sources,
-    views_for,
-)
+from weights.hf import EXPERT_NAMES, FUSED_GATE_UP, checked_views, head_order, norm_names, parameter_sources, views_for
 from weights.quantized import Stored, TiedEmbedding, pack_nibbles
 from weights.shards import Shard
 from weights.stored import fill_parameters
@@ -264,8 +255,8 @@ class GGUFFile:
         """Hugging Face tensor name -> the tensor here, and the expert in it if it holds all experts of a layer."""
         family = ARCHITECTURES[self.metadata["general.architecture"]]
         names = LAYER | dict(zip(NORMS, norm_names(family), strict=True))
-        place, matrices = EXPERT_NAMES.get(family, EXPERT_NAMES["mixtral"])
-        names["ffn_gate_inp"] = f"{place}.{ROUTERS.get(family, 'gate')}"
+        place, router, matrices = EXPERT_NAMES.get(family, EXPERT_NAMES["mixtral"])
+        names["ffn_gate_inp"] = f"{place}.{router}"
         if family in ("gpt_oss", "seed_oss"):
             names["post_attention_norm"] = "post_attention_layernorm"  # what other files call ffn_norm
         if family in FUSED_GATE_UP:
@@ -329,10 +320,6 @@ class GGUFFile:
             values[piece] = read_blocks(tensor.kind, rows[piece]).floats(FORMATS[tensor.kind])
         return values
 
-    def packs(self, names: list[str]) -> bool:
-        """Whether one of our matrices, made of these Hugging Face tensors, stays quantized."""
-        return self.in_int4(names) or self.in_blocks(names)
-
     def _kinds(self, names: list[str]) -> list[str]:
         """The types of these tensors. Empty for vectors, and if one is missing, which loading reports."""
         tensors = [self.sources[name][0] for name in names if name in self.sources]
@@ -374,10 +361,7 @@ class GGUFFile:
         shape = tensor.shape[1], tensor.shape[0]
         block = BY_NAME[tensor.kind].values
         spans = self.shard.matrix(name, shape, block, self.whole, str(self.path)) if self.shard else None
-        if spans:
-            part = sum(end - first for first, end in spans.pieces)
-            shape = (shape[0], part) if spans.axis else (part, shape[1])
-        return shape, spans
+        return (spans.shape(shape) if spans else shape), spans
 
     @property
     def tied_blocks(self) -> bool:
@@ -394,7 +378,7 @@ class GGUFFile:
             sources["lm_head.weight"] = sources.pop("embed_tokens.weight")
         elif model.lm_head is None:
             del sources["embed_tokens.weight"]
-        return {ours: names for ours, names in sources.items() if self.packs(names)}
+        return {ours: names for ours, names in sources.items() if self.in_int4(names) or self.in_blocks(names)}
 
     def kept(self, entries: Entries, packed: Mapping[str, list[str]]) -> dict[str, Entry | Tensor]:
         """What loading keeps, without values: the parameters in `packed` in our layout, the others as given."""

@@ -191,14 +191,14 @@ def _llama3_scaling(divisors: Tensor, theta: float, head_dim: int, where: str) -
     factor = round(float(divisors.max()), 4)
     share = (1 / divisors - 1 / factor) / (1 - 1 / factor) if factor > 1 else divisors
     between = (share > 1e-3) & (share < 1 - 1e-3)
-    if len(divisors) != len(frequencies) or factor <= 1 or between.sum() < 2:
-        raise ValueError(f"{where}: rope_freqs.weight is not Llama 3's scaling; no other is implemented.")
-    x = frequencies[between] / (2 * torch.pi)
-    slope, start = torch.linalg.lstsq(torch.stack((x, torch.ones_like(x)), 1), share[between]).solution.tolist()
-    low_to_high = -1 / start if start < 0 else 0.0  # high - low, in units of low
-    original = round(slope * low_to_high)
-    line = ((original * frequencies / (2 * torch.pi) - 1) / low_to_high).clamp(0, 1) if low_to_high else share
-    if not low_to_high or (line - share).abs().max() > 1e-3:
+    low_to_high = 0.0  # high - low, in units of low
+    if len(divisors) == len(frequencies) and factor > 1 and between.sum() >= 2:
+        x = frequencies[between] / (2 * torch.pi)
+        slope, start = torch.linalg.lstsq(torch.stack((x, torch.ones_like(x)), 1), share[between]).solution.tolist()
+        low_to_high = -1 / start if start < 0 else 0.0
+        original = round(slope * low_to_high)
+    line = ((original * frequencies / (2 * torch.pi) - 1) / low_to_high).clamp(0, 1) if low_to_high else None
+    if line is None or (line - share).abs().max() > 1e-3:
         raise ValueError(f"{where}: rope_freqs.weight is not Llama 3's scaling; no other is implemented.")
     scaling = {"rope_type": "llama3", "factor": factor, "low_freq_factor": 1.0}
     scaling["high_freq_factor"] = round(1 + low_to_high, 4)

@@ -37,14 +37,14 @@ from weights.files import (
 from weights.quantized import QuantExperts, QuantLinear, TiedEmbedding, set_tensor
 
 FUSED_QKV, FUSED_GATE_UP = ("phi3",), ("glm4", "phi3")  # families whose files hold these in one tensor
-# Where the experts of a layer are, and what an expert's matrices are called: gate, up, down.
+# Where the experts of a layer are, and what the matrix that chooses them and an expert's gate, up and down are called.
+QWEN_EXPERTS = "mlp", "gate", ("gate_proj", "up_proj", "down_proj")
 EXPERT_NAMES = {
-    "mixtral": ("block_sparse_moe", ("w1", "w3", "w2")),
-    "gpt_oss": ("mlp", ("gate_proj", "up_proj", "down_proj")),  # in GGUF files alone
-    "qwen2_moe": ("mlp", ("gate_proj", "up_proj", "down_proj")),
-    "qwen3_moe": ("mlp", ("gate_proj", "up_proj", "down_proj")),
+    "mixtral": ("block_sparse_moe", "gate", ("w1", "w3", "w2")),
+    "gpt_oss": ("mlp", "router", ("gate_proj", "up_proj", "down_proj")),  # an expert has its own in GGUF files alone
+    "qwen2_moe": QWEN_EXPERTS,
+    "qwen3_moe": QWEN_EXPERTS,
 }
-ROUTERS = {"gpt_oss": "router"}  # what families call the matrix that chooses experts, where it is not "gate"
 # Hugging Face's names of a block's norms: before and after attention, before and after the MLP.
 NORM_NAMES = {
     "before": ("input_layernorm", "", "post_attention_layernorm", ""),
@@ -204,8 +204,8 @@ def hf_views(model: Transformer, fused_experts: bool | None = None) -> dict[str,
     q, kv = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
     views: dict[str, Tensor] = {"model.embed_tokens.weight": model.embed_tokens.weight}
 
-    def put(at: str, names: str, module: torch.nn.Module, sizes: list[int] | None = None) -> None:
-        for kind, parameter in module.named_parameters():
+    def put(at: str, names: str, module: torch.nn.Module | None, sizes: list[int] | None = None) -> None:
+        for kind, parameter in module.named_parameters() if module is not None else ():
             parts = parameter.split(sizes) if sizes else [parameter]
             for name, part in zip(names.split(), parts, strict=True):
                 views[f"{at}.{name}.{kind}"] = part
@@ -214,8 +214,7 @@ def hf_views(model: Transformer, fused_experts: bool | None = None) -> dict[str,
         at = f"model.layers.{i}"
         norms = block.input_norm, block.attention_norm, block.post_norm, block.mlp_norm
         for name, norm in zip(norm_names(c.model_type), norms, strict=True):
-            if norm is not None:
-                put(at, name, norm)
+            put(at, name, norm)
         if c.model_type in FUSED_QKV:
             put(f"{at}.self_attn", "qkv_proj", block.attention.qkv)
         else:
@@ -223,9 +222,8 @@ def hf_views(model: Transformer, fused_experts: bool | None = None) -> dict[str,
         put(f"{at}.self_attn", "o_proj", block.attention.o)
         if block.attention.sinks is not None:
             views[f"{at}.self_attn.sinks"] = block.attention.sinks
-        if c.qk_norm:
-            put(f"{at}.self_attn", "q_norm", block.attention.q_norm)
-            put(f"{at}.self_attn", "k_norm", block.attention.k_norm)
+        put(f"{at}.self_attn", "q_norm", block.attention.q_norm)
+        put(f"{at}.self_attn", "k_norm", block.attention.k_norm)
         if not c.num_local_experts:
             if c.model_type in FUSED_GATE_UP:
                 put(f"{at}.mlp", "gate_up_proj", block.mlp.gate_up)
@@ -233,18 +231,17 @@ def hf_views(model: Transformer, fused_experts: bool | None = None) -> dict[str,
                 put(f"{at}.mlp", "gate_proj up_proj", block.mlp.gate_up, [c.intermediate_size] * 2)
             put(f"{at}.mlp", "down_proj", block.mlp.down)
             continue
-        place, names = "mlp" if fused_experts else EXPERT_NAMES[c.model_type][0], EXPERT_NAMES[c.model_type][1]
-        put(f"{at}.{place}", ROUTERS.get(c.model_type, "gate"), block.mlp.router)
+        place, router, names = EXPERT_NAMES[c.model_type]
+        place = "mlp" if fused_experts else place
+        put(f"{at}.{place}", router, block.mlp.router)
         if block.mlp.shared is not None:
             sizes = [c.shared_intermediate_size] * 2
             put(f"{at}.mlp.shared_expert", "gate_proj up_proj", block.mlp.shared.gate_up, sizes)
             put(f"{at}.mlp.shared_expert", "down_proj", block.mlp.shared.down)
-            views[f"{at}.mlp.shared_expert_gate.weight"] = block.mlp.shared_gate.weight
+            put(f"{at}.mlp", "shared_expert_gate", block.mlp.shared_gate)
         views |= _expert_views(block.mlp, f"{at}.{place}.experts", () if fused_experts else names)
     put("model", "norm", model.norm)
-    if model.lm_head is not None:
-        views["lm_head.weight"] = model.lm_head.weight
-    return views
+    return views if model.lm_head is None else views | {"lm_head.weight": model.lm_head.weight}
 
 
 def _expert_views(experts: Experts, at: str, names: Sequence[str]) -> dict[str, Tensor]:
@@ -417,11 +414,6 @@ META_LAYER = """attention.wq=self_attn.q_proj:0 attention.wk=self_attn.k_proj:0 
 META_LAYER = dict(pair.split("=") for pair in META_LAYER.split())
 META_KEYS = """dim n_layers n_heads n_kv_heads vocab_size multiple_of ffn_dim_multiplier norm_eps rope_theta head_dim
     hidden_dim sliding_window use_scaled_rope rope_scaling_factor max_seq_len max_batch_size"""
-
-
-def is_meta(directory: Path) -> bool:
-    """Whether a directory is in Meta's format. A config.json beside params.json takes precedence."""
-    return (directory / "params.json").exists() and not (directory / "config.json").exists()
 
 
 def read_meta_config(directory: Path) -> ModelConfig:

@@ -47,11 +47,13 @@ KEEPS_THE_BASE = (True, False, None, "gaussian", "orthogonal", "eva")  # ways to
 
 @dataclass(frozen=True)
 class Pair:
-    """What an adapter adds to one linear."""
+    """What an adapter adds to some rows of one of our linears."""
 
     a: Entry  # [r, in]
-    b: Entry  # [out, r], its rows in our order
+    b: Entry  # [rows, r], its rows in our order
     scale: float
+    first: int  # its first row in our linear, in which several may be fused
+    outputs: int  # of our linear
 
     @property
     def rank(self) -> int:
@@ -63,20 +65,18 @@ class Adapter:
     """An adapter whose tensors were checked, but not read."""
 
     name: str
-    # By our parameter's name: the outputs of each linear that is fused there, and what is added to it.
-    parts: Mapping[str, list[tuple[int, Pair | None]]]
+    parts: Mapping[str, list[Pair]]  # by our parameter's name
 
     def bytes(self, size: int) -> int:
         """Bytes that it takes beside the weights, with `size` bytes for a number."""
-        total = 0
-        for parts in self.parts.values():
-            pairs = [pair for _, pair in parts if pair]
-            total += sum(pair.rank for pair in pairs) * (sum(rows for rows, _ in parts) + pairs[0].a.shape[1])
-        return total * size
+        return size * sum(pair.rank * (pair.outputs + pair.a.shape[1]) for pair in self._pairs())
 
     def __str__(self) -> str:
-        pairs = [pair for parts in self.parts.values() for _, pair in parts if pair]
-        return f"{self.name}: {len(pairs)} linears, rank {max(pair.rank for pair in pairs)}"
+        ranks = [pair.rank for pair in self._pairs()]
+        return f"{self.name}: {len(ranks)} linears, rank {max(ranks)}"
+
+    def _pairs(self) -> list[Pair]:
+        return [pair for pairs in self.parts.values() for pair in pairs]
 
 
 class Choice:
@@ -168,18 +168,18 @@ def read_adapter(folder: str | Path, config: ModelConfig) -> Adapter:
     model = build_model(config)
     views = hf_views(model)
     b_entries = as_computed({f"{place}.weight": entries[names[1]] for place, names in places.items()}, config)
-    parts: dict[str, list[tuple[int, Pair | None]]] = {}
+    parts: dict[str, list[Pair]] = {}
     for ours, names in parameter_sources(model, views).items():
-        if OURS.fullmatch(ours) and any(name in b_entries for name in names):
-            parts[ours] = [(views[name].shape[0], None) for name in names]
-        for i, name in enumerate(names if ours in parts else ()):
+        first, outputs = 0, sum(len(views[name]) for name in names)
+        for name in names if OURS.fullmatch(ours) else ():
+            place, (rows, k) = name.removesuffix(".weight"), views[name].shape
             if (b := b_entries.pop(name, None)) is not None:
-                place, (rows, k) = name.removesuffix(".weight"), views[name].shape
                 a, rank = entries[places[place][0]], _rank(settings, place)
                 if tuple(a.shape) != (rank, k) or tuple(b.shape) != (rows, rank):
                     shapes = f"{list(a.shape)} and {list(b.shape)}, expected {[rank, k]} and {[rows, rank]}"
                     raise ValueError(f"{where}: {place} has {shapes}: not an adapter for this model.")
-                parts[ours][i] = rows, Pair(a, b, _scale(settings, place, rank))
+                parts.setdefault(ours, []).append(Pair(a, b, _scale(settings, place, rank), first, outputs))
+            first += rows
     if b_entries or not parts:
         which = next((name.removesuffix(".weight") for name in b_entries), "nothing")
         raise ValueError(f"{where} changes {which:.120}; only linears of a model's attention and MLP can be changed.")
@@ -215,9 +215,8 @@ def _of_pattern(settings: ConfigReader, key: str, place: str) -> Any:
 
 def _rank(settings: ConfigReader, place: str) -> int:
     rank = _of_pattern(settings, "rank_pattern", place)
-    return ConfigReader({"r": settings.config.get("r") if rank is None else rank}, settings.where).integer(
-        "r", high=MOST
-    )
+    read = settings if rank is None else ConfigReader({"r": rank}, settings.where)
+    return read.integer("r", high=MOST)
 
 
 def _scale(settings: ConfigReader, place: str, rank: int) -> float:
@@ -226,15 +225,13 @@ def _scale(settings: ConfigReader, place: str, rank: int) -> float:
     return alpha / (rank**0.5 if settings.boolean("use_rslora", False) else rank)
 
 
-def _stacked(parts: list[tuple[int, Pair | None]]) -> tuple[Tensor, Tensor]:
-    """A [r, in] and s B [out, r] of a fused linear, in float64."""
-    pairs, row, at = [pair for _, pair in parts if pair], 0, 0
-    b = torch.zeros(sum(rows for rows, _ in parts), sum(pair.rank for pair in pairs), dtype=torch.float64)
-    for rows, pair in parts:
-        if pair:
-            b[row : row + rows, at : at + pair.rank] = pair.scale * pair.b.read().double()
-            at += pair.rank
-        row += rows
+def _stacked(pairs: Sequence[Pair]) -> tuple[Tensor, Tensor]:
+    """A [r, in] and s B [out, r] of one of our linears, in float64."""
+    b, at = torch.zeros(pairs[0].outputs, sum(pair.rank for pair in pairs), dtype=torch.float64), 0
+    for pair in pairs:
+        own = pair.scale * pair.b.read().double()
+        b[pair.first : pair.first + len(own), at : at + pair.rank] = own
+        at += pair.rank
     return torch.cat([pair.a.read().double() for pair in pairs]), b
 
 
@@ -248,8 +245,8 @@ def add_(model: Transformer, adapters: Sequence[Adapter], merge: bool) -> None:
         place = name.removesuffix(".weight")
         base = model.get_submodule(place)
         of_each = [adapter.parts.get(name, []) for adapter in adapters]
-        file = next(pair.a.file for parts in of_each for _, pair in parts if pair)
-        stacks = [_stacked(parts) for parts in of_each if parts]
+        file = next(pairs[0].a.file for pairs in of_each if pairs)
+        stacks = [_stacked(pairs) for pairs in of_each if pairs]
         a, b = torch.cat([a for a, _ in stacks]), torch.cat([b for _, b in stacks], 1)
         if merge:
             base.weight.copy_(base.weight.double() + (b @ a).to(model.device))
@@ -258,5 +255,5 @@ def add_(model: Transformer, adapters: Sequence[Adapter], merge: bool) -> None:
         a, b = (t.to(model.device, model.dtype) for t in (a, b))
         for tensor in (a, b):
             check_finite(tensor, place, file)
-        ranks = [sum(pair.rank for _, pair in parts if pair) for parts in of_each] if choice else ()
+        ranks = [sum(pair.rank for pair in pairs) for pairs in of_each] if choice else ()
         replace_module(model, place, LoraLinear(base, a, b, choice, ranks))

@@ -35,6 +35,7 @@ from weights.files import Entries, Entry, Spans
 BY_OUTPUTS = set("q_proj k_proj v_proj gate_proj up_proj w1 w3 gate_up_proj qkv_proj qkv gate_up lm_head".split())
 BY_INPUTS = set("o_proj down_proj w2 o down".split())
 FIRST = set("weight weight_packed weight_scale weight_zero_point".split())  # outputs are the axis before the last
+GROUP_NUMBERS = ("g_idx", "weight_g_idx")  # of the columns
 PUBLISHED = set("qzeros g_idx weight_packed weight_shape".split())  # leaves that GPTQ, AWQ and compressed-tensors have
 
 
@@ -83,12 +84,14 @@ class Shard(NamedTuple):
             lead = 1 if stored and config.num_local_experts and ".mlp." in name else 0
             if base.endswith(".experts"):  # one tensor for all experts
                 base, leaf, lead = name, "weight", 1
-            shape, cut = self._cut(name, base, leaf, entry.shape, lead, stored, config, where)
+            cut = self._cut(name, base, leaf, entry.shape, lead, stored, config, where)
             if cut is None:
                 return entry
-            sliced = isinstance(cut, Spans) and entry.part
-            read = partial(entry.part, cut) if sliced else lambda: cut(entry.read())
-            return entry._replace(shape=shape, read=read, part=None)
+            if not isinstance(cut, Spans):
+                return entry._replace(read=lambda: cut(entry.read()), part=None)
+            read = partial(entry.part, cut) if entry.part else lambda: cut(entry.read())
+            own = partial(self._own_groups, name, read, where) if leaf in GROUP_NUMBERS else read
+            return entry._replace(shape=cut.shape(entry.shape), read=own, part=None)
 
         return {name: of(name, entry) for name, entry in entries.items()}
 
@@ -99,7 +102,7 @@ class Shard(NamedTuple):
         """
         rows, columns = shape
         base = name.removesuffix(".weight")
-        _, cut = self._cut(name, base, "scales", (columns // group, rows), 0, True, config, where)
+        cut = self._cut(name, base, "scales", (columns // group, rows), 0, True, config, where)
         if cut is None or cut.axis == 1:
             return cut and cut._replace(axis=0)
         return Spans(1, tuple((first * group, end * group) for first, end in cut.pieces))
@@ -107,8 +110,8 @@ class Shard(NamedTuple):
     def _cut(
         self, name: str, base: str, leaf: str, shape: tuple[int, ...], lead: int, stored: bool, config: ModelConfig,
         where: str,
-    ) -> tuple[tuple[int, ...], Callable[[Tensor], Tensor] | None]:  # fmt: skip
-        """The shape of this part of a tensor, and the function that takes it; None where every rank has all of it.
+    ) -> Spans | Callable[[Tensor], Tensor] | None:  # fmt: skip
+        """Which part of a tensor this is, or a function for one of the same shape; None where every rank has all of it.
 
         lead: axes before outputs and inputs. stored: whether the tensor has our layout, where scales lie as [in/G, out].
         """
@@ -117,29 +120,29 @@ class Shard(NamedTuple):
         # a tied LM head that is stored is only compared with the embedding
         whole = name == "lm_head.weight" and config.tie_word_embeddings or module == "embed_tokens"
         if (whole and not self.embedding) or not (whole or by_inputs or module in BY_OUTPUTS):
-            return shape, None
+            return None
         if leaf == "bias":
             if by_inputs:  # it is added once, in the first rank
-                return shape, (lambda t: t) if self.rank == 0 else torch.zeros_like
+                return None if self.rank == 0 else torch.zeros_like
             return self._slice(name, shape, len(shape) - 1, module, config, where)
         if leaf == "weight_shape":
             axis = 1 if by_inputs else 0
-            return shape, lambda t: t.clone().index_copy_(0, torch.tensor([axis]), t[axis : axis + 1] // self.ranks)
-        if leaf == "g_idx" or leaf == "weight_g_idx":
-            return self._group_index(name, shape, where) if by_inputs else (shape, None)
+            return lambda t: t.clone().index_copy_(0, torch.tensor([axis]), t[axis : axis + 1] // self.ranks)
+        if leaf in GROUP_NUMBERS:
+            return self._slice(name, shape, 0, "", config, where) if by_inputs else None
         if leaf == "perm":
             if by_inputs:
                 raise UsageError(f"{where}: {name}: act-order mixes columns of all ranks; --tp needs one without it.")
-            return shape, None
+            return None
         outputs_first = leaf in FIRST or (stored and leaf == "qweight")
         if stored and leaf != "qweight" and len(shape) - lead == 1:  # int8: one scale for each output
-            return (shape, None) if by_inputs else self._slice(name, shape, len(shape) - 1, module, config, where)
+            return None if by_inputs else self._slice(name, shape, len(shape) - 1, module, config, where)
         axis = len(shape) - (1 if outputs_first == by_inputs else 2)
         return self._slice(name, shape, axis, "" if by_inputs else module, config, where)
 
     def _slice(
         self, name: str, shape: tuple[int, ...], axis: int, module: str, config: ModelConfig, where: str
-    ) -> tuple[tuple[int, ...], Spans]:
+    ) -> Spans:
         """The part along one axis. Fused modules are split inside each of the matrices that they consist of."""
         heads = config.num_attention_heads, *[config.num_key_value_heads] * 2
         shares = {"qkv": heads, "qkv_proj": heads}.get(
@@ -158,22 +161,16 @@ class Shard(NamedTuple):
             own = length // self.ranks
             pieces.append((start + self.rank * own, start + (self.rank + 1) * own))
             start += length
-        return (*shape[:axis], size // self.ranks, *shape[axis + 1 :]), Spans(axis, tuple(pieces))
+        return Spans(axis, tuple(pieces))
 
-    def _group_index(self, name: str, shape: tuple[int, ...], where: str) -> tuple[tuple[int, ...], Callable]:
-        """The part of GPTQ's group numbers that belongs to this part of the inputs, counted from zero."""
-        columns = shape[0] // self.ranks
-
-        def cut(index: Tensor) -> Tensor:
-            own = index[self.rank * columns : (self.rank + 1) * columns]
-            first = own.min()
-            if (own < 0).all():
-                return own
-            if not torch.equal(own, own.sort().values):
-                raise UsageError(f"{where}: {name}: act-order mixes columns of all ranks; --tp needs one without it.")
-            return own - first
-
-        return (columns,), cut
+    def _own_groups(self, name: str, read: Callable[[], Tensor], where: str) -> Tensor:
+        """GPTQ's group numbers of this part of the inputs, which `read` gives, counted from zero."""
+        index = read()
+        if (index < 0).all():
+            return index
+        if not torch.equal(index, index.sort().values):
+            raise UsageError(f"{where}: {name}: act-order mixes columns of all ranks; --tp needs one without it.")
+        return index - index.min()
 
 
 class ExchangeFailed(RuntimeError):

@@ -32,16 +32,7 @@ from engine.load import load
 from families.config import ModelConfig
 from loading.drafting import DraftHead, block_tree, drafts_blocks, head_class
 from model import Transformer
-from support.errors import (
-    BadFileError,
-    Parser,
-    UsageError,
-    at_least,
-    bad_files,
-    is_out_of_memory,
-    one_line,
-    run_command,
-)
+from support.errors import Parser, UsageError, at_least, bad_files, is_out_of_memory, one_line, run_command
 from support.files import clean_up, directory_written_whole, write_json
 from support.machine import default_device, shapes_only, size_text
 from support.progress import Progress, say
@@ -302,9 +293,8 @@ def _head_alone(args: argparse.Namespace, spec: QuantSpec) -> str:
         save_quantized(config, tensors, spec, unfinished)
         if card := read_card(args.eagle):
             write_json(unfinished / "CARD.json", card | {"rounded": {"mode": spec.mode, **receipt}})
-    return (
-        f"{_head_name(receipt)}  {_sizes(receipt)}   largest relative error of a matrix {receipt['worst']:.2%}   {out}"
-    )
+    worst = f"largest relative error of a matrix {receipt['worst']:.2%}"
+    return f"{_head_name(receipt)}  {_sizes(receipt)}   {worst}   {out}"
 
 
 def _gptq_head_of(
@@ -317,12 +307,12 @@ def _gptq_head_of(
 
 
 def _check(args: argparse.Namespace, directory: Path, out: Path) -> None:
-    """Raise UsageError for options that cannot work, before anything is read."""
+    """Raise UsageError for options that cannot work, or ValueError for no model, before anything is read."""
     if args.device == "cuda" and not torch.cuda.is_available():
         raise UsageError("--device cuda, but this torch sees no CUDA device. Use --device cpu.")
     if not directory.is_dir():
         hint = " Make one of a .gguf file with python -m scripts.convert FILE.gguf DIR." if directory.is_file() else ""
-        raise BadFileError(f"--checkpoint {directory} is not a directory.{hint}")
+        raise ValueError(f"--checkpoint {directory} is not a directory.{hint}")
     clean_up(out)
     if out.exists() and not (out / "receipt.json").is_file():
         raise UsageError(f"--out {out} exists and is not an earlier result; choose another name.")

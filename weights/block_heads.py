@@ -265,6 +265,7 @@ class _BlockReader(HeadReader):
         markov, rank = self._markov()
         causal = self._causal()
         two = self.architecture in (OTHERS[1], OTHERS[3])
+        corrected = flags.integer("selector_top_k", 16) if two else 16
         config = BlockConfig(
             layer=layer,
             target_hidden_size=target.hidden_size,
@@ -276,9 +277,7 @@ class _BlockReader(HeadReader):
             causal_window=self.architecture not in SLOT0 if causal is None else causal,
             markov=markov,
             rank=rank,
-            shortlist=flags.integer(
-                "shortlist", flags.integer("selector_top_k", 16) if two else 16, 1, layer.vocab_size
-            ),
+            shortlist=flags.integer("shortlist", corrected, 1, layer.vocab_size),
             conv_taps=flags.integer("conv_kernel_size", 2, 1, 64) if two else 0,
             conv_group=flags.integer("conv_group_size", 16) if two else 1,
             embedding_scale=flags.number("input_embedding_scale", 1.0, 1e-6, 1e6) if two else 1.0,

@@ -173,9 +173,8 @@ class Checkpoint:
         elif files := tensor_files(self.directory):
             entries = self._stored if self.kind == "mxfp4" else read_entries(files, share)
             if self.kind == "published" and head_order(self.config) is not None:
-                raise ValueError(
-                    f"{self.config_file}: {self.config.model_type} in GPTQ's or AWQ's format is not implemented."
-                )
+                family = self.config.model_type
+                raise ValueError(f"{self.config_file}: {family} in GPTQ's or AWQ's format is not implemented.")
             entries = float_entries(entries) if self.kind == "mxfp4" else entries
             if self.kind != "eaglet":
                 entries = as_computed(entries, self.config)
@@ -243,9 +242,8 @@ class Checkpoint:
     def sharded(self, shard: Shard) -> Checkpoint:
         """The part of the same checkpoint that one of several processes holds. Raises UsageError if there is none."""
         if self.spec and self.spec.mode == "int8":
-            raise UsageError(
-                "--quant int8 scales whole rows, and --tp splits them; quantize with quantize.py, or use --quant int4."
-            )
+            advice = "quantize with quantize.py, or use --quant int4."
+            raise UsageError(f"--quant int8 scales whole rows, and --tp splits them; {advice}")
         whole = self.whole or self.config
         gguf = self.gguf and replace(self.gguf, shard=shard, whole=whole)
         config = replace(whole, tie_word_embeddings=whole.tie_word_embeddings and not self.spec)

@@ -113,10 +113,8 @@ def read_entries(files: Iterable[Path], share: tuple[int, int] = (0, 1)) -> dict
 def _safetensors_entries(path: Path) -> dict[str, Entry]:
     from safetensors import SafetensorError, safe_open  # random weights do without
 
-    try:
-        handle = safe_open(
-            path, framework="pt", device="cpu"
-        )  # the library checks that sizes, offsets and shapes agree
+    try:  # the library checks that sizes, offsets and shapes agree
+        handle = safe_open(path, framework="pt", device="cpu")
         tensors = {name: handle.get_slice(name) for name in handle.keys()}
     except OSError as error:
         raise ValueError(f"{path}: cannot be read ({error.strerror or error}).") from error
@@ -218,11 +216,10 @@ def check_entries(expected: Shapes, entries: Entries, where: str, dtypes: Dtypes
     for name, shape in expected.items():
         entry, wanted = entries[name], (dtypes or {}).get(name)
         if entry.shape != shape or (entry.dtype not in FLOATS if wanted is None else entry.dtype != wanted):
-            raise refusal(
-                where,
-                f"{name} is {entry.dtype} {list(entry.shape)[:9]}, expected {wanted or 'a float of 16 to 64 bits'} "
-                f"{list(shape)}; {entry.file} and config.json do not belong together.",
+            problem = (
+                f"{name} is {entry.dtype} {list(entry.shape)[:9]}, expected {wanted or 'a float of 16 to 64 bits'}"
             )
+            raise refusal(where, f"{problem} {list(shape)}; {entry.file} and config.json do not belong together.")
 
 
 def few_names(names: Iterable[str]) -> str:
@@ -281,9 +278,8 @@ def local_path(name: str | Path) -> Path:
         commit = ""
     snapshot = folder / "snapshots" / commit
     if not COMMIT.fullmatch(commit) or not snapshot.is_dir():
-        raise BadFileError(
-            f"{text} is not whole in the Hugging Face cache: {folder} has no snapshot of main. {download}"
-        )
+        problem = f"is not whole in the Hugging Face cache: {folder} has no snapshot of main."
+        raise BadFileError(f"{text} {problem} {download}")
     return snapshot
 
 

@@ -49,23 +49,12 @@ BLOCK = 32  # values of a row that share a scale in Q4_0, Q4_1 and Q8_0
 MOST_ELEMENTS, MOST_TENSORS = 2_000_000, 100_000
 SMALL = 64 << 20  # bytes of floats that a quantized file may become at least; else a twentieth of its size
 TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-LAYER = {
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "attn_qkv": "self_attn.qkv_proj",
-    "attn_sinks": "self_attn.sinks",
-    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
-    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
-    "ffn_up_shexp": "mlp.shared_expert.up_proj",
-    "ffn_down_shexp": "mlp.shared_expert.down_proj",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
+LAYER = """attn_q=self_attn.q_proj attn_k=self_attn.k_proj attn_v=self_attn.v_proj attn_output=self_attn.o_proj
+    attn_q_norm=self_attn.q_norm attn_k_norm=self_attn.k_norm attn_qkv=self_attn.qkv_proj
+    attn_sinks=self_attn.sinks ffn_gate_inp_shexp=mlp.shared_expert_gate ffn_gate_shexp=mlp.shared_expert.gate_proj
+    ffn_up_shexp=mlp.shared_expert.up_proj ffn_down_shexp=mlp.shared_expert.down_proj ffn_gate=mlp.gate_proj
+    ffn_up=mlp.up_proj ffn_down=mlp.down_proj"""
+LAYER = dict(pair.split("=") for pair in LAYER.split())
 ROTATIONS = ("rope_freqs", "rope_factors_short", "rope_factors_long")
 NORMS = ("attn_norm", "post_attention_norm", "ffn_norm", "post_ffw_norm")  # before and after attention and the MLP
 
@@ -293,12 +282,11 @@ class GGUFFile:
         head_dim / 2. A part of them has whole heads, and a part of the columns must have whole blocks.
         """
         rows, width = tensor.data if expert is None else tensor.data[expert], tensor.shape[0]
-        if spans and spans.axis:
-            pieces = [slice(*(i * rows.shape[1] // width for i in piece)) for piece in spans.pieces]
-            rows = np.concatenate([rows[:, piece] for piece in pieces], 1) if len(pieces) > 1 else rows[:, pieces[0]]
-        elif spans:
-            pieces = [slice(*piece) for piece in spans.pieces]
-            rows = np.concatenate([rows[piece] for piece in pieces]) if len(pieces) > 1 else rows[pieces[0]]
+        if spans:
+            size, values = (rows.shape[1], width) if spans.axis else (1, 1)
+            pieces = [slice(first * size // values, end * size // values) for first, end in spans.pieces]
+            parts = [rows[:, piece] if spans.axis else rows[piece] for piece in pieces]
+            rows = np.concatenate(parts, spans.axis) if len(parts) > 1 else parts[0]
         match = re.search(r"\.attn_(q|k|qkv)\.", tensor.name)
         order, values = self._turning if match else (None, 0.0)
         if order is None:

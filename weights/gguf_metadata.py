@@ -20,10 +20,8 @@ from torch import Tensor
 from support.reader import is_a
 
 # llama.cpp's names of architectures, and Hugging Face's. "olmo2" with a window is "olmo3".
-ARCHITECTURES = {
-    name: name
-    for name in "ernie4_5 exaone4 gemma2 glm4 granite llama mistral olmo2 phi3 qwen2 qwen3 seed_oss smollm3".split()
-}
+SAME = "ernie4_5 exaone4 gemma2 glm4 granite llama mistral olmo2 phi3 qwen2 qwen3 seed_oss smollm3".split()
+ARCHITECTURES = dict(zip(SAME, SAME, strict=True))
 ARCHITECTURES |= {"gemma3": "gemma3_text", "gpt-oss": "gpt_oss", "qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe"}
 PARTIAL = ("glm4", "phi3")  # architectures that may rotate a part of each head
 # Architectures that llama.cpp rotates in neighbouring pairs, though Hugging Face does not.
@@ -119,10 +117,8 @@ def hf_config(
         widths = [getattr(tensors.get(f"blk.0.ffn_gate_{x}.weight"), "shape", (0, 0))[1] for x in ("exps", "shexp")]
         config |= {"num_experts": get("expert_count"), "num_experts_per_tok": get("expert_used_count")}
         config |= {"moe_intermediate_size": widths[0], "shared_expert_intermediate_size": widths[1]}
-        config |= {
-            "intermediate_size": widths[0] or config["intermediate_size"],
-            "norm_topk_prob": family == "qwen3moe",
-        }
+        config["intermediate_size"] = widths[0] or config["intermediate_size"]
+        config["norm_topk_prob"] = family == "qwen3moe"
     if family == "gpt-oss" and config["rope_scaling"]:
         config["rope_scaling"]["truncate"] = False  # as its publisher computes, which no file says
     if family in PARTIAL:

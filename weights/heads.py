@@ -30,9 +30,8 @@ ATTENTION, AUX = "layers.0.self_attn.", "eagle_aux_hidden_state_layer_ids"
 # What the head's decoder layer takes from the head's config.
 HEAD_KEYS = "num_attention_heads num_key_value_heads head_dim rms_norm_eps rope_theta rope_scaling".split()
 Config = TypeVar("Config")
-Table = dict[
-    str, dict[str, tuple[int, ...]]
-]  # our tensor name -> the published tensors whose rows it is made of, shapes
+# Our tensor name -> the published tensors whose rows it is made of, with their shapes.
+Table = dict[str, dict[str, tuple[int, ...]]]
 SIZES = {2048: "1B", 3072: "3B", 4096: "7B or 8B", 5120: "13B", 6656: "33B", 8192: "70B"}
 
 
@@ -578,7 +577,5 @@ class _EagleReader(HeadReader):
         if taps:  # both change what the head computes, and no tensor shows them
             assumed |= {"norm_before_residual": "false", AUX: json.dumps(taps)}
         text = ", ".join(f"{key} {value}" for key, value in assumed.items() if key not in self.flags.config)
-        self.notes.append(
-            f"{self.path.name} has no config.json: assumed {text or 'nothing'} (wrong values only lower acceptance; "
-            "--eagle-config KEY=VALUE sets them)"
-        )
+        advice = "wrong values only lower acceptance; --eagle-config KEY=VALUE sets them"
+        self.notes.append(f"{self.path.name} has no config.json: assumed {text or 'nothing'} ({advice})")

@@ -70,10 +70,8 @@ def kept_experts(entries: Entries, layout: str) -> dict[str, Tensor]:
         if name.endswith("_blocks"):
             E, rows, groups, _ = entry.shape
             for leaf, size in kept_bytes("MXFP4", rows, 32 * groups, layout).items():
-                count = 1 if leaf == "counters" else E
-                kept[f"{name.removesuffix('_blocks')}.{leaf}"] = torch.empty(
-                    count * size, dtype=torch.uint8, device="meta"
-                )
+                size = size if leaf == "counters" else E * size
+                kept[name.replace("_blocks", f".{leaf}")] = torch.empty(size, dtype=torch.uint8, device="meta")
     return kept
 
 

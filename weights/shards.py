@@ -145,9 +145,8 @@ class Shard(NamedTuple):
     ) -> Spans:
         """The part along one axis. Fused modules are split inside each of the matrices that they consist of."""
         heads = config.num_attention_heads, *[config.num_key_value_heads] * 2
-        shares = {"qkv": heads, "qkv_proj": heads}.get(
-            module, (1, 1) if module in ("gate_up", "gate_up_proj") else (1,)
-        )
+        fused = {"qkv": heads, "qkv_proj": heads, "gate_up": (1, 1), "gate_up_proj": (1, 1)}
+        shares = fused.get(module, (1,))
         size = shape[axis]
         lengths = [size * share // sum(shares) for share in shares]
         if any(length % self.ranks for length in lengths):
@@ -155,7 +154,6 @@ class Shard(NamedTuple):
                 f"{where}: {name} has {size} rows, words or groups along its axis {axis}, which cannot be divided among "
                 f"{self.ranks} processes. Use another --tp, or quantize with a smaller --group-size."
             )
-
         pieces, start = [], 0
         for length in lengths:
             own = length // self.ranks

@@ -37,6 +37,8 @@ from weights.quantized import (
 )
 
 Part = dict[str, Tensor | None]  # one published linear, as `_read_linear` returns it
+# The quantized weight of a parameter, from its name, the names of its sources and its slot in the model; None for floats.
+Packing = Callable[[str, list[str], Tensor], Stored | PackedWeight | None]
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where columns 0 to 7 lie in a word of AWQ
 
 
@@ -127,11 +129,8 @@ def _read_linear(entries: Entries, layout: Layout, base: str, K: int, where: str
     Raises ValueError unless every tensor has the dtype and the shape that the layout and the others ask for.
     """
     compressed, awq = layout.kind == "pack-quantized", layout.kind == "awq"
-    packed, scale, zero, index = (
-        ("weight_packed", "weight_scale", "weight_zero_point", "weight_g_idx")
-        if compressed
-        else ("qweight", "scales", "qzeros", "g_idx")
-    )
+    names = "weight_packed weight_scale weight_zero_point weight_g_idx" if compressed else "qweight scales qzeros g_idx"
+    packed, scale, zero, index = names.split()
 
     def read(name: str, dtypes: Iterable[torch.dtype], *shape: int) -> Tensor:
         if (entry := entries.get(f"{base}.{name}")) is None:
@@ -257,18 +256,13 @@ def fill_published(model: Transformer, entries: Entries, config: Any, where: str
 
 
 def fill_parameters(
-    model: Transformer,
-    sources: Mapping[str, list[str]],
-    entries: Entries,
-    packed: Callable[[str, list[str], Tensor], Stored | PackedWeight | None],
-    where: str,
-    to: Destination,
+    model: Transformer, sources: Mapping[str, list[str]], entries: Entries, packed: Packing, where: str, to: Destination
 ) -> None:
     """Fill a meta model, one of our parameters at a time: with a quantized module, or else with floats of `to.dtype`.
 
     Args:
         sources: of our parameters (`weights.hf.parameter_sources`).
-        packed: gives the quantized weight for a parameter, the names of its sources, and its slot in the model; or None.
+        packed: says which parameters stay quantized.
 
     Raises ValueError in one line for a tensor that is missing, of another shape, or not finite.
     """

@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
-import random
 import shutil
-import struct
 import weakref
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +23,7 @@ from families.config import ModelConfig
 from model import chain_ancestors
 from scripts import convert
 from support.files import read_json
+from support.reader import INDEX_LIMIT
 from weights import checkpoint
 from weights.checkpoint import Checkpoint, load_config, load_model
 from weights.files import cache_folder, read_entries
@@ -134,31 +133,18 @@ def test_dtype_of_file_and_of_memory(tiny_checkpoint, tmp_path, dtype):
     assert again.dtype == dtype and same_weights(model, again)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0, "original_max_position_embeddings": 99}},
-        {
-            "rope_scaling": {
-                "rope_type": "yarn",
-                "factor": 2.0,
-                "truncate": False,
-                "attention_factor": 1.5,
-                "beta_slow": 3,
-            }
-        },
-        {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "mscale": 1.0, "mscale_all_dim": 0.5}},
-        {"eos_token_id": [3, 4], "bos_token_id": None, "torch_dtype": "bfloat16"},
-        {"eos_token_id": None, "head_dim": 20, "rms_norm_eps": 1e-5},
-        {
-            "model_type": "qwen3",
-            "attention_bias": True,
-            "sliding_window": 4,
-            "use_sliding_window": True,
-            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-        },
-    ],
-)
+YARN = {"rope_type": "yarn", "factor": 2.0}
+PATTERN = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "sliding_window": 4}
+
+
+@pytest.mark.parametrize("change", [
+    {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0, "original_max_position_embeddings": 99}},
+    {"rope_scaling": YARN | {"truncate": False, "attention_factor": 1.5, "beta_slow": 3}},
+    {"rope_scaling": YARN | {"mscale": 1.0, "mscale_all_dim": 0.5}},
+    {"eos_token_id": [3, 4], "bos_token_id": None, "torch_dtype": "bfloat16"},
+    {"eos_token_id": None, "head_dim": 20, "rms_norm_eps": 1e-5},
+    {"model_type": "qwen3", "attention_bias": True, "use_sliding_window": True} | PATTERN,
+])  # fmt: skip
 def test_configs_survive_writing(change):
     """A switch that our own directories forget: the converted model would differ from its source."""
     config = ModelConfig.from_hf({**BASE, "model_type": "llama", **change})
@@ -170,21 +156,21 @@ def test_sharded_safetensors_and_bin_equal_the_single_file(tiny_checkpoint, tmp_
     want = load_model(tiny_checkpoint("qwen2"))
     tensors = load_file(tiny_checkpoint("qwen2") / "model.safetensors")
     names, config = sorted(tensors), tiny_checkpoint("qwen2") / "config.json"
-    for kind in ("safetensors", "bin", "old.bin", "single.bin"):
+    for kind, count in {"safetensors": 3, "bin": 3, "old.bin": 3, "single.bin": 1}.items():
         folder = tmp_path / kind
         folder.mkdir()
         shutil.copy(config, folder)
         suffix, stem = ("safetensors", "model") if kind == "safetensors" else ("bin", "pytorch_model")
-        weight_map, many = {}, 1 if kind == "single.bin" else 3
-        for i in range(many):
-            part = {name: tensors[name] for name in names[i::many]}
-            file = f"{stem}-{i + 1:05}-of-{many:05}.{suffix}" if many > 1 else f"{stem}.bin"
+        weight_map = {}
+        for i in range(count):
+            part = {name: tensors[name] for name in names[i::count]}
+            file = f"{stem}-{i + 1:05}-of-{count:05}.{suffix}" if count > 1 else f"{stem}.bin"
             if suffix == "safetensors":
                 save_file(part, folder / file)
             else:
                 torch.save(part, folder / file, _use_new_zipfile_serialization=kind != "old.bin")
             weight_map.update(dict.fromkeys(part, file))
-        if many > 1:
+        if count > 1:
             (folder / f"{stem}.{suffix}.index.json").write_text(json.dumps({"weight_map": weight_map}))
         assert same_weights(load_model(folder), want)
 
@@ -223,17 +209,10 @@ def test_both_mixtral_layouts(tiny_checkpoint, tmp_path):
         assert torch.equal(tensors[f"{at}.mlp.experts.gate_up_proj"][e], torch.cat((w1, w3)))
 
 
-META = {
-    "attention.wq": ("self_attn.q_proj", 0),
-    "attention.wk": ("self_attn.k_proj", 0),
-    "attention.wv": ("self_attn.v_proj", 0),
-    "attention.wo": ("self_attn.o_proj", 1),
-    "feed_forward.w1": ("mlp.gate_proj", 0),
-    "feed_forward.w3": ("mlp.up_proj", 0),
-    "feed_forward.w2": ("mlp.down_proj", 1),
-    "attention_norm": ("input_layernorm", None),
-    "ffn_norm": ("post_attention_layernorm", None),
-}
+META = {f"attention.w{x}": (f"self_attn.{x}_proj", int(x == "o")) for x in "qkvo"}
+META |= {"feed_forward.w1": ("mlp.gate_proj", 0), "feed_forward.w3": ("mlp.up_proj", 0)}
+META |= {"feed_forward.w2": ("mlp.down_proj", 1), "attention_norm": ("input_layernorm", None)}
+META["ffn_norm"] = ("post_attention_layernorm", None)
 
 
 def write_meta(hf: dict, folder: Path, shards: int, embed_dim: int, **params) -> None:
@@ -319,13 +298,16 @@ def test_rotary_buffers_of_old_exporters_are_ignored(llama):
 
 
 def test_truncated_file_is_named(llama):
-    """A cut download that loads as zeros or dies inside a library."""
+    """A cut download that loads as zeros or dies inside a library, also where a few bytes of the header are missing, and
+    a header that claims more than is read."""
     file = llama / "model.safetensors"
-    size = file.stat().st_size
-    os.truncate(file, size - 1000)
-    for keep in (size - 1000, 100, 8, 4, 0):
+    size, header = file.stat().st_size, 8 + int.from_bytes(file.read_bytes()[:8], "little")
+    for keep in (size - 1000, *range(header - 1, header - 9, -1), 100, 8, 4, 0):
         os.truncate(file, keep)
         one_line(lambda: load_model(llama), "model.safetensors: cut short", "Download it again")
+    file.write_bytes((INDEX_LIMIT + 1).to_bytes(8, "little"))
+    os.truncate(file, INDEX_LIMIT + 100)  # a hole, which takes no space
+    one_line(lambda: load_model(llama), "model.safetensors: cut short", "Download it again")
 
 
 def test_tensors_that_do_not_belong(llama):
@@ -346,26 +328,20 @@ def test_tensors_that_do_not_belong(llama):
     assert "more" in one_line(lambda: load_model(llama), "missing", "model.layers.2")
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-def test_non_finite_weights(llama, value):
-    """safetensors does not look at values: one NaN weight makes every reply token 0."""
+def test_values_that_no_weight_has(llama):
+    """safetensors does not look at values: one NaN weight makes every reply token 0, a damaged exponent is finite and
+    huge, and a bf16 model cast to fp16 overflows silently."""
+    name = "model.layers.2.self_attn.k_proj.weight"
 
-    def poison(tensors):
-        tensors["model.layers.2.self_attn.k_proj.weight"][3, 4] = value
+    def put(value):
+        edit_tensors(llama, lambda tensors: tensors[name][3, 4].fill_(value))
 
-    edit_tensors(llama, poison)
-    one_line(lambda: load_model(llama), "model.layers.2.self_attn.k_proj.weight", "NaN or infinite")
-
-
-def test_values_too_large_for_the_dtype(llama):
-    """A bf16 model cast to fp16 that overflows silently."""
-
-    def enlarge(tensors):
-        tensors["model.layers.0.mlp.down_proj.weight"][0, 0] = 1e6
-
-    edit_tensors(llama, enlarge)
+    put(1e6)
     load_model(llama, dtype=torch.bfloat16)
-    one_line(lambda: load_model(llama, dtype=torch.float16), "down_proj", "float16")
+    one_line(lambda: load_model(llama, dtype=torch.float16), name, "float16")
+    for value in (float("nan"), float("inf"), float("-inf"), 1e30):
+        put(value)
+        one_line(lambda: load_model(llama), name, "NaN or infinite", "2^20")
 
 
 @pytest.mark.parametrize(
@@ -472,29 +448,28 @@ def test_stop_ids_without_a_tokenizer(llama):
     for text in ("{", "[2]", '{"eos_token_id": "x"}', '{"eos_token_id": 128}', '{"eos_token_id": [1, true]}'):
         file.write_text(text)
         one_line(lambda: load_config(llama), "generation_config.json")
-        one_line(lambda: load_model(llama), "generation_config.json")
+    for text in ('"false"', "1", "[]"):  # a text is no switch for sampling
+        file.write_text(f'{{"do_sample": {text}}}')
+        one_line(lambda: load_config(llama), "generation_config.json", "do_sample", "expected true or false")
 
 
-@pytest.mark.parametrize(
-    ("change", "names"),
-    [
-        ({"eos_token_id": "x"}, "eos_token_id holds 'x'"),
-        ({"eos_token_id": [2, "y"]}, "eos_token_id holds 'y'"),
-        ({"eos_token_id": 999999}, "eos_token_id holds 999999"),
-        ({"eos_token_id": 2.0}, "eos_token_id holds 2.0"),
-        ({"eos_token_id": {"a": 2}}, "eos_token_id"),
-        ({"bos_token_id": -4}, "bos_token_id holds -4"),
-        ({"bos_token_id": True}, "bos_token_id holds True"),
-        ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor = 0.5"),
-        ({"rope_scaling": {"rope_type": "default", "partial_rotary_factor": "1"}}, "partial_rotary_factor"),
-    ],
-)
-def test_values_that_were_once_ignored_are_refused(llama, change, names):
-    """Bug: stop ids of a wrong kind dropped in silence (a model that never stops), a partly rotated model run as a
-    wholly rotated one."""
-    edit_json(llama / "config.json", **change)
-    one_line(lambda: load_config(llama), "config.json", names)
-    one_line(lambda: load_model(llama), "config.json", names)
+IDS = ["x", [2, "y"], 999999, 2.0, {"a": 2}, -4, True, [None], [1, None], [[1]], [True]]
+ROTATED = [{"rope_theta": 1e4, "partial_rotary_factor": 0.5}, {"rope_type": "default", "partial_rotary_factor": "1"}]
+
+
+@pytest.mark.parametrize(("key", "name", "values"), [
+    ("eos_token_id", "eos_token_id", IDS), ("bos_token_id", "bos_token_id", IDS),
+    ("rope_parameters", "partial_rotary_factor", ROTATED), ("rope_scaling", "partial_rotary_factor", ROTATED[1:]),
+])  # fmt: skip
+def test_values_that_were_once_ignored_are_refused(llama, key, name, values):
+    """Bug: stop ids of a wrong kind dropped in silence (a model that never stops) or compared with a number (TypeError),
+    a partly rotated model run as a wholly rotated one."""
+    good = (llama / "config.json").read_text()
+    for value in values:
+        (llama / "config.json").write_text(good)
+        edit_json(llama / "config.json", **{key: value})
+        one_line(lambda: load_config(llama), "config.json", name)
+        one_line(lambda: load_model(llama), "config.json", name)
 
 
 def test_published_oddities_of_token_ids_are_accepted(llama):
@@ -535,91 +510,21 @@ def test_a_failed_write_leaves_the_old_file(tiny_checkpoint, tmp_path, monkeypat
     assert (tmp_path / "model.safetensors").read_bytes() == before
 
 
-def test_mutated_files_give_clean_errors_or_load(llama):
-    """Anything but a one-line ValueError for a damaged config.json or safetensors header: 400 seeded mutations."""
-    rng = random.Random(7)
-    config_file, file = llama / "config.json", llama / "model.safetensors"
-    config_bytes, data = config_file.read_bytes(), file.read_bytes()
-    header_end = 8 + struct.unpack("<Q", data[:8])[0]
-    values = [
-        None,
-        True,
-        -1,
-        0,
-        1,
-        3,
-        65,
-        2**31,
-        10**30,
-        -1.5,
-        1e-40,
-        1e308,
-        "",
-        "x",
-        [],
-        [1],
-        {},
-        {"rope_type": "yarn"},
-    ]
-    loaded = 0
-    for i in range(400):
-        if i % 2:
-            raw = json.loads(config_bytes)
-            nested = raw["rope_parameters"]
-            at = nested if rng.random() < 0.15 else raw
-            key = rng.choice([*at, "head_dim", "rope_scaling", "sliding_window", "model_type", "quantization_config"])
-            at[key] = rng.choice(values)
-            if key == "model_type":
-                at[key] = rng.choice(["qwen2", "qwen3", "mixtral", "mistral", "gpt2"])
-            if key == "quantization_config":
-                at.pop(key)  # that door belongs to quantize.py
-            config_file.write_text(json.dumps(raw))
-            file.write_bytes(data)
-        else:
-            config_file.write_bytes(config_bytes)
-            broken = bytearray(data)
-            for _ in range(rng.choice([1, 1, 2, 5])):
-                broken[rng.randrange(header_end)] = rng.choice([rng.randrange(256), *b'0123456789,:"[]{}'])
-            if rng.random() < 0.2:
-                del broken[rng.randrange(len(broken)) :]
-            file.write_bytes(broken)
-        try:
-            logits_of(Checkpoint.open(llama).load(max_positions=64), 4)
-            loaded += 1
-        except ValueError as error:
-            assert "\n" not in str(error), str(error)
-    assert 10 < loaded < 200
-
-
 # ---- EAGLE heads -----------------------------------------------------------------------------------------------
 
 TARGET = ModelConfig.from_hf({**BASE, "model_type": "llama", "num_hidden_layers": 8, "rope_theta": 5e5})
 H, I, V, VD = 64, 96, 128, 40
 GEOMETRY = {
-    "hidden_size": H,
-    "intermediate_size": I,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": V,
-    "max_position_embeddings": 256,
-    "rms_norm_eps": 1e-5,
-    "hidden_act": "silu",
-}
+    "hidden_size": H, "intermediate_size": I, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "vocab_size": V, "max_position_embeddings": 256, "rms_norm_eps": 1e-5, "hidden_act": "silu",
+}  # fmt: skip
 
 
 def layer_tensors(prefix: str, wide: int, hidden: int = H, heads: int = 4, kv_heads: int = 2, hd: int = 16) -> dict:
     q, kv = heads * hd, kv_heads * hd
-    shapes = {
-        "self_attn.q_proj": (q, wide),
-        "self_attn.k_proj": (kv, wide),
-        "self_attn.v_proj": (kv, wide),
-        "self_attn.o_proj": (hidden, q),
-        "mlp.gate_proj": (I, hidden),
-        "mlp.up_proj": (I, hidden),
-        "mlp.down_proj": (hidden, I),
-        "post_attention_layernorm": (hidden,),
-    }
+    shapes = {f"self_attn.{x}_proj": (q if x == "q" else kv, wide) for x in "qkv"} | {"self_attn.o_proj": (hidden, q)}
+    shapes |= {"mlp.gate_proj": (I, hidden), "mlp.up_proj": (I, hidden), "mlp.down_proj": (hidden, I)}
+    shapes["post_attention_layernorm"] = (hidden,)
     return {f"{prefix}{name}.weight": torch.randn(shape) for name, shape in shapes.items()}
 
 
@@ -653,34 +558,24 @@ def write_head(folder: Path, tensors: dict, config: dict | None, name: str = "py
 
 
 def check_layer(read, source: dict, prefix: str) -> None:
-    def cat(*names: str, kind: str = "weight") -> torch.Tensor:
-        return torch.cat([source[f"{prefix}{name}.{kind}"] for name in names])
-
-    got = read.tensors
-    assert torch.equal(
-        got["layer.attention.qkv.weight"], cat("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-    )
-    assert torch.equal(got["layer.attention.o.weight"], cat("self_attn.o_proj"))
-    assert torch.equal(got["layer.mlp.gate_up.weight"], cat("mlp.gate_proj", "mlp.up_proj"))
-    assert torch.equal(got["layer.mlp.down.weight"], cat("mlp.down_proj"))
-    assert torch.equal(got["layer.post_norm.weight"], cat("post_attention_layernorm"))
+    parts = {"attention.qkv": [f"self_attn.{x}_proj" for x in "qkv"], "attention.o": ["self_attn.o_proj"]}
+    parts |= {"mlp.gate_up": ["mlp.gate_proj", "mlp.up_proj"], "mlp.down": ["mlp.down_proj"]}
+    for ours, names in (parts | {"post_norm": ["post_attention_layernorm"]}).items():
+        want = torch.cat([source[f"{prefix}{name}.weight"] for name in names])
+        assert torch.equal(read.tensors[f"layer.{ours}.weight"], want), ours
 
 
-@pytest.mark.parametrize("file", ["pytorch_model.bin", "model.safetensors", "head.pth"])
-@pytest.mark.parametrize("by_file", [False, True])
+@pytest.mark.parametrize(
+    ("file", "by_file"), [("pytorch_model.bin", False), ("model.safetensors", False), ("head.pth", True)]
+)
 def test_eagle1_as_published(tmp_path, file, by_file):
     """The official layout of Vicuna and LLaMA-2 heads; RoPE or eps inherited from the target (theta 5e5) by mistake."""
     source = eagle1()
     folder = write_head(tmp_path / "h", source, GEOMETRY, file)
     read = read_eagle(folder / file if by_file else folder, TARGET)
     config = read.config
-    assert (config.version, config.taps, config.fc_bias, config.has_embed, config.has_lm_head) == (
-        1,
-        (),
-        True,
-        False,
-        False,
-    )
+    assert (config.version, config.taps, config.fc_bias) == (1, (), True)
+    assert not config.has_embed and not config.has_lm_head
     assert (config.layer.rope.theta, config.layer.rms_norm_eps) == (10000.0, 1e-5)
     assert (config.layer.max_position_embeddings, config.layer.vocab_size) == (256, V)
     assert (config.layer.num_attention_heads, config.layer.num_key_value_heads) == (4, 2)
@@ -702,6 +597,8 @@ def test_eagle1_llama3_and_qwen2_variants(tmp_path):
     want = torch.cat([source[f"layers.0.self_attn.{name}_proj.bias"] for name in "qkv"])
     assert read.config.layer.qkv_bias and torch.equal(read.tensors["layer.attention.qkv.bias"], want)
     del source["layers.0.self_attn.k_proj.bias"]
+    hass = eagle1() | {"layers.0.input_layernorm.weight": torch.randn(H)}  # without its norm it would draft noise
+    one_line(lambda: read_eagle(write_head(tmp_path / "d", hass, GEOMETRY), TARGET), "input_layernorm")
     one_line(lambda: read_eagle(write_head(tmp_path / "c", source, GEOMETRY), TARGET), "missing", "k_proj.bias")
 
 
@@ -709,8 +606,7 @@ def test_geometry_is_the_heads_own(tmp_path):
     """Vicuna-33B (GQA head, MHA target) and Mixtral (dense MHA head, GQA MoE target with eps 1e-5 and theta 1e6)."""
     target = replace(TARGET, model_type="mixtral", num_local_experts=8, num_experts_per_tok=2)
     source = eagle1(heads=4, kv_heads=4)
-    config = {
-        **GEOMETRY,
+    config = GEOMETRY | {
         "model_type": "mixtral",
         "num_key_value_heads": 4,
         "rms_norm_eps": 1e-6,
@@ -727,7 +623,7 @@ def test_geometry_is_the_heads_own(tmp_path):
 
 
 def test_eagle3_as_published(tmp_path):
-    """The offset table read as absolute ids, norms swapped, taps off by one."""
+    """The offset table read as absolute ids, norms swapped, taps off by one, or assumed to be three."""
     source = eagle3()
     read = read_eagle(write_head(tmp_path / "h", source, {**GEOMETRY, "draft_vocab_size": VD}), TARGET)
     config = read.config
@@ -741,6 +637,8 @@ def test_eagle3_as_published(tmp_path):
     assert read.tensors["draft_ids"].dtype == torch.int64
     full = read_eagle(write_head(tmp_path / "full", eagle3(vocab=V), GEOMETRY), TARGET)
     assert "draft_ids" not in full.tensors and full.config.layer.vocab_size == V
+    config = {**GEOMETRY, "eagle_config": {AUX: [2, 4, 6, 8]}}
+    assert read_eagle(write_head(tmp_path / "four", eagle3(taps=4), config), TARGET).config.taps == (2, 4, 6, 8)
     shared = eagle3(vocab=V)
     del shared["lm_head.weight"]
     assert not read_eagle(write_head(tmp_path / "shared", shared, GEOMETRY), TARGET).config.has_lm_head
@@ -751,17 +649,13 @@ def test_specforge_layout(tmp_path):
     source = eagle3(heads=3, kv_heads=1, hd=32)
     source["embed_tokens.weight"] = torch.randn(V, H)
     source |= {f"fc_norm.{i}.weight": torch.randn(H) for i in range(3)}
-    config = {
-        **GEOMETRY,
+    config = GEOMETRY | {
         "architectures": ["LlamaForCausalLMEagle3"],
         "num_attention_heads": 3,
         "num_key_value_heads": 1,
-        "head_dim": 32,
-        "rope_theta": 7e5,
-        "norm_output": True,
-        "draft_vocab_size": VD,
-        "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3, 7], "use_aux_hidden_state": True},
     }
+    config |= {"head_dim": 32, "rope_theta": 7e5, "norm_output": True, "draft_vocab_size": VD}
+    config["eagle_config"] = {AUX: [1, 3, 7], "use_aux_hidden_state": True}
     read = read_eagle(write_head(tmp_path / "h", source, config, "model.safetensors"), TARGET)
     assert read.config.taps == (2, 4, 8) and "outputs" in read.notes[0]
     assert read.config.fc_norm and not read.config.has_embed and not read.config.norm_output
@@ -893,12 +787,6 @@ def test_heads_for_another_target_are_refused(tmp_path):
     one_line(lambda: read_eagle(write_head(tmp_path / "z", odd, GEOMETRY), TARGET), "neither")
 
 
-def broken_head(change) -> dict:
-    source = eagle3()
-    change(source)
-    return source
-
-
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -923,14 +811,9 @@ def broken_head(change) -> dict:
 )
 def test_broken_heads(tmp_path, change, words):
     """A damaged or unusual head that loads anyway and only lowers acceptance, which no output check would show."""
-    folder = write_head(tmp_path / "h", broken_head(change), {**GEOMETRY, "draft_vocab_size": VD})
+    change(source := eagle3())
+    folder = write_head(tmp_path / "h", source, {**GEOMETRY, "draft_vocab_size": VD})
     one_line(lambda: read_eagle(folder, TARGET), *words)
-
-
-def test_eagle1_with_extra_norms_is_refused(tmp_path):
-    """HASS-like EAGLE-1 heads (an input norm): without it the head would draft noise."""
-    source = eagle1() | {"layers.0.input_layernorm.weight": torch.randn(H)}
-    one_line(lambda: read_eagle(write_head(tmp_path / "h", source, GEOMETRY), TARGET), "input_layernorm")
 
 
 @pytest.mark.parametrize(
@@ -940,12 +823,6 @@ def test_bad_aux_layers(tmp_path, ids):
     """Layer ids outside the target, unordered, or of the wrong type."""
     folder = write_head(tmp_path / "h", eagle3(), {**GEOMETRY, "eagle_aux_hidden_state_layer_ids": ids})
     one_line(lambda: read_eagle(folder, TARGET), "layer")
-
-
-def test_more_than_three_taps(tmp_path):
-    """The number of taps assumed to be three."""
-    config = {**GEOMETRY, "eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 4, 6, 8]}}
-    assert read_eagle(write_head(tmp_path / "h", eagle3(taps=4), config), TARGET).config.taps == (2, 4, 6, 8)
 
 
 @pytest.mark.parametrize("kind", ["one", "three", "full", "speculators"])
@@ -980,49 +857,6 @@ def test_save_eagle_needs_the_target_vocabulary():
     layer = replace(TARGET, num_hidden_layers=1, windows=(), vocab_size=VD)
     with pytest.raises(ValueError, match="target_vocab_size"):
         save_eagle(EagleConfig(3, layer, H, (2, 4, 5)), {"draft_ids": torch.arange(VD)}, "/nonexistent")
-
-
-def test_mutated_head_configs_give_clean_errors_or_load(tmp_path):
-    """Anything but a one-line ValueError for a strange head config: 300 seeded mutations of two layouts."""
-    rng = random.Random(11)
-    values = [
-        None,
-        True,
-        False,
-        -1,
-        0,
-        1,
-        3,
-        16,
-        2**31,
-        10**30,
-        -1.5,
-        1e308,
-        "",
-        "x",
-        [],
-        [1],
-        [[1]],
-        {},
-        {"factor": "a"},
-    ]
-    folders = [
-        write_head(tmp_path / "flat", eagle3(), None, "model.safetensors"),
-        write_head(tmp_path / "nested", eagle3("layers.0."), None, "model.safetensors"),
-    ]
-    loaded = 0
-    for i in range(300):
-        raw = json.loads(json.dumps(speculators() if i % 2 else {**GEOMETRY, "eagle_config": {}, "rope_scaling": None}))
-        at = raw["transformer_layer_config"] if i % 2 and rng.random() < 0.6 else raw
-        extra = ["head_dim", "eagle_config", "eaglet_eagle", "norm_output", "fc_norm", "rope_parameters", AUX]
-        at[rng.choice([*at, *extra])] = rng.choice(values)
-        (folders[i % 2] / "config.json").write_text(json.dumps(raw))
-        try:
-            read_eagle(folders[i % 2], TARGET)
-            loaded += 1
-        except ValueError as error:
-            assert "\n" not in str(error), str(error)
-    assert 30 < loaded < 290
 
 
 # ---- org/name in the Hugging Face cache ----------------------------------------------------------------------------

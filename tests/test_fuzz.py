@@ -24,7 +24,7 @@ import torch
 from conftest import BASE
 from safetensors.torch import load_file, save_file
 from serving_kit import Running, instruct_folder, running
-from test_checkpoint import write_meta
+from test_checkpoint import TARGET, eagle3, speculators, write_head, write_meta
 from test_gguf import metadata_of, tensors_of, write
 from test_quantize import UNTIED, published, saved, tiny, tiny_head
 from test_tokenizer import json_dir, source_text, spm_dir  # noqa: F401
@@ -56,7 +56,7 @@ from weights.rounding import quantize_
 CASES = int(os.environ.get("EAGLET_FUZZ", 500))
 # What takes the place of values in JSON, as text.
 VALUES = """null true false 0 1 -1 2 31 64 255 2147483648 1e308 1e999 NaN -1.5 "" "x" "false" [] [null] [[]] {} {"a":1}
-    [1,"a"] 0.5""".split()
+    [1,"a"] 0.5 "qwen2" "qwen3" "mixtral" "yarn" {"rope_type":"yarn"} {"factor":"a"} 1e-40 3 65""".split()
 VALUES += ["9" * 4300, '"' + "y" * 40_000 + '"', "[" * 50 + "]" * 50, "[" * 5000 + "]" * 5000]
 
 
@@ -66,6 +66,7 @@ class Format(NamedTuple):
     files: tuple[str, ...]
     make: Callable[[Path], Any]  # writes the files into a folder
     read: Callable[[Path], Any]  # what was read, to be compared
+    share: int = 1  # of the cases
 
 
 def logits(folder: Path) -> list[int]:
@@ -164,6 +165,19 @@ def published_of(kind: str) -> Callable[[Path], None]:
     return make
 
 
+def generation(folder: Path) -> None:
+    save_hf(tiny(UNTIED), folder)
+    (folder / "generation_config.json").write_text(json.dumps({"do_sample": True, "top_k": 3}))
+
+
+def nested_head(folder: Path) -> None:
+    write_head(folder, eagle3("layers.0."), speculators(), M)
+
+
+def tokenised(folder: Path) -> None:
+    TokenData.from_stream([1, 2, 3]).save(folder / "d.npz")
+
+
 def suggested(folder: Path) -> Any:
     save = Checkpoint.open(folder)
     return save.config.eos_token_ids, with_suggestions(save.generation, {})
@@ -191,9 +205,10 @@ ROW = {"suite": "s", "temperature": 0.0, "arm": "a", "tokens_per_second": 3.0, "
 SUMMARY = {"type": "summary", "environment": {"x": {"y": 1}}, "settings": {}, "model": {}, "rows": [ROW]}
 SUMMARY |= {"arms": [{"arm": "a", "options": {}}]}
 CHAT = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+TEXTS, QUESTION = lines(CHAT, {"text": "b"}), lines({"turns": ["a", "b"], "question_id": 1})
 M = "model.safetensors"
 FORMATS = {
-    "hf": Format(("config.json", M), lambda f: save_hf(tiny(UNTIED), f), logits),
+    "hf": Format(("config.json", M), lambda f: save_hf(tiny(UNTIED), f), logits, 4),
     "shards": Format(("model.safetensors.index.json", "model-0.safetensors"), sharded, logits),
     "pickle": Format(("pytorch_model.bin",), pickled, logits),
     "meta": Format(("m/params.json", "m/consolidated.00.pth"), meta, lambda f: logits(f / "m")),
@@ -201,35 +216,22 @@ FORMATS = {
     "awq": Format(("m/config.json", "m/" + M), published_of("awq"), lambda f: logits(f / "m")),
     "compressed-tensors": Format(("m/config.json", "m/" + M), published_of("ct"), lambda f: logits(f / "m")),
     "stored": Format(("config.json", M), stored, logits),
-    "head": Format(("config.json", M), lambda f: tiny_head(f, UNTIED, 3), drafts),
+    "head": Format(("config.json", M), lambda f: tiny_head(f, UNTIED, 3), drafts, 2),
+    "speculators head": Format(("config.json", M), nested_head, lambda f: read_eagle(f, TARGET), 8),
     "rounded head": Format(("config.json", M), rounded_head, drafts),
-    "generation": Format(
-        ("generation_config.json",),
-        lambda f: (save_hf(tiny(UNTIED), f), one_file("generation_config.json", {"do_sample": True, "top_k": 3})(f)),
-        suggested,
-    ),
+    "generation": Format(("generation_config.json",), generation, suggested),
     "tree": Format(("t.json",), one_file("t.json", {"paths": [[0], [1], [0, 0]]}), lambda f: parse_tree(f"{f}/t.json")),
-    "gguf": Format(("m.gguf",), gguf, read_gguf),
+    "gguf": Format(("m.gguf",), gguf, read_gguf, 8),
     "entry": Format(("e.bin",), lambda folder: cache.store(folder / "e.bin", b"payload" * 9, {"ids": [1, 2]}), entry),
     "tuned": Format(
-        ("t.bin",), lambda folder: write_tuned("gpu", {"8x8 w4": LinearConfig(64, 1, 4, 3)}, folder / "t.bin"), tuned
+        ("t.bin",), lambda f: write_tuned("gpu", {"8x8 w4": LinearConfig(64, 1, 4, 3)}, f / "t.bin"), tuned
     ),
-    "questions": Format(
-        ("q.jsonl",),
-        one_file("q.jsonl", lines({"turns": ["a", "b"], "question_id": 1})),
-        lambda f: read_suite(f / "q.jsonl"),
-    ),
+    "questions": Format(("q.jsonl",), one_file("q.jsonl", QUESTION), lambda f: read_suite(f / "q.jsonl")),
     "texts": Format(
         ("t.jsonl",), one_file("t.jsonl", lines(CHAT, "a", {"text": "b"})), lambda f: read_texts(f / "t.jsonl")
     ),
-    "training": Format(
-        ("t.jsonl",), one_file("t.jsonl", lines(CHAT, {"text": "b"})), lambda f: read_records(f"{f}/t.jsonl")[:2]
-    ),
-    "tokenised": Format(
-        ("d.npz",),
-        lambda f: TokenData.from_stream([1, 2, 3]).save(f / "d.npz"),
-        lambda f: str(TokenData.load(f / "d.npz")),
-    ),
+    "training": Format(("t.jsonl",), one_file("t.jsonl", TEXTS), lambda f: read_records(f"{f}/t.jsonl")[:2]),
+    "tokenised": Format(("d.npz",), tokenised, lambda f: str(TokenData.load(f / "d.npz"))),
     "training state": Format(("s.pt",), lambda f: state_of(f).save(), resumed),
     "bench": Format(("b.jsonl",), one_file("b.jsonl", lines(RUN, SUMMARY)), lambda f: read_lines(f / "b.jsonl")),
     "body": Format(("b.json",), one_file("b.json", CHAT), lambda f: parse_object((f / "b.json").read_bytes())),
@@ -249,11 +251,9 @@ def damaged(data: bytes, name: str, rng: random.Random) -> bytes:
     if name.endswith(".gguf") and rng.random() < 0.8:
         end = data.rindex(b".weight") + 40
         at, extreme = rng.randrange(end), rng.choice([0, 1, 31, 2**31, 2**32 - 1, 2**40, 2**63, 2**64 - 32, 2**64 - 1])
-        return (
-            flipped(data, rng, end)
-            if rng.random() < 0.5
-            else data[:at] + extreme.to_bytes(8, "little") + data[at + 8 :]
-        )
+        if rng.random() < 0.5:
+            return flipped(data, rng, end)
+        return data[:at] + extreme.to_bytes(8, "little") + data[at + 8 :]
     return data[: rng.randrange(len(data))] if rng.random() < 0.3 else flipped(data, rng, len(data))
 
 
@@ -318,9 +318,7 @@ def try_cases(form: Format, folder: Path, count: int, seed: str) -> dict[str, in
             raise AssertionError(f"{what}: {type(error).__name__}: {str(error)[:200]}") from error
         else:
             same = repr(found) == repr(wanted)
-            assert same or file.suffix not in (".pth", ".bin", ".npz", ".pt"), (
-                f"{what}: reads differently in spite of checksums"
-            )
+            assert same or file.suffix not in (".pth", ".bin", ".npz", ".pt"), f"{what}: differs in spite of checksums"
             if not same and (file.parent / SUMS).is_file():
                 with pytest.raises(ValueError, match="sha256"):
                     check_sha256(file.parent, "stored")
@@ -343,7 +341,7 @@ def test_damaged_files_read_as_before_or_are_refused(name, tmp_path):
     form.make(tmp_path)
     if form.read in (logits, drafts) or (tmp_path / "m").is_dir():
         write_sums(tmp_path / "m" if (tmp_path / "m").is_dir() else tmp_path)
-    seen = try_cases(form, tmp_path, CASES // len(FORMATS), name)
+    seen = try_cases(form, tmp_path, form.share * CASES // 25, name)
     assert seen["refused"] > 0, seen
 
 
@@ -355,9 +353,8 @@ def test_damaged_tokenizers_read_as_before_or_are_refused(kind, request, tmp_pat
     """
     folder = tmp_path / "t"
     shutil.copytree(request.getfixturevalue(kind), folder)
-    found = [
-        name for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model") if (folder / name).is_file()
-    ]
+    names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
+    found = [name for name in names if (folder / name).is_file()]
 
     def read(folder: Path) -> Any:
         tokenizer = load_tokenizer(folder)
@@ -460,19 +457,7 @@ def altered_headers(head: bytes, rng: random.Random) -> bytes:
     lines = head.split(b"\r\n")
     at = rng.randrange(len(lines) - 2)
     names = b"Host Origin Content-Type Content-Length Authorization Connection Transfer-Encoding Expect".split()
-    values = [
-        b"",
-        b"[",
-        b"http://[",
-        b"a:b:c",
-        b"chunked",
-        b"-1",
-        b"9" * 30,
-        b"\xff\xfe",
-        b"x" * 9000,
-        b"Bearer \xc3",
-        b"::1",
-    ]
+    values = [b"", b"[", b"http://[", b"a:b:c", b"chunked", b"-1", b"9" * 30, b"\xff\xfe", b"x" * 9000, b"Bearer \xc3"]
     kind = rng.randrange(5)
     if kind == 0:
         lines[at] = flipped(lines[at] or b"x", rng, max(1, len(lines[at])))
@@ -564,32 +549,6 @@ def edited(file: Path, change: Callable[[dict], Any]) -> None:
     value = json.loads(file.read_text())
     change(value)
     file.write_text(json.dumps(value))
-
-
-@pytest.mark.parametrize("cut", range(1, 9))
-def test_a_header_cut_by_a_few_bytes_is_named(cut, tmp_path):
-    """UnboundLocalError, as the header was there only if the file was shorter by more than the length field."""
-    file = made("hf", tmp_path) / M
-    data = file.read_bytes()
-    file.write_bytes(data[: 8 + int.from_bytes(data[:8], "little") - cut])
-    refused("hf", tmp_path, M, "cut short")
-
-
-def test_a_header_above_the_limit_is_named(tmp_path):
-    """UnboundLocalError, as a header of more than 64 MB was not read."""
-    file = made("hf", tmp_path) / M
-    with open(file, "r+b") as out:
-        out.write((files.INDEX_LIMIT + 1).to_bytes(8, "little"))
-        out.truncate(files.INDEX_LIMIT + 100)  # a hole, which takes no space
-    refused("hf", tmp_path, M, "cut short", "Download it again")
-
-
-@pytest.mark.parametrize("key", ["eos_token_id", "bos_token_id"])
-@pytest.mark.parametrize("value", [[None], [1, None], [[1]], {}, [True]])
-def test_token_ids_are_numbers(key, value, tmp_path):
-    """TypeError, as null among the ids was compared with the size of the vocabulary."""
-    edited(made("hf", tmp_path) / "config.json", lambda raw: raw.update({key: value}))
-    refused("hf", tmp_path, "config.json", key)
 
 
 def change_head(name: str, change: Callable[[torch.Tensor], torch.Tensor | None]) -> Callable[[Path], None]:
@@ -734,14 +693,6 @@ def test_flags_of_a_tokenizer_are_true_or_false(json_dir, tmp_path):  # noqa: F8
         load_tokenizer(tmp_path / "t")
 
 
-@pytest.mark.parametrize("value", ["false", 1, []])
-def test_a_text_is_no_switch_for_sampling(value, tmp_path):
-    """`"do_sample": "false"` that is taken for greedy or for sampling without a word."""
-    file = made("generation", tmp_path) / "generation_config.json"
-    edited(file, lambda raw: raw.update(do_sample=value))
-    refused("generation", tmp_path, "generation_config.json", "do_sample", "expected true or false")
-
-
 def test_refusals_are_short(tmp_path):
     """A refusal of 30 to 100 kB on one line."""
     long = "y" * 50_000
@@ -794,11 +745,3 @@ def test_checksums_inside_pickles_are_compared(form, tmp_path):
     data[len(data) // 2] ^= 4
     file.write_bytes(data)
     refused(form, tmp_path, "checksum", "Damaged")
-
-
-def test_weights_have_plausible_sizes(tmp_path):
-    """A weight with a damaged exponent, which is finite and huge."""
-    change_head("model.layers.0.mlp.up_proj.weight", lambda t: t.index_fill(0, torch.tensor([3]), 1e30))(
-        made("hf", tmp_path)
-    )
-    refused("hf", tmp_path, "up_proj", "2^20")

@@ -467,12 +467,12 @@ def _read_rope(outer: ConfigReader, family: Family, scaling: dict[str, Any], max
         found |= {"original_max_positions": length, "factor": read.number("factor", max_positions / length, 1e-6, 1e6)}
         return RopeConfig(**found, **{key: _read_factors(read, key) for key in ("short_factor", "long_factor")})
     llama3 = kind == "llama3"
+    found["original_max_positions"] = read.integer(original, None if llama3 else max_positions, high=2**24)
+    found["factor"] = read.number("factor", None, 1.0, 1e6)
     positive = {"low_freq_factor": None if llama3 else 1.0, "high_freq_factor": None if llama3 else 4.0}
     positive |= {"beta_fast": 32.0, "beta_slow": 1.0}
     found |= {key: read.number(key, default, 1e-6, 1e6) for key, default in positive.items()}
     found |= {key: read.number(key, 0.0, 0.0, 1e6) for key in ("mscale", "mscale_all_dim")}
-    found["original_max_positions"] = read.integer(original, None if llama3 else max_positions, high=2**24)
-    found["factor"] = read.number("factor", None, 1.0, 1e6)
     rope = RopeConfig(**found, truncate=read.boolean("truncate", True))
     if llama3 and rope.high_freq_factor <= rope.low_freq_factor:
         raise read.error("high_freq_factor must exceed low_freq_factor for rope type llama3.")

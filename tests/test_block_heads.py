@@ -15,11 +15,11 @@ from block_kit import (
     draft_ids,
     layouts,
     random_tensors,
-    setting,
     tap_ids,
     target,
     write_layout,
 )
+from safetensors.torch import load_file
 from tiny import CTX, V
 
 import tree as trees
@@ -106,8 +106,6 @@ def test_a_head_is_written_as_it_is_published(tmp_path, name):
     assert all(vars(again.config.layer)[key] == vars(file.config.layer)[key] for key in same)
     assert again.tensors.keys() == file.tensors.keys()
     assert all(torch.equal(again.tensors[key], file.tensors[key]) for key in again.tensors)
-    from safetensors.torch import load_file
-
     written = load_file(tmp_path / "again" / "model.safetensors")
     for key in written.keys() & tensors.keys() - {"fc.weight"}:
         assert torch.equal(written[key], tensors[key])
@@ -200,8 +198,3 @@ def test_values_can_be_set_on_the_command_line(tmp_path):
     assert file.config.layer.rope.theta == 123 and file.config.shortlist == 20
     with pytest.raises(ValueError, match="unknown key of a block head"):
         read_head(folder, MODEL.config, {"block": "3"})
-
-
-def test_settings_have_a_default_only_where_the_layout_has_one():
-    """`setting` of the tests themselves: nested values come first."""
-    assert setting({"a": 1, "dflash_config": {"a": 2}}, "a") == 2 and setting({}, "a", 3) == 3

@@ -40,10 +40,8 @@ def adapter(folder: Path, family: str, targets: list[str], dtype=torch.float32, 
             continue
         rank = next((r for key, r in settings["rank_pattern"].items() if place.endswith(key)), settings["r"])
         alpha = next((a for key, a in settings["alpha_pattern"].items() if place.endswith(key)), settings["lora_alpha"])
-        a, b = (
-            (torch.randn(*size, generator=generator) * 0.2).to(dtype)
-            for size in ((rank, weight.shape[1]), (len(weight), rank))
-        )
+        sizes = (rank, weight.shape[1]), (len(weight), rank)
+        a, b = ((torch.randn(*size, generator=generator) * 0.2).to(dtype) for size in sizes)
         tensors |= {f"base_model.model.{place}.lora_{x}.weight": t for x, t in (("A", a), ("B", b))}
         scale = alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank)
         added[name] = scale * b.double() @ a.double()
@@ -62,17 +60,10 @@ def brute_force(folder: Path, family: str, added: dict) -> Transformer:
 
 
 ALL = "q_proj k_proj v_proj o_proj gate_proj up_proj down_proj".split()
+O_ALPHA = {"alpha_pattern": {"o_proj": 3}}
 CASES = [
     ("llama", ["q_proj", "v_proj"], {}),
-    (
-        "llama",
-        ALL,
-        {
-            "use_rslora": True,
-            "rank_pattern": {"q_proj": 2, "layers.1.mlp.down_proj": 7},
-            "alpha_pattern": {"o_proj": 3},
-        },
-    ),
+    ("llama", ALL, {"use_rslora": True, "rank_pattern": {"q_proj": 2, "layers.1.mlp.down_proj": 7}} | O_ALPHA),
     ("phi3-partial", ["qkv_proj", "gate_up_proj"], {}),  # fused in the file; rows of queries and keys in another order
     ("ernie4_5", ["k_proj", "up_proj"], {}),  # neighbouring dimensions turn together
     ("qwen2_moe", ["o_proj", "v_proj"], {}),
@@ -103,9 +94,8 @@ def test_logits_are_those_of_the_sum_of_the_matrices(tiny_checkpoint, tmp_path, 
 @pytest.fixture(scope="module")
 def llama(tiny_checkpoint, tmp_path_factory):
     """(the folder of a model, and of an adapter of all its linears)."""
-    return tiny_checkpoint("llama"), adapter(tmp_path_factory.mktemp("all"), "llama", ALL, rank_pattern={"q_proj": 9})[
-        0
-    ]
+    folder = tmp_path_factory.mktemp("all")
+    return tiny_checkpoint("llama"), adapter(folder, "llama", ALL, rank_pattern={"q_proj": 9})[0]
 
 
 def test_logits_are_those_of_peft(tiny_checkpoint, tmp_path, llama):
@@ -125,9 +115,8 @@ def test_logits_are_those_of_peft(tiny_checkpoint, tmp_path, llama):
 def test_rows_have_the_same_bits_at_every_width(llama, quant):
     """Catches a product with A or B whose bits depend on the number of rows: drafts would then change the text."""
     checkpoint = Checkpoint.open(llama[0], layout="tiles")
-    checkpoint = (
-        checkpoint.rounded(quant) if quant else replace(checkpoint, config=replace(checkpoint.config, dtype="float16"))
-    )
+    half = replace(checkpoint, config=replace(checkpoint.config, dtype="float16"))
+    checkpoint = checkpoint.rounded(quant) if quant else half
     model, tokens = checkpoint.adapted(llama[1]).load(dtype=torch.float32), tokens_of(48)
     with kernels.KernelBackend("cpu", "cpu").active() as active, torch.inference_mode():
         pack_(model, torch.float32)
@@ -147,12 +136,10 @@ def test_a_head_of_the_base_model_drafts_and_the_plan_counts_the_adapter(llama, 
     drafted = load(llama[0], drafter="ngram", **options)
     assert any("LoRA" in line and "21 linears, rank 9" in line for line in lines)
     assert in_parts(plain) == {"an adapter beside the weights": [0, 1, 2]}
-    texts = [
-        e.generate([5, 6, 7, 5, 6], SamplingParams(max_new_tokens=40)).run()[0].token_ids for e in (plain, drafted)
-    ]
+    prompt, params = [5, 6, 7, 5, 6], SamplingParams(max_new_tokens=40)
     base = load(llama[0], **(options | {"lora": None}))
-    other = base.generate([5, 6, 7, 5, 6], SamplingParams(max_new_tokens=40)).run()[0].token_ids
-    assert texts[0] == texts[1] != other
+    texts = [e.generate(prompt, params).run()[0].token_ids for e in (plain, drafted, base)]
+    assert texts[0] == texts[1] != texts[2]
     pairs = [m for m in plain.model.modules() if isinstance(m, LoraLinear)]
     held = sum(linear.packed.weight.nbytes for pair in pairs for linear in (pair.down, pair.up))
     assert plain.plan.lora == pytest.approx(held, rel=0.2) and base.plan.lora == 0
@@ -168,10 +155,9 @@ def test_several_adapters_run_together(llama, tmp_path, drafter):
     some, _ = adapter(tmp_path / "some", "llama", ["q_proj", "up_proj"], r=5)
     options = {"quant": "int8", "ctx": 128, "kernels": "cpu"} | ({"drafter": drafter} if drafter else {})
     prompt, params = [5, 6, 7, 5, 6] * 8, SamplingParams(max_new_tokens=24, temperature=0.7, seed=3)
-    alone = {
-        name: load(llama[0], lora=folder, **options).generate(prompt, params).run()[0].token_ids
-        for name, folder in (("", None), ("all", llama[1]), ("some", some))
-    }
+    alone = {}
+    for name, folder in (("", None), ("all", llama[1]), ("some", some)):
+        alone[name] = load(llama[0], lora=folder, **options).generate(prompt, params).run()[0].token_ids
     assert len(set(map(tuple, alone.values()))) == 3
     engine = load(llama[0], lora=(f"all={llama[1]}", str(some)), slots=3, **options)
     assert engine.adapters == ("all", "some") and load(llama[0], lora=some, **options).adapters == ()
@@ -205,17 +191,15 @@ def test_a_server_chooses_the_adapter_by_the_name_of_the_model(tmp_path):
         listed = [about["id"] for about in httpx.get(f"{server.address}/v1/models").json()["data"]]
         assert listed == ["demo", "a", "b"] and httpx.get(f"{server.address}/v1/models/b").json()["id"] == "b"
         body = {"prompt": "Once upon a time", "max_tokens": 16, "temperature": 0}
-        answers = {
-            name: httpx.post(f"{server.address}/v1/completions", json=body | {"model": name}).json()
-            for name in ("demo", "a", "b", "gpt-4")
-        }
+        address = f"{server.address}/v1"
+        answers = {}
+        for name in ("demo", "a", "b", "gpt-4"):
+            answers[name] = httpx.post(f"{address}/completions", json=body | {"model": name}).json()
         texts = {name: answer["choices"][0]["text"] for name, answer in answers.items()}
         assert texts["a"] == texts["b"] != texts["demo"] == texts["gpt-4"]
         assert [answer["model"] for answer in answers.values()] == ["demo", "a", "b", "demo"]
-        vectors = [
-            httpx.post(f"{server.address}/v1/embeddings", json={"input": "a fox", "model": name}).json()["data"][0]
-            for name in ("demo", "a")
-        ]
+        asked = [{"input": "a fox", "model": name} for name in ("demo", "a")]
+        vectors = [httpx.post(f"{address}/embeddings", json=body).json()["data"][0] for body in asked]
         assert vectors[0]["embedding"] != vectors[1]["embedding"]
 
 
@@ -262,20 +246,17 @@ def test_what_is_not_implemented_is_named(tiny_checkpoint, tmp_path, changes, wo
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("rename", "words"),
-    [
-        (lambda name: name.replace("q_proj", "gate"), "changes model.layers.0.self_attn.gate"),
-        (lambda name: name.replace("layers.0.self_attn.q_proj", "embed_tokens"), "embed_tokens"),
-        (lambda name: name.replace("lora_A", "lora_magnitude_vector"), "lora_magnitude_vector"),
-        (lambda name: name.replace("layers.2", "layers.9") if "lora_A" in name else name, "is missing"),
-    ],
-)
-def test_a_tensor_without_a_place_is_named(tiny_checkpoint, tmp_path, rename, words):
+@pytest.mark.parametrize(("old", "new", "words"), [
+    ("q_proj", "gate", "changes model.layers.0.self_attn.gate"),
+    ("layers.0.self_attn.q_proj", "embed_tokens", "embed_tokens"),
+    ("lora_A", "lora_magnitude_vector", "lora_magnitude_vector"), ("layers.2.self_attn.q_proj.lora_A", "x", "no matrix"),
+    ("layers.2.self_attn.q_proj.lora_A", "layers.9.self_attn.q_proj.lora_A", "is missing"),
+])  # fmt: skip
+def test_a_tensor_without_a_place_is_named(tiny_checkpoint, tmp_path, old, new, words):
     """Catches a part of an adapter that is left out without a word."""
     folder, _ = adapter(tmp_path / "lora", "llama", ["q_proj"])
     file = folder / "adapter_model.safetensors"
-    save_file({rename(name): tensor for name, tensor in load_file(file).items()}, file)
+    save_file({name.replace(old, new): tensor for name, tensor in load_file(file).items()}, file)
     settings = json.loads((folder / "adapter_config.json").read_text()) | {"target_modules": ".*"}
     (folder / "adapter_config.json").write_text(json.dumps(settings))
     with pytest.raises(ValueError, match=words):

@@ -287,13 +287,6 @@ def test_tensors_are_read_one_by_one(tiny_checkpoint, monkeypatch):
     assert done == sorted(done) and done[-1] == stored == seen[0][1] and len(alive) == len(seen) > 20
 
 
-def test_rotary_buffers_of_old_exporters_are_ignored(llama):
-    """`rotary_emb.inv_freq`, the one listed exception to 'no unexpected tensors'."""
-    want = load_model(llama)
-    edit_tensors(llama, lambda t: t.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}))
-    assert same_weights(load_model(llama), want)
-
-
 # ---- damaged and hostile target files --------------------------------------------------------------------------
 
 
@@ -313,7 +306,10 @@ def test_truncated_file_is_named(llama):
 def test_tensors_that_do_not_belong(llama):
     """strict=False: a missing tensor left at random, an unused one dropped, a wrong shape broadcast."""
     name = "model.layers.1.mlp.up_proj.weight"
-    good = load_file(llama / "model.safetensors")[name]
+    good, want = load_file(llama / "model.safetensors")[name], load_model(llama)
+    # what old exporters stored, the one listed exception
+    edit_tensors(llama, lambda t: t.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}))
+    assert same_weights(load_model(llama), want)
     edit_tensors(llama, lambda t: t.pop(name))
     one_line(lambda: load_model(llama), "missing", name)
     edit_tensors(llama, lambda t: t.update({name: good[:, :32].contiguous()}))
@@ -479,13 +475,11 @@ def test_published_oddities_of_token_ids_are_accepted(llama):
     assert config.bos_token_id is None
     edit_json(llama / "config.json", eos_token_id=[2, 130], rope_parameters={"partial_rotary_factor": 1.0})
     one_line(lambda: load_config(llama), "eos_token_id holds 130")
-    for name, content in (
-        ("added_tokens.json", {"<end>": 130}),
-        ("tokenizer_config.json", {"added_tokens_decoder": {"130": {"content": "<end>"}}}),
-        ("tokenizer.json", {"added_tokens": [{"id": 130, "content": "<end>"}]}),
-    ):
+    added = {"added_tokens.json": {"<end>": 130}, "tokenizer.json": {"added_tokens": [{"id": 130, "content": "<end>"}]}}
+    added["tokenizer_config.json"] = {"added_tokens_decoder": {"130": {"content": "<end>"}}}
+    (llama / "generation_config.json").unlink(missing_ok=True)
+    for name, content in added.items():
         (llama / name).write_text(json.dumps(content))
-        (llama / "generation_config.json").unlink(missing_ok=True)
         assert load_config(llama).eos_token_ids == (2,)
         (llama / name).unlink()
 
@@ -606,12 +600,8 @@ def test_geometry_is_the_heads_own(tmp_path):
     """Vicuna-33B (GQA head, MHA target) and Mixtral (dense MHA head, GQA MoE target with eps 1e-5 and theta 1e6)."""
     target = replace(TARGET, model_type="mixtral", num_local_experts=8, num_experts_per_tok=2)
     source = eagle1(heads=4, kv_heads=4)
-    config = GEOMETRY | {
-        "model_type": "mixtral",
-        "num_key_value_heads": 4,
-        "rms_norm_eps": 1e-6,
-        "num_local_experts": 8,
-    }
+    config = GEOMETRY | {"model_type": "mixtral", "num_key_value_heads": 4}
+    config |= {"rms_norm_eps": 1e-6, "num_local_experts": 8}
     layer = read_eagle(write_head(tmp_path / "mixtral", source, config), target).config.layer
     assert (layer.num_key_value_heads, layer.num_local_experts, layer.rope.theta) == (4, 0, 10000.0)
     assert layer.rms_norm_eps == 1e-6
@@ -649,12 +639,8 @@ def test_specforge_layout(tmp_path):
     source = eagle3(heads=3, kv_heads=1, hd=32)
     source["embed_tokens.weight"] = torch.randn(V, H)
     source |= {f"fc_norm.{i}.weight": torch.randn(H) for i in range(3)}
-    config = GEOMETRY | {
-        "architectures": ["LlamaForCausalLMEagle3"],
-        "num_attention_heads": 3,
-        "num_key_value_heads": 1,
-    }
-    config |= {"head_dim": 32, "rope_theta": 7e5, "norm_output": True, "draft_vocab_size": VD}
+    config = GEOMETRY | {"architectures": ["LlamaForCausalLMEagle3"], "num_attention_heads": 3}
+    config |= {"num_key_value_heads": 1, "head_dim": 32, "rope_theta": 7e5, "norm_output": True, "draft_vocab_size": VD}
     config["eagle_config"] = {AUX: [1, 3, 7], "use_aux_hidden_state": True}
     read = read_eagle(write_head(tmp_path / "h", source, config, "model.safetensors"), TARGET)
     assert read.config.taps == (2, 4, 8) and "outputs" in read.notes[0]
@@ -699,15 +685,12 @@ def test_speculators_layout(tmp_path):
     changes = {"norm_before_residual": False, "eagle_aux_hidden_state_layer_ids": [2, 3, 8]}
     read = read_eagle(write_head(tmp_path / "i", source, speculators(**changes)), TARGET)
     assert not read.config.norm_before_residual and read.config.taps == (2, 3, 8)
-    one_line(
-        lambda: read_eagle(write_head(tmp_path / "j", source, speculators(norm_before_fc=True)), TARGET),
-        "norm_before_fc",
-    )
+    folder = write_head(tmp_path / "j", source, speculators(norm_before_fc=True))
+    one_line(lambda: read_eagle(folder, TARGET), "norm_before_fc")
     source |= {f"layers.0.self_attn.{x}_norm.weight": torch.randn(16) for x in "qk"}
     read = read_eagle(write_head(tmp_path / "k", source, speculators()), TARGET)
-    assert read.config.layer.qk_norm and torch.equal(
-        read.tensors["layer.attention.q_norm.weight"], source["layers.0.self_attn.q_norm.weight"]
-    )
+    assert read.config.layer.qk_norm
+    assert torch.equal(read.tensors["layer.attention.q_norm.weight"], source["layers.0.self_attn.q_norm.weight"])
 
 
 def test_head_narrower_than_its_target(tmp_path):
@@ -787,28 +770,25 @@ def test_heads_for_another_target_are_refused(tmp_path):
     one_line(lambda: read_eagle(write_head(tmp_path / "z", odd, GEOMETRY), TARGET), "neither")
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        (lambda t: t.pop("d2t"), ("no d2t",)),
-        (lambda t: t.update(d2t=t["d2t"] + torch.arange(VD)), ("d2t", "offsets")),  # absolute ids where offsets belong
-        (lambda t: t.update(d2t=t["d2t"] + 100), ("d2t",)),
-        (lambda t: t.update(d2t=t["d2t"].float()), ("d2t", "float32")),
-        (lambda t: t.update(d2t=t["d2t"][:-1]), ("d2t", "[39]")),
-        (lambda t: t.update(t2d=t["t2d"].roll(1)), ("t2d",)),
-        (lambda t: t.update(t2d=t["t2d"][:-1]), ("t2d",)),
-        (lambda t: t.update(t2d=torch.ones(V, dtype=torch.float32)), ("t2d",)),
-        (lambda t: t.pop("norm.weight"), ("missing", "norm.weight")),
-        (lambda t: t.update(extra=torch.ones(2)), ("unexpected", "extra")),
-        (lambda t: t.update({"lm_head.weight": torch.randn(VD, 32)}), ("lm_head.weight", "[40, 32]")),
-        (lambda t: t["midlayer.mlp.up_proj.weight"].fill_(float("nan")), ("up_proj", "NaN")),
-        (lambda t: t.update({"midlayer.self_attn.k_proj.weight": torch.randn(48, 2 * H)}), ("k_proj", "[32, 128]")),
-        (lambda t: t.update({"layers.1.mlp.up_proj.weight": torch.randn(2, 2)}), ("more than one decoder layer",)),
-        (lambda t: t.update({"embed_layernorm.weight": torch.randn(H)}), ("embed_layernorm", "not implemented")),
-        (lambda t: t.update({"fc_norm.0.weight": torch.randn(H)}), ("missing", "fc_norm.1")),
-        (lambda t: t.update({"midlayer.mlp.up_proj.bias": torch.randn(I)}), ("unexpected", "up_proj.bias")),
-    ],
-)
+@pytest.mark.parametrize(("change", "words"), [
+    (lambda t: t.pop("d2t"), ("no d2t",)),
+    (lambda t: t.update(d2t=t["d2t"] + torch.arange(VD)), ("d2t", "offsets")),  # absolute ids where offsets belong
+    (lambda t: t.update(d2t=t["d2t"] + 100), ("d2t",)),
+    (lambda t: t.update(d2t=t["d2t"].float()), ("d2t", "float32")),
+    (lambda t: t.update(d2t=t["d2t"][:-1]), ("d2t", "[39]")),
+    (lambda t: t.update(t2d=t["t2d"].roll(1)), ("t2d",)),
+    (lambda t: t.update(t2d=t["t2d"][:-1]), ("t2d",)),
+    (lambda t: t.update(t2d=torch.ones(V, dtype=torch.float32)), ("t2d",)),
+    (lambda t: t.pop("norm.weight"), ("missing", "norm.weight")),
+    (lambda t: t.update(extra=torch.ones(2)), ("unexpected", "extra")),
+    (lambda t: t.update({"lm_head.weight": torch.randn(VD, 32)}), ("lm_head.weight", "[40, 32]")),
+    (lambda t: t["midlayer.mlp.up_proj.weight"].fill_(float("nan")), ("up_proj", "NaN")),
+    (lambda t: t.update({"midlayer.self_attn.k_proj.weight": torch.randn(48, 2 * H)}), ("k_proj", "[32, 128]")),
+    (lambda t: t.update({"layers.1.mlp.up_proj.weight": torch.randn(2, 2)}), ("more than one decoder layer",)),
+    (lambda t: t.update({"embed_layernorm.weight": torch.randn(H)}), ("embed_layernorm", "not implemented")),
+    (lambda t: t.update({"fc_norm.0.weight": torch.randn(H)}), ("missing", "fc_norm.1")),
+    (lambda t: t.update({"midlayer.mlp.up_proj.bias": torch.randn(I)}), ("unexpected", "up_proj.bias")),
+])  # fmt: skip
 def test_broken_heads(tmp_path, change, words):
     """A damaged or unusual head that loads anyway and only lowers acceptance, which no output check would show."""
     change(source := eagle3())
@@ -844,10 +824,8 @@ def test_save_eagle_round_trip(tmp_path, kind):
     assert all(torch.equal(again.tensors[n], read.tensors[n]) for n in read.tensors)
     stored = load_file(tmp_path / "b" / "model.safetensors")
     prefix = "layers.0." if kind == "one" else "midlayer."
-    assert torch.equal(
-        stored[f"{prefix}self_attn.k_proj.weight"],
-        source[f"{'layers.0.' if kind in ('one', 'speculators') else 'midlayer.'}self_attn.k_proj.weight"],
-    )
+    theirs = "layers.0." if kind == "speculators" else prefix
+    assert torch.equal(stored[f"{prefix}self_attn.k_proj.weight"], source[f"{theirs}self_attn.k_proj.weight"])
     if "d2t" in source:
         assert torch.equal(stored["d2t"], source["d2t"]) and torch.equal(stored["t2d"], source["t2d"])
 

@@ -85,18 +85,13 @@ def test_a_family_is_quantized_as_it_computes(tiny_checkpoint, tmp_path, family)
     assert change.std() < 0.1 * logits.std()
 
 
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("gemma", "model_type = 'gemma' is not supported"),
-        ("glm", "model_type = 'glm' is not supported"),
-        ("qwen3_next", "'qwen3_next' is not supported, because some of its layers keep a recurrent state"),
-        ("mamba2", "recurrent state"),
-        ("falcon_h1", "recurrent state"),
-        ("gemma3", "images"),
-        ("deepseek_v3", "latent attention"),
-    ],
-)
+@pytest.mark.parametrize(("name", "words"), [
+    ("gemma", "model_type = 'gemma' is not supported"),
+    ("glm", "model_type = 'glm' is not supported"),
+    ("qwen3_next", "'qwen3_next' is not supported, because some of its layers keep a recurrent state"),
+    ("gemma3", "images"),
+    ("deepseek_v3", "latent attention"),
+])  # fmt: skip
 def test_a_family_that_is_refused_is_named_first(name, words):
     """Catches an error about a RoPE key or an activation where the family itself is not implemented."""
     odd = {"partial_rotary_factor": 0.5, "hidden_act": "relu", "hidden_size": None}

@@ -206,6 +206,7 @@ SUMMARY = {"type": "summary", "environment": {"x": {"y": 1}}, "settings": {}, "m
 SUMMARY |= {"arms": [{"arm": "a", "options": {}}]}
 CHAT = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
 TEXTS, QUESTION = lines(CHAT, {"text": "b"}), lines({"turns": ["a", "b"], "question_id": 1})
+TUNED = {"8x8 w4": LinearConfig(64, 1, 4, 3)}
 M = "model.safetensors"
 FORMATS = {
     "hf": Format(("config.json", M), lambda f: save_hf(tiny(UNTIED), f), logits, 4),
@@ -223,13 +224,9 @@ FORMATS = {
     "tree": Format(("t.json",), one_file("t.json", {"paths": [[0], [1], [0, 0]]}), lambda f: parse_tree(f"{f}/t.json")),
     "gguf": Format(("m.gguf",), gguf, read_gguf, 8),
     "entry": Format(("e.bin",), lambda folder: cache.store(folder / "e.bin", b"payload" * 9, {"ids": [1, 2]}), entry),
-    "tuned": Format(
-        ("t.bin",), lambda f: write_tuned("gpu", {"8x8 w4": LinearConfig(64, 1, 4, 3)}, f / "t.bin"), tuned
-    ),
+    "tuned": Format(("t.bin",), lambda f: write_tuned("gpu", TUNED, f / "t.bin"), tuned),
     "questions": Format(("q.jsonl",), one_file("q.jsonl", QUESTION), lambda f: read_suite(f / "q.jsonl")),
-    "texts": Format(
-        ("t.jsonl",), one_file("t.jsonl", lines(CHAT, "a", {"text": "b"})), lambda f: read_texts(f / "t.jsonl")
-    ),
+    "texts": Format(("t.jsonl",), one_file("t.jsonl", TEXTS + '"a"\n'), lambda f: read_texts(f / "t.jsonl")),
     "training": Format(("t.jsonl",), one_file("t.jsonl", TEXTS), lambda f: read_records(f"{f}/t.jsonl")[:2]),
     "tokenised": Format(("d.npz",), tokenised, lambda f: str(TokenData.load(f / "d.npz"))),
     "training state": Format(("s.pt",), lambda f: state_of(f).save(), resumed),
@@ -569,25 +566,22 @@ def describe(*keys: str, value: Any) -> Callable[[Path], None]:
     return lambda folder: edited(folder / "config.json", change)
 
 
-@pytest.mark.parametrize(
-    ("damage", "word"),
-    [
-        (change_head("fc.qweight", lambda t: t[0, 0]), "fc.qweight"),
-        (change_head("fc.qweight", lambda t: t.flatten()), "fc.qweight"),
-        (change_head("fc.scales", lambda t: None), "fc.scales"),
-        (change_head("fc.scales", lambda t: t[:1]), "fc.scales"),
-        (change_head("fc.scales", lambda t: t.long()), "fc.scales"),
-        (change_head("fc.scales", lambda t: t * float("nan")), "fc.scales"),
-        (change_head("norm.weight", lambda t: t * float("nan")), "norm.weight"),
-        (describe("layer", "rope", "theta", value="x"), "theta"),
-        (describe("layer", "rope", "kind", value=1e308), "kind"),
-        (describe("layer", "rope", "kind", value="x"), "rope_type"),
-        (describe("layer", "intermediate_size", value=-1), "intermediate_size"),
-        (describe("layer", "extra", value=1), "extra"),
-        (describe("taps", value=[2, 1]), "taps"),
-        (describe("version", value=2), "version 2"),
-    ],
-)
+@pytest.mark.parametrize(("damage", "word"), [
+    (change_head("fc.qweight", lambda t: t[0, 0]), "fc.qweight"),
+    (change_head("fc.qweight", lambda t: t.flatten()), "fc.qweight"),
+    (change_head("fc.scales", lambda t: None), "fc.scales"),
+    (change_head("fc.scales", lambda t: t[:1]), "fc.scales"),
+    (change_head("fc.scales", lambda t: t.long()), "fc.scales"),
+    (change_head("fc.scales", lambda t: t * float("nan")), "fc.scales"),
+    (change_head("norm.weight", lambda t: t * float("nan")), "norm.weight"),
+    (describe("layer", "rope", "theta", value="x"), "theta"),
+    (describe("layer", "rope", "kind", value=1e308), "kind"),
+    (describe("layer", "rope", "kind", value="x"), "rope_type"),
+    (describe("layer", "intermediate_size", value=-1), "intermediate_size"),
+    (describe("layer", "extra", value=1), "extra"),
+    (describe("taps", value=[2, 1]), "taps"),
+    (describe("version", value=2), "version 2"),
+])  # fmt: skip
 def test_quantized_heads_are_checked_like_models(damage, word, tmp_path):
     """IndexError, KeyError and TypeError, or a head that drafts nonsense."""
     damage(made("rounded head", tmp_path))
@@ -610,23 +604,20 @@ def test_draft_ids_of_quantized_heads_are_tokens(tmp_path):
 Q = "model.layers.0.self_attn.q_proj."
 
 
-@pytest.mark.parametrize(
-    ("kind", "name", "change"),
-    [
-        ("gptq", Q + "qweight", lambda t: t.to(torch.uint8)),
-        ("gptq", Q + "qweight", lambda t: t.flatten()),
-        ("gptq", Q + "qzeros", lambda t: t.flatten()),
-        ("gptq", Q + "qzeros", lambda t: t.float()),
-        ("gptq", Q + "scales", lambda t: t.int()),
-        ("gptq", Q + "g_idx", lambda t: t.float()),
-        ("awq", Q + "qweight", lambda t: t.to(torch.int16)),
-        ("awq", Q + "qzeros", lambda t: t.float()),
-        ("compressed-tensors", Q + "weight_packed", lambda t: t.to(torch.uint8)),
-        ("compressed-tensors", Q + "weight_shape", lambda t: t.float()),
-        ("compressed-tensors", Q + "weight_zero_point", lambda t: t.float()),
-        ("compressed-tensors", Q + "weight_zero_point", lambda t: t + 90),
-    ],
-)
+@pytest.mark.parametrize(("kind", "name", "change"), [
+    ("gptq", Q + "qweight", lambda t: t.to(torch.uint8)),
+    ("gptq", Q + "qweight", lambda t: t.flatten()),
+    ("gptq", Q + "qzeros", lambda t: t.flatten()),
+    ("gptq", Q + "qzeros", lambda t: t.float()),
+    ("gptq", Q + "scales", lambda t: t.int()),
+    ("gptq", Q + "g_idx", lambda t: t.float()),
+    ("awq", Q + "qweight", lambda t: t.to(torch.int16)),
+    ("awq", Q + "qzeros", lambda t: t.float()),
+    ("compressed-tensors", Q + "weight_packed", lambda t: t.to(torch.uint8)),
+    ("compressed-tensors", Q + "weight_shape", lambda t: t.float()),
+    ("compressed-tensors", Q + "weight_zero_point", lambda t: t.float()),
+    ("compressed-tensors", Q + "weight_zero_point", lambda t: t + 90),
+])  # fmt: skip
 def test_published_codes_have_their_dtype_and_shape(kind, name, change, tmp_path):
     """A model that loads and writes wrong text, as its codes were cast to another dtype."""
     change_head(name, change)(made(kind, tmp_path) / "m")
@@ -696,12 +687,8 @@ def test_flags_of_a_tokenizer_are_true_or_false(json_dir, tmp_path):  # noqa: F8
 def test_refusals_are_short(tmp_path):
     """A refusal of 30 to 100 kB on one line."""
     long = "y" * 50_000
-    changes = [
-        {"architectures": [long]},
-        {"hidden_act": long},
-        {"rope_scaling": {"rope_type": long}},
-        {long: 1, "a": 1},
-    ]
+    changes = [{"architectures": [long]}, {"hidden_act": long}, {"rope_scaling": {"rope_type": long}}]
+    changes += [{long: 1, "a": 1}]
     changes += [{"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 4, "layer_types": [long]}]
     good = (made("hf", tmp_path) / "config.json").read_text()
     for change in changes:

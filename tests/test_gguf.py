@@ -448,20 +448,26 @@ TEXTS = [
 ]  # fmt: skip
 
 
+def trained(texts: list[str], size: int, special: list[str], splits=(), whole_words: bool = False):
+    """A byte-level BPE of the `tokenizers` package that was trained on texts."""
+    import tokenizers
+
+    own = tokenizers.Tokenizer(tokenizers.models.BPE(ignore_merges=whole_words))
+    byte_level = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    own.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([*splits, byte_level])
+    own.decoder = tokenizers.decoders.ByteLevel()
+    how = {"special_tokens": special, "initial_alphabet": byte_level.alphabet(), "show_progress": False}
+    own.train_from_iterator(texts, tokenizers.trainers.BpeTrainer(vocab_size=size, **how))
+    return own
+
+
 @pytest.mark.parametrize("pre", ["gpt-2", "llama-bpe", "qwen2", "smollm"])
 def test_byte_level_ids_equal_the_original_tokenizer(tmp_path, pre):
     """The ids equal those of the tokenizer that the file was made from."""
     tokenizers = pytest.importorskip("tokenizers")
-    own = tokenizers.Tokenizer(tokenizers.models.BPE(ignore_merges=pre == "llama-bpe"))
     splits = [tokenizers.pre_tokenizers.Split(tokenizers.Regex(r), "isolated") for r in SPLITS[pre]]
-    byte_level = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    own.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([*splits, byte_level])
-    own.decoder = tokenizers.decoders.ByteLevel()
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=600, special_tokens=["<s>", "</s>", "<|im_end|>"], show_progress=False,
-        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
-    )  # fmt: skip
-    own.train_from_iterator(TEXTS * 3 + [Path(__file__).read_text(encoding="utf-8")], trainer)
+    texts = TEXTS * 3 + [Path(__file__).read_text(encoding="utf-8")]
+    own = trained(texts, 600, ["<s>", "</s>", "<|im_end|>"], splits, pre == "llama-bpe")
     extra = bpe_metadata(json.loads(own.to_str()), pre)
     extra |= {"tokenizer.ggml.bos_token_id": 0, "tokenizer.ggml.eos_token_id": 1, "tokenizer.chat_template": "{{ 1 }}"}
     ours = open_tokenizer(tmp_path, extra)
@@ -474,28 +480,17 @@ def test_byte_level_ids_equal_the_original_tokenizer(tmp_path, pre):
 
 
 CASED = [
-    "École naïve",
-    "Привет МИР",
-    "can'T WE'RE they've I'D",
-    "１２３ Ⅳ ½",
-    "foo/bar//baz\n/x",
-    "...\n\n!!!\r\n",
-    "ǅ",
-]
+    "École naïve", "Привет МИР", "can'T WE'RE they've I'D", "１２３ Ⅳ ½", "foo/bar//baz\n/x", "...\n\n!!!\r\n", "ǅ",
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def loose_vocabulary() -> dict:
     """The metadata of a tokenizer whose tokens cross the bounds of words, so that every pre-tokenizer has other ids. A
     third of its merges is left out: the tokens that they make are found as whole words alone."""
-    tokenizers = pytest.importorskip("tokenizers")
-    own = tokenizers.Tokenizer(tokenizers.models.BPE())
-    own.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
-    how = {"special_tokens": ["<s>", "</s>"], "initial_alphabet": alphabet, "show_progress": False}
-    trainer = tokenizers.trainers.BpeTrainer(vocab_size=900, **how)
+    pytest.importorskip("tokenizers")
     lines = Path(__file__).read_text(encoding="utf-8").splitlines(keepends=True)
-    own.train_from_iterator([*RECORDED, *CASED, *TEXTS] * 2 + lines[:300], trainer)
+    own = trained([*RECORDED, *CASED, *TEXTS] * 2 + lines[:300], 900, ["<s>", "</s>"])
     vocabulary = bpe_metadata(json.loads(own.to_str()), "")
     merges = vocabulary["tokenizer.ggml.merges"]
     vocabulary["tokenizer.ggml.merges"] = [merge for i, merge in enumerate(merges) if i % 3 != 2]
@@ -561,17 +556,14 @@ def test_sentencepiece_ids_equal_the_original_tokenizer(tmp_path, space):
     assert (ours.bos_id, ours.eos_ids, ours.special_ids) == (own.bos_id, own.eos_ids, own.special_ids)
 
 
-@pytest.mark.parametrize(
-    "change,words",
-    [
-        ({"tokenizer.ggml.pre": "mystery"}, "pre-tokenizer 'mystery' is not known; known: default, gpt-2"),
-        ({"tokenizer.ggml.model": "t5"}, "tokenizer 't5' is not supported"),
-        ({"tokenizer.ggml.eos_token_id": 99999}, "eos_token_id = 99999"),
-        ({"tokenizer.ggml.token_type": [1, 1]}, "do not belong together"),
-        ({"tokenizer.ggml.merges": ["zzzz qqqq"]}, "cannot use the tokenizer.json in the GGUF file"),
-        ({"tokenizer.ggml.model": "llama", "tokenizer.ggml.scores": [0.0]}, "scores has 1 values"),
-    ],
-)
+@pytest.mark.parametrize("change,words", [
+    ({"tokenizer.ggml.pre": "mystery"}, "pre-tokenizer 'mystery' is not known; known: default, gpt-2"),
+    ({"tokenizer.ggml.model": "t5"}, "tokenizer 't5' is not supported"),
+    ({"tokenizer.ggml.eos_token_id": 99999}, "eos_token_id = 99999"),
+    ({"tokenizer.ggml.token_type": [1, 1]}, "do not belong together"),
+    ({"tokenizer.ggml.merges": ["zzzz qqqq"]}, "cannot use the tokenizer.json in the GGUF file"),
+    ({"tokenizer.ggml.model": "llama", "tokenizer.ggml.scores": [0.0]}, "scores has 1 values"),
+])  # fmt: skip
 def test_a_strange_tokenizer_is_one_clear_line(tmp_path, change, words):
     """An unknown or inconsistent tokenizer is one line."""
     tokens = ["<s>", "</s>", "a", "b", "ab"]
@@ -582,20 +574,17 @@ def test_a_strange_tokenizer_is_one_clear_line(tmp_path, change, words):
     assert "\n" not in str(error.value) and "t.gguf" in str(error.value) or "tokenizer.json" in str(error.value)
 
 
-@pytest.mark.parametrize(
-    "change,words",
-    [
-        ({"general.architecture": "gemma4"}, "architecture 'gemma4' is not supported"),
-        ({"llama.rope.dimension_count": 8}, "only a part of each head"),
-        ({"llama.rope.scaling.type": "longrope"}, "RoPE scaling 'longrope'"),
-        ({"llama.attention.head_count": [4, 4, 2]}, "differs between layers"),
-        ({"llama.attention.head_count": 0}, "head_count"),
-        ({"llama.block_count": 4}, "missing tensor 'model.layers.3"),
-        ({"llama.block_count": 2}, "unexpected tensor 'model.layers.2"),
-        ({"llama.embedding_length": 96}, "expected a float of 16 to 64 bits"),
-        ({"llama.feed_forward_length": -5}, "intermediate_size"),
-    ],
-)
+@pytest.mark.parametrize("change,words", [
+    ({"general.architecture": "gemma4"}, "architecture 'gemma4' is not supported"),
+    ({"llama.rope.dimension_count": 8}, "only a part of each head"),
+    ({"llama.rope.scaling.type": "longrope"}, "RoPE scaling 'longrope'"),
+    ({"llama.attention.head_count": [4, 4, 2]}, "differs between layers"),
+    ({"llama.attention.head_count": 0}, "head_count"),
+    ({"llama.block_count": 4}, "missing tensor 'model.layers.3"),
+    ({"llama.block_count": 2}, "unexpected tensor 'model.layers.2"),
+    ({"llama.embedding_length": 96}, "expected a float of 16 to 64 bits"),
+    ({"llama.feed_forward_length": -5}, "intermediate_size"),
+])  # fmt: skip
 def test_a_model_that_is_not_implemented_is_one_clear_line(as_gguf, tmp_path, change, words):
     """An architecture or setting that is not implemented is one line."""
     source = Checkpoint.open(as_gguf("llama"))
@@ -664,10 +653,8 @@ def test_a_type_and_a_shape_that_are_not_supported_are_told_apart(as_gguf, tmp_p
     """The line names the type, or else the shape, and never both."""
     data = as_gguf("llama", "F32").read_bytes()
     at = data.index(b"output_norm.weight") + 18
-    cases = [
-        (64, 16, "has the type number 16; the supported types are F32"),
-        (63, 2, "cannot have the shape [63] in Q4_0"),
-    ]
+    known = "has the type number 16; the supported types are F32"
+    cases = [(64, 16, known), (63, 2, "cannot have the shape [63] in Q4_0")]
     for columns, number, words in cases:
         path = tmp_path / "bad.gguf"
         changed = columns.to_bytes(8, "little") + number.to_bytes(4, "little")

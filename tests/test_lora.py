@@ -219,23 +219,20 @@ def test_a_layer_with_an_adapter_is_one_graph(llama, folders):
     assert torch.equal(got, want)
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"use_dora": True}, "use_dora = True is not implemented"),
-        ({"bias": "lora_only"}, "bias = 'lora_only' is not implemented"),
-        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
-        ({"lora_bias": True}, "lora_bias"),
-        ({"some_new_config": {"beta": 1}}, "some_new_config"),
-        ({"peft_type": "LOHA"}, "peft_type = 'LOHA'"),
-        ({"init_lora_weights": "pissa"}, "pissa"),
-        ({"r": 65}, r"r = 65 .*\[1, 64\]"),
-        ({"r": 3}, "not an adapter for this model"),
-        ({"rank_pattern": {"(a+)+": 4}}, "only names"),
-        ({"target_modules": ["q_proj", "o_proj"]}, "names o_proj"),
-        ({"lora_alpha": "8"}, "lora_alpha"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "words"), [
+    ({"use_dora": True}, "use_dora = True is not implemented"),
+    ({"bias": "lora_only"}, "bias = 'lora_only' is not implemented"),
+    ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+    ({"lora_bias": True}, "lora_bias"),
+    ({"some_new_config": {"beta": 1}}, "some_new_config"),
+    ({"peft_type": "LOHA"}, "peft_type = 'LOHA'"),
+    ({"init_lora_weights": "pissa"}, "pissa"),
+    ({"r": 65}, r"r = 65 .*\[1, 64\]"),
+    ({"r": 3}, "not an adapter for this model"),
+    ({"rank_pattern": {"(a+)+": 4}}, "only names"),
+    ({"target_modules": ["q_proj", "o_proj"]}, "names o_proj"),
+    ({"lora_alpha": "8"}, "lora_alpha"),
+])  # fmt: skip
 def test_what_is_not_implemented_is_named(tiny_checkpoint, tmp_path, changes, words):
     """Catches a setting that is ignored: the text would be that of another model."""
     folder, _ = adapter(tmp_path / "lora", "llama", ["q_proj"])

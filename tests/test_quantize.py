@@ -434,17 +434,13 @@ def test_tied_heads_get_a_copy_and_fp16_heads_stay_tied():
 # ---- directories -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "config, options",
-    [
-        (CONFIG, ["--mode", "int8"]),
-        (CONFIG, ["--group-size", 32, "--lm-head", "int4"]),
-        (CONFIG, ["--algorithm", "gptq", "--lm-head", "fp16"]),
-        (GQA_BIAS, ["--algorithm", "gptq", "--act-order", "--group-size", 64]),
-        (MIXTRAL, ["--algorithm", "gptq", "--group-size", 32]),
-    ],
-    ids=["int8", "int4-head4", "gptq-tied-fp16-head", "gptq-act-order-bias", "gptq-experts"],
-)
+@pytest.mark.parametrize("config, options", [
+    (CONFIG, ["--mode", "int8"]),
+    (CONFIG, ["--group-size", 32, "--lm-head", "int4"]),
+    (CONFIG, ["--algorithm", "gptq", "--lm-head", "fp16"]),
+    (GQA_BIAS, ["--algorithm", "gptq", "--act-order", "--group-size", 64]),
+    (MIXTRAL, ["--algorithm", "gptq", "--group-size", 32]),
+], ids=["int8", "int4-head4", "gptq-tied-fp16-head", "gptq-act-order-bias", "gptq-experts"])  # fmt: skip
 def test_receipts_are_true(tmp_path, config, options, capsys):
     """Prevents a receipt that describes something else than the files: reload both models and measure again."""
     source = saved(tmp_path / "m", config)
@@ -795,25 +791,15 @@ def published(
 
 
 PUBLISHED = [
-    ("gptq", {}),
-    ("gptq", {"symmetric": False}),
-    ("gptq", {"symmetric": False, "v2": True, "group": 64}),
-    ("gptq", {"group": 128, "v2": True}),
-    ("gptq", {"group": -1}),
-    ("gptq", {"group": -1, "symmetric": False}),
-    ("gptq", {"act_order": True}),
-    ("gptq", {"act_order": True, "symmetric": False, "group": 64, "config": GQA_BIAS}),
-    ("gptq", {"config": MIXTRAL, "symmetric": False}),
-    ("gptq", {"config": MIXTRAL, "act_order": True}),
-    ("awq", {"symmetric": False}),
-    ("awq", {"symmetric": False, "group": 128, "config": MIXTRAL}),
-    ("awq", {"symmetric": True, "group": 64, "config": GQA_BIAS}),
-    ("ct", {}),
-    ("ct", {"group": -1}),
-    ("ct", {"symmetric": False}),
-    ("ct", {"symmetric": False, "v2": True, "group": 64}),
+    ("gptq", {}), ("gptq", {"symmetric": False}), ("gptq", {"symmetric": False, "v2": True, "group": 64}),
+    ("gptq", {"group": 128, "v2": True}), ("gptq", {"group": -1}), ("gptq", {"group": -1, "symmetric": False}),
+    ("gptq", {"act_order": True}), ("gptq", {"act_order": True, "symmetric": False, "group": 64, "config": GQA_BIAS}),
+    ("gptq", {"config": MIXTRAL, "symmetric": False}), ("gptq", {"config": MIXTRAL, "act_order": True}),
+    ("awq", {"symmetric": False}), ("awq", {"symmetric": False, "group": 128, "config": MIXTRAL}),
+    ("awq", {"symmetric": True, "group": 64, "config": GQA_BIAS}), ("ct", {}), ("ct", {"group": -1}),
+    ("ct", {"symmetric": False}), ("ct", {"symmetric": False, "v2": True, "group": 64}),
     ("ct", {"act_order": True, "group": 128}),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -876,12 +862,7 @@ def test_unsupported_published_checkpoints_give_one_line(tmp_path):
         ("gptq", {"checkpoint_format": "marlin"}, {}, "format 'marlin'"),
         ("gptq", {"quant_method": "bitsandbytes"}, {}, "quant_method 'bitsandbytes'"),
         ("ct", {"format": "int-quantized"}, {}, "format 'int-quantized'"),
-        (
-            "gptq",
-            {},
-            {base + "q_proj.g_idx": torch.arange(128).flip(0).int() // 32},
-            "differ in group size or act-order",
-        ),
+        ("gptq", {}, {base + "q_proj.g_idx": torch.arange(128).flip(0).int() // 32}, "differ in group size or act"),
         ("gptq", {}, {base + "o_proj.g_idx": torch.zeros(128).int()}, "uneven g_idx"),
         ("gptq", {"group": 16}, {}, "groups of 16 columns"),
         ("gptq", {}, {base + "k_proj.qzeros": None}, "k_proj.qzeros' is missing"),
@@ -930,12 +911,11 @@ def test_rounding_at_load_gives_the_model_that_the_tool_writes(tmp_path, config,
 
 
 EAGLE = {"eagle": str(DEMO / "eagle3"), "tree": "chain:3"}
+FLOAT_HEAD = EAGLE | {"head_quant": "none"}
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"dtype": "bfloat16"}, {"kernels": "cpu"}, EAGLE, EAGLE | {"head_quant": "none"}],
-    ids=["float32", "bfloat16", "cpu-kernels", "eagle", "eagle-as-it-is"],
+    "options", [{}, {"dtype": "bfloat16"}, {"kernels": "cpu"}, EAGLE, EAGLE | {"head_quant": "none"}]
 )
 @pytest.mark.parametrize("mode", ["int8", "int4"])
 def test_the_plan_counts_what_rounding_at_load_leaves(mode, options):

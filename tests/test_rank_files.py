@@ -11,6 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from test_checkpoint import write_meta
+from test_gguf import metadata_of, tensors_of, write
+from test_quantize import published
 from test_ranks import config_of, model_of
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -35,16 +37,12 @@ def folder(tmp_path, tiny_checkpoint):
         if kind == "meta":
             write_meta(load_file(tiny_checkpoint("llama") / "model.safetensors"), path, 2, 1)
         elif kind.startswith("gguf"):
-            import test_gguf
-
             save_hf(model_of(), tmp_path / "whole")
             source = Checkpoint.open(tmp_path / "whole")
-            data = test_gguf.metadata_of(source.config), test_gguf.tensors_of(source)
-            path = test_gguf.write(tmp_path / "m.gguf", "llama", *data, kind.partition("-")[2])
+            data = metadata_of(source.config), tensors_of(source)
+            path = write(tmp_path / "m.gguf", "llama", *data, kind.partition("-")[2])
         elif kind in ("gptq", "awq", "ct"):
-            import test_quantize
-
-            test_quantize.published(path, kind, config_of(dtype="float16"), group=32)
+            published(path, kind, config_of(dtype="float16"), group=32)
         else:
             save_hf(model_of(), path)
         if kind == "bin":
@@ -93,9 +91,8 @@ def mapped(address: int) -> bool:
 
 def tensors(part: Transformer) -> dict[str, torch.Tensor]:
     """All tensors of a part, with quantized weights as floats."""
-    found = {
-        name: t for name, t in part.state_dict().items() if not name.endswith(("qweight", "scales", "zeros", "mins"))
-    }
+    packed = ("qweight", "scales", "zeros", "mins")
+    found = {name: t for name, t in part.state_dict().items() if not name.endswith(packed)}
     linears = {name: child for name, child in part.named_modules() if isinstance(child, QuantLinear)}
     return found | {f"{name}.weight": child.dequantize() for name, child in linears.items()}
 

@@ -7,18 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from block_kit import (
-    H,
-    block_outputs,
-    built,
-    corrected,
-    draft_ids,
-    layouts,
-    random_tensors,
-    tap_ids,
-    target,
-    write_layout,
-)
+from block_kit import H, block_outputs, corrected, draft_ids, layouts, random_tensors, tap_ids, target, write_layout
 from safetensors.torch import load_file
 from tiny import CTX, V
 
@@ -26,6 +15,7 @@ import tree as trees
 from decoding.params import SamplingParams
 from decoding.step import DecodeState, draft_input
 from drafters.block import BlockDrafter
+from loading.drafting import build_head
 from support.errors import one_line
 from weights.block_heads import BlockFile, block_tensors, is_block_head, read_block, read_head, save_block
 
@@ -68,7 +58,7 @@ def test_logits_are_those_of_the_formulas(tmp_path, name):
     """A head that is read or computed wrongly and changes no output: the slot, the mask, the window, the positions, the
     order of the tapped layers, a norm that is missing, a convolution across the anchor, or another RoPE base."""
     config, tensors, file = read_layout(tmp_path, name)
-    head = built(file, MODEL)
+    head = build_head(file, MODEL)
     features = features_of(config)
     first = TEXT - min(3, head.config.depth)
     _, slots, _ = slots_of(head, features, tap_ids(config), first)

@@ -16,8 +16,9 @@ from bench.arms import default_arms
 from bench.random_models import BLOCKS, block_config
 from decoding.params import SamplingParams
 from drafters.block import BlockDrafter, BlockHead
-from engine.load import load
-from loading.options import DEMO
+from engine.load import _load, load
+from engine.ranks import Ranks
+from loading.options import DEMO, LoadOptions
 from scripts import convert
 from support.errors import UsageError
 from weights.block_heads import BlockConfig, is_block_head, read_block, save_block
@@ -101,12 +102,8 @@ def test_what_does_not_go_with_a_block_head_is_refused(heads):
             load(DEMO, eagle=heads / "dflash", **options)
 
 
-def test_several_processes_refuse_a_block_head_by_its_name(heads, monkeypatch):
+def test_several_processes_refuse_a_block_head_by_its_name(heads):
     """--tp that drafts with half of a head."""
-    from engine.load import _load
-    from engine.ranks import Ranks
-    from loading.options import LoadOptions
-
     ranks = Ranks.__new__(Ranks)
     ranks.rank, ranks.size = 0, 2
     with pytest.raises(UsageError, match="--tp splits no DSpark head yet"):
@@ -114,12 +111,15 @@ def test_several_processes_refuse_a_block_head_by_its_name(heads, monkeypatch):
 
 
 def test_the_report_and_the_pages_name_the_kind(heads, capsys, tmp_path):
-    """A report that calls every head EAGLE, and --prove or --show-tree that fail with another head."""
+    """A report that calls every head EAGLE, and --prove, --show-tree or --json that fail with another head."""
     argv = ["--eagle", str(heads / "dflash2"), "-p", "def f(", "--max-new-tokens", "12"]
     assert generate.main([*argv, "--prove", "--show-tree", "--html", str(tmp_path / "steps.html")]) == 0
     said = capsys.readouterr()
     assert "head DFlash2" in said.err and "identical 12/12" in said.out + said.err
     assert "DFlash2" in (tmp_path / "steps.html").read_text()
+    assert generate.main(["--eagle", str(heads / "dspark"), "-p", "f(", "--max-new-tokens", "6", "--json", "-q"]) == 0
+    value = json.loads(capsys.readouterr().out)
+    assert value["drafter"] == "eagle" and value["tree"].startswith("dynamic:26,") and value["new_tokens"] == 6
 
 
 @pytest.mark.parametrize("mode,algorithm", [("int8", "rtn"), ("int4", "rtn"), ("int4", "gptq")])
@@ -160,10 +160,3 @@ def test_a_head_is_converted_and_found_beside_its_model(heads, tmp_path, capsys)
     assert [options for _, options in arms if options.get("eagle") == "eagle"] == [
         {"eagle": "eagle", "tree": "dynamic:26,5,8"}, {"eagle": "eagle", "tree": "chain:6"}
     ]  # fmt: skip
-
-
-def test_json_of_a_run_names_the_head(heads, capsys):
-    """--json that fails for a block head."""
-    assert generate.main(["--eagle", str(heads / "dspark"), "-p", "f(", "--max-new-tokens", "6", "--json", "-q"]) == 0
-    value = json.loads(capsys.readouterr().out)
-    assert value["drafter"] == "eagle" and value["tree"].startswith("dynamic:26,") and value["new_tokens"] == 6

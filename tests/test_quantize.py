@@ -28,11 +28,11 @@ from kernels import cpu
 from loading.drafting import rounds_head
 from loading.options import DEMO, LoadOptions
 from model import Experts, Transformer, weight_bytes
-from scripts import convert, train_demo
+from scripts import convert
 from support import texts
 from support.errors import NotEnoughMemory, UsageError
 from support.files import write_json
-from weights import checkpoint, files, hf, quantizer, rounding
+from weights import checkpoint, hf, quantizer, rounding
 from weights.heads import EagleConfig, read_eagle, read_quantized_eagle, save_eagle, save_quantized
 from weights.quantized import QuantExperts, QuantLinear, QuantSpec, adopt_, empty_tensors, held_bytes, pack_
 from weights.rounding import Tally, quantize_gptq, quantize_rtn
@@ -330,30 +330,6 @@ def test_packing_holds_what_is_planned(mode, config, dtype):
     assert torch.equal(model.logits(model.forward_train(x)[0]), want)
 
 
-@pytest.mark.parametrize("mode", ["int4", "int8"])
-def test_the_plan_of_a_quantized_model_and_head_is_what_the_engine_holds(tmp_path, mode):
-    """Prevents a memory plan that counts a quantized model as its file although a CPU decodes with dense matrices (6.4 MB
-    planned, 38 held), or a quantized head as half precision."""
-    model = checkpoint.load_model(DEMO)
-    config = json.loads((DEMO / "config.json").read_text())
-    spec = QuantSpec(mode, 128)
-    rounding.quantize_(model, spec)
-    (tmp_path / "q").mkdir()
-    files.write_safetensors(tmp_path / "q" / "model.safetensors", model.state_dict())
-    stored = {"version": 1, **vars(spec)}
-    write_json(tmp_path / "q" / "config.json", config | {"eaglet_quant": stored})
-    head_config, tensors, _ = quantize.quantize_head(DEMO / "eagle3", model.config, spec)
-    save_quantized(head_config, tensors, spec, tmp_path / "q" / "eagle")
-    for dtype in ("float32", "bfloat16"):
-        options = {"device": "cpu", "ctx": 512, "dtype": dtype}
-        engine = load(tmp_path / "q", eagle=str(tmp_path / "q" / "eagle"), **options)
-        weights = held(engine.model) - held(engine.model.rotary)
-        assert engine.plan.weights == pytest.approx(weights, rel=0.05)
-        assert engine.plan.head == pytest.approx(held(engine.head) - held(engine.head.rotary), rel=0.05)
-        total = held(engine.model, engine.head) + engine.state.nbytes() + engine.drafter.cache.nbytes
-        assert engine.plan.total == pytest.approx(total, rel=0.05)
-
-
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("layout", ["planes", "dense"])
 def test_experts_are_packed_one_at_a_time(bits, layout, monkeypatch):
@@ -419,18 +395,6 @@ def test_plain_weights_on_a_cpu_lie_column_by_column():
         assert model.embed_tokens.weight.is_contiguous() == (model.lm_head is not None)
 
 
-def test_tied_heads_get_a_copy_and_fp16_heads_stay_tied():
-    """Prevents a tied LM head from quantizing the embedding itself, or from being lost."""
-    model = tiny(CONFIG)
-    embedding = model.embed_tokens.weight.clone()
-    rounding.quantize_(model, QuantSpec("int4", 64))
-    assert model.lm_head.bits == 8 and torch.equal(model.embed_tokens.weight, embedding)
-    assert rounding.relative_error(embedding, model.lm_head.dequantize()) < 0.02
-    model = tiny(CONFIG)
-    rounding.quantize_(model, QuantSpec("int4", 64, lm_head="fp16"))
-    assert model.lm_head is None
-
-
 # ---- directories -------------------------------------------------------------------------------------------
 
 
@@ -454,6 +418,8 @@ def test_receipts_are_true(tmp_path, config, options, capsys):
         assert receipt[key] == pytest.approx(again[key], rel=2e-3, abs=1e-6), key
     assert receipt["top1_agreement"] == pytest.approx(again["top1_agreement"], abs=0.005)
     assert 0 < receipt["mean_kl"] < 0.3
+    assert (after.lm_head is None) == ("fp16" in options)  # a rounded tied head is a copy of the embedding
+    assert after.embed_tokens.weight.is_floating_point()
     if not cpu.problem():  # what these kernels make of it
         with kernels.KernelBackend("cpu", "cpu").active():
             pack_(after, torch.float32)
@@ -791,6 +757,7 @@ def published(
 
 
 PUBLISHED = [
+    ("gptq", {"v2": True, "checkpoint_format": "gptq"}),  # some writers label the second format as the first
     ("gptq", {}), ("gptq", {"symmetric": False}), ("gptq", {"symmetric": False, "v2": True, "group": 64}),
     ("gptq", {"group": 128, "v2": True}), ("gptq", {"group": -1}), ("gptq", {"group": -1, "symmetric": False}),
     ("gptq", {"act_order": True}), ("gptq", {"act_order": True, "symmetric": False, "group": 64, "config": GQA_BIAS}),
@@ -830,14 +797,6 @@ def test_published_checkpoints_load_to_the_exact_matrices(tmp_path, kind, option
     wide = checkpoint.load_model(tmp_path / "m", dtype=torch.float32)
     got, want = (m.logits(m.forward_train(x)[0]) for m in (wide, floats))
     torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
-
-
-def test_mislabelled_symmetric_gptq_is_understood(tmp_path):
-    """Prevents the known off-by-one garbage of writers that store zeros of the second format under the first's name."""
-    matrices = published(tmp_path / "m", "gptq", v2=True, checkpoint_format="gptq")
-    model = checkpoint.load_model(tmp_path / "m")
-    want = matrices["model.layers.0.self_attn.o_proj.weight"].float()
-    assert torch.equal(model.layers[0].attention.o.dequantize(), want)
 
 
 def test_scales_that_fp16_cannot_hold_stay_exact(tmp_path):
@@ -984,7 +943,6 @@ def test_weights_that_cannot_be_rounded_at_load_are_refused(tmp_path, capsys):
 
 def test_default_texts_respect_the_demo_models_split():
     """Prevents calibrating or measuring on the wrong side of the demo model's training split."""
-    assert train_demo.stdlib_files is texts.stdlib_files and train_demo.HELD_OUT is texts.HELD_OUT
     assert any("class ArgumentParser" in text for text in texts.stdlib_texts(True))
     assert not any("class ArgumentParser" in text for text in texts.stdlib_texts(False))
 
@@ -1205,15 +1163,11 @@ def test_a_quantized_head_keeps_its_trimmed_vocabulary(tmp_path, capsys):
             read_eagle(tmp_path / "wrong", UNTIED)
 
 
-@pytest.mark.parametrize("kind", ["plan", "cuda", "host", "allocator"])
+@pytest.mark.parametrize("kind", ["plan", "allocator"])
 def test_a_model_too_large_to_measure_is_still_quantized(tmp_path, capsys, monkeypatch, kind):
     """Prevents losing all the work because the unquantized model, whose size was the reason, does not fit in memory."""
-    errors = {
-        "plan": NotEnoughMemory("not enough memory: plan 9 GB,\nfree 1 GB."),
-        "cuda": torch.OutOfMemoryError("CUDA out of memory"),
-        "host": MemoryError(),
-        "allocator": RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"),
-    }
+    allocator = RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")
+    errors = {"plan": NotEnoughMemory("not enough memory: plan 9 GB,\nfree 1 GB."), "allocator": allocator}
     source, head, devices, real = (saved(tmp_path / "m", UNTIED), tiny_head(tmp_path / "h", UNTIED), [], load)
 
     def limited(directory, **options):

@@ -659,8 +659,8 @@ def speculators(**changes) -> dict:
 
 
 def test_speculators_layout(tmp_path):
-    """The nested config ignored, or stronger than --eagle-config; norm_before_residual false by default; its own embedding
-    replaced by the target's."""
+    """The nested config ignored, or stronger than --eagle-config; norm_before_residual false by default; the head's own
+    embedding replaced by the target's."""
     source = eagle3("layers.0.")
     source |= {"embed_tokens.weight": torch.randn(V, H), "input_norm.weight": torch.randn(3 * H)}
     changes = {"norm_before_fc": True, "norm_output": True}

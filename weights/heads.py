@@ -191,12 +191,12 @@ def save_eagle(config: EagleConfig, tensors: Mapping[str, Tensor], directory: st
     """
     layer = config.layer
     vocab = config.target_vocab_size or layer.vocab_size
+    if "draft_ids" in tensors and not config.target_vocab_size:
+        raise ValueError("save_eagle: a head with draft_ids needs config.target_vocab_size.")
     prefix = "layers.0." if config.version == 1 else "midlayer."
     parts = published_parts(head_tensors(config), tensors)
     out = {name.replace("layers.0.", prefix): part for name, part in parts.items()}
     if "draft_ids" in tensors:
-        if not config.target_vocab_size:
-            raise ValueError("save_eagle: a head with draft_ids needs config.target_vocab_size.")
         ids = tensors["draft_ids"].cpu()
         out["d2t"] = ids - torch.arange(ids.numel())
         out["t2d"] = torch.zeros(vocab, dtype=torch.bool).index_fill_(0, ids, True)

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from decoding.params import SamplingMode, SamplingParams
+from decoding.params import SamplingMode
 from decoding.sampling import Logprobs
 from decoding.step import RING, StepOutput
 from engine.grammar import GrammarError
@@ -52,8 +52,7 @@ Reading = Generator[None, None, tuple[int, Logprobs | None]]
 class Batch:
     """The requests of an engine. All methods but `submit` come from the thread that has the engine at the moment."""
 
-    def __init__(self, engine: Stepper, write_settings: Callable[[int, SamplingParams, int], None]):
-        """write_settings: writes a request's settings into a row of the static buffers (`Engine.write_settings`)."""
+    def __init__(self, engine: Stepper):
         self.engine = engine
         self.rows: list[Request | None] = [None] * engine.batch_size
         self.texts = [Text() for _ in self.rows]
@@ -61,7 +60,6 @@ class Batch:
         self.pool = Pool(engine.state)
         self.prompt_cache = PromptCache()  # keeps texts that no row holds any more; this one keeps none
         self.waiting: deque[Request] = deque()
-        self._write_settings = write_settings
         self._reading: tuple[Request, Reading] | None = None  # whose prompt is being read
         self._pending: deque[Launched] = deque()
         self._pacers: dict[int, Pacer] = {}  # by the number of rows
@@ -75,11 +73,6 @@ class Batch:
     def busy(self) -> bool:
         """Whether any request is unfinished."""
         return bool(self.waiting) or any(self.rows)
-
-    @property
-    def running(self) -> int:
-        """How many requests have a row."""
-        return sum(request is not None for request in self.rows)
 
     @property
     def tokens(self) -> int:
@@ -110,13 +103,10 @@ class Batch:
             raise
 
     def settle(self) -> None:
-        """End the requests that shall end."""
-        self.end([request for request in (*self.rows, *self.waiting) if request and request.stopping])
-
-    def end(self, requests: Sequence[Request]) -> None:
-        """End these requests now. What they have decoded stays in the caches."""
-        for request in requests:
-            self._end(request)
+        """End the requests that shall end. What they have decoded stays in the caches."""
+        for request in (*self.rows, *self.waiting):
+            if request and request.stopping:
+                self._end(request)
 
     def drain(self) -> None:
         """Hand out what the steps under way emit, so that none is left."""
@@ -152,12 +142,12 @@ class Batch:
         else:
             self._ended += 1
             ids, drafted = request.cached() if error is None else ([], 0)
-            self.engine.finish(request.row)
+            self.engine.state.done.select(0, request.row).fill_(True)  # steps under way still add to it, for nobody
             self.texts[request.row] = Text(ids, drafted, self._ended)
             self.rows[request.row] = None
         if self._is_read(request):
             self._reading = None
-        if error is not None and request.restored is not None:
+        if error is not None:
             self.prompt_cache.distrust(request.restored)
         self._tell_end(request, error)
 
@@ -178,8 +168,7 @@ class Batch:
         self._pending.clear()
         self.forget()
         for request in failed:
-            if request.restored is not None:
-                self.prompt_cache.distrust(request.restored)
+            self.prompt_cache.distrust(request.restored)
             self._tell_end(request, error)
         self.engine.state.done.fill_(True)
         self.engine.state.lay_out()
@@ -201,14 +190,10 @@ class Batch:
                 self._reading = None
                 read += len(request.prompt) - request.result.cached_tokens
                 self._take(request, partial(request.begin, *end.value))
-                read_all = True
             except (ArithmeticError, GrammarError) as error:
                 self._end(request, error)
-                read_all = True
-            else:
-                read_all = False
             request.result.prefill_seconds += time.perf_counter() - started
-            if not read_all:
+            if self._reading:
                 return
 
     def choose(self, rows: Sequence[Request | None]) -> None:
@@ -235,7 +220,7 @@ class Batch:
         if not self._fits(tokens):
             return False
         self._close_gaps()
-        if not self.running:
+        if not any(self.rows):
             self._begin()
         engine, state = self.engine, self.engine.state
         row = self.rows.index(None)
@@ -249,7 +234,7 @@ class Batch:
         self.rows[row], request.row, request.began = request, row, time.perf_counter()
         self.waiting.popleft()
         request.result.cached_tokens = start
-        self._write_settings(row, request.params, len(request.prompt))
+        engine.write_settings(row, request.params, request.output.stop_ids, len(request.prompt))
         # Until its prompt has been read, steps may run this row, too. What they write lies behind the prompt.
         state.n[row] = tokens - 1
         state.count[row] = 1
@@ -404,7 +389,7 @@ class Batch:
                         engine.prefill.catch_up(request.row, request.drafted, request.length)
                     request.drafted = request.length
             self._speculating = speculating
-        drafter = view.drafter if self._speculating else view.fallback
+        drafter = view.drafter if self._speculating else engine.fallback
         constraints = [r.constraint if r and not self._is_read(r) else None for r in self.rows[: view.rows]]
         while self._speculating is speculating and len(self._pending) <= lag:
             output = engine.launch(drafter, mode, view, constraints)
@@ -415,7 +400,7 @@ class Batch:
         """Read the oldest step under way. The seconds are those of the steps alone, or where steps run ahead of the host,
         the time that passed."""
         engine = self.engine
-        ring = engine.read()
+        ring = engine.runner.read()
         launched = self._pending.popleft()
         now = time.perf_counter()
         seconds, self._begun = now - self._begun, now

@@ -21,10 +21,10 @@ from engine.batch import Batch
 from engine.grammar import Grammars
 from engine.prefill import Prompt, prompts_ids
 from engine.prompt_cache import PromptCache
-from engine.request import Request
+from engine.request import Inbox, Request
 from engine.results import GenerationResult, SequenceOutput
 from engine.stepping import EngineConfig, Stepper
-from engine.streams import AsyncStream, Driver, Inbox, Stream
+from engine.streams import AsyncStream, Driver, Stream
 from model import Transformer
 from text.tokenizer import Tokenizer
 
@@ -48,7 +48,7 @@ class Engine(Stepper):
         self.options, self.plan, self.head = config.options, config.plan, config.head
         self.generation = config.generation
         self.grammars = Grammars(tokenizer, model.config.vocab_size)
-        self.batch = Batch(self, self.write_settings)
+        self.batch = Batch(self)
         self.driver = Driver(self.batch)
 
     @property
@@ -142,33 +142,20 @@ class Engine(Stepper):
             depend on the settings of the others.
         """
         prompts = prompts_ids(prompts, self.tokenizer)
-        requests, inbox = self.requests(prompts, per_row(params or SamplingParams(), len(prompts)), adapter)
+        return Stream(self.requests(prompts, per_row(params or SamplingParams(), len(prompts)), adapter), self.driver)
 
-        def enter() -> None:
-            for request in requests:
-                self.batch.submit(request)
-
-        results = [request.result for request in requests]
-        return Stream(requests, results, inbox, self.driver, enter, self.batch.settle)
-
-    def requests(
-        self, prompts: list[list[int]], params: Sequence[SamplingParams], adapter: str = ""
-    ) -> tuple[list[Request], Inbox]:
-        """Requests with these settings, which are not queued yet, and the inbox that takes their chunks."""
+    def requests(self, prompts: list[list[int]], params: Sequence[SamplingParams], adapter: str = "") -> list[Request]:
+        """Requests with these settings, which are not queued yet and share an inbox."""
         self._check_request(prompts, params)
         number = self.adapter_number(adapter)
         chain = self.drafter.D if self.drafter.N == self.drafter.D + 1 and not self.drafter.p_min else 0
-        outputs = [
-            SequenceOutput(
-                GenerationResult(len(prompt), row.temperature, row.seed, chain=chain),
-                row, set(self.stop_ids(row)), self.tokenizer,
-            )
-            for prompt, row in zip(prompts, params, strict=True)
-        ]  # fmt: skip
-        constraints = [self.grammars.constraint(p.grammar, self.stop_ids(p)) if p.grammar else None for p in params]
-        inbox = Inbox(len(prompts))
-        parts = enumerate(zip(prompts, params, outputs, constraints, strict=True))
-        return [Request(*part, inbox, index, number) for index, part in parts], inbox
+        inbox, requests = Inbox(len(prompts)), []
+        for index, (prompt, own) in enumerate(zip(prompts, params, strict=True)):
+            result, stop_ids = GenerationResult(len(prompt), own.temperature, own.seed, chain=chain), self.stop_ids(own)
+            output = SequenceOutput(result, own, set(stop_ids), self.tokenizer)
+            constraint = self.grammars.constraint(own.grammar, stop_ids) if own.grammar else None
+            requests.append(Request(prompt, own, output, constraint, inbox, index, number))
+        return requests
 
     def _check_request(self, prompts: list[list[int]], rows: list[SamplingParams]) -> None:
         if not prompts:
@@ -197,26 +184,6 @@ class Engine(Stepper):
                 )
 
     @torch.inference_mode()
-    def write_settings(self, row: int, params: SamplingParams, start: int) -> None:
-        """Write a request's settings into a row of the static buffers. It counts as finished until its prompt is read.
-
-        start: the position of its first new token.
-        """
-        state = self.state
-        stop_ids = self.stop_ids(params)
-        state.done[row] = True
-        self._write_sampling(row, params, start)
-        state.stop_ids[row] = -1
-        state.stop_ids[row, : len(stop_ids)] = torch.tensor(stop_ids, dtype=torch.int64)
-        state.limit[row] = params.max_new_tokens
-        state.seen[row] = False
-        state.counts[row] = 0
-
-    def _write_sampling(self, row: int, params: SamplingParams, start: int) -> None:
-        known = [token for token in self.stop_ids(params) if token < self.model.config.vocab_size]
-        self.state.sampling.set_row(row, params, known, start)
-
-    @torch.inference_mode()
     def margin(self, text: Sequence[int], prompt: int, params: SamplingParams, a: int, b: int) -> tuple[float, float]:
         """The margin between tokens a and b after `text`, whose first `prompt` ids are the prompt.
 
@@ -225,7 +192,7 @@ class Engine(Stepper):
         """
         with self.driver.alone(), self.backend.active():
             row = self.batch.free_row()
-            self._write_sampling(row, params, prompt)
+            self.write_sampling(row, params, self.stop_ids(params), prompt)
             logits, noise = self.prefill.logits(row, list(text), params.mode)
             logits = self.prefill.penalised(row, logits, text, prompt, params.mode)
             temperature = self.state.sampling.row(row).temperature

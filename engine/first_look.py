@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
 
 import kernels
 from decoding.drafter import Drafter
@@ -62,7 +63,7 @@ class Comparison:
     def __call__(self, operation: kernels.Operation, args: list[Any]) -> Any:
         if operation.key in self.found.wrong:
             return self._reference(operation, args)
-        kind = (operation.name, *map(_shape, args))
+        kind = _kind(operation, args)
         out = operation.triton(*args) if kind in self.compared else self._both(operation, args)
         self.compared.add(kind)
         numbers = [t for t in _tensors(out) if t.is_floating_point()]
@@ -88,7 +89,7 @@ class Comparison:
         return True
 
     def _both(self, operation: kernels.Operation, args: list[Any]) -> Any:
-        copies = [_copy(arg) if i in operation.written else arg for i, arg in enumerate(args)]
+        copies = [tree_map(torch.clone, arg) if i in operation.written else arg for i, arg in enumerate(args)]
         want, problem = None, ""
         try:
             want = self._reference(operation, copies)
@@ -133,23 +134,12 @@ class Comparison:
 
 def _tensors(value: Any) -> list[Tensor]:
     """The tensors in nested lists and tuples."""
-    if isinstance(value, Tensor):
-        return [value]
-    return [t for part in value for t in _tensors(part)] if isinstance(value, list | tuple) else []
+    return [part for part in tree_leaves(value) if isinstance(part, Tensor)]
 
 
-def _shape(value: Any) -> Any:
+def _kind(operation: kernels.Operation, args: list[Any]) -> tuple:
     """What makes a call one of another kind: shapes and dtypes of tensors, and all other values."""
-    if isinstance(value, Tensor):
-        return value.dtype, *value.shape
-    return tuple(map(_shape, value)) if isinstance(value, list | tuple) else value
-
-
-def _copy(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.clone()
-    parts = [_copy(part) for part in value]
-    return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    return operation.name, *((t.dtype, t.shape) if isinstance(t, Tensor) else t for t in tree_leaves(args))
 
 
 def _read(args: list[Any], operation: kernels.Operation) -> list[Any]:

@@ -89,13 +89,8 @@ def fused_parts() -> StepParts:
             bias = inputs.bias[:, 0] if drafter.draft_ids is None else inputs.bias[:, 0, drafter.draft_ids]
         text = DraftText(*state, inputs.sampling.seed, inputs.sampling.temperature, bias.contiguous())
         p_min = drafter.p_min if drafter.prunes(mode) else 0.0
-        how = (
-            drafter.shared_noise and mode.sample,
-            drafter.cache,
-            kernels.round_activations(),
-            p_min,
-            drafter.ngram_nodes,
-        )
+        noisy = drafter.shared_noise and mode.sample
+        how = noisy, drafter.cache, kernels.round_activations(), p_min, drafter.ngram_nodes
         return Draft(*torch.ops.eaglet_cpu.draft_tree.default(found, text, *how))
 
     return StepParts(layers, draft_layer, draft_tree=draft_tree)
@@ -165,15 +160,9 @@ def layer_weights(layer: nn.Module, input_norm: bool) -> LayerWeights | None:
         return None
     attention, mlp = layer.attention, layer.mlp
     linears = [linear_weights(linear) for linear in (attention.qkv, attention.o, mlp.gate_up, mlp.down)]
-    after = (layer.attention_norm, layer.mlp_norm) if isinstance(layer, Block) else (None, None)
-    norms = (
-        layer.input_norm if input_norm else None,
-        after[0],
-        layer.post_norm,
-        after[1],
-        attention.q_norm,
-        attention.k_norm,
-    )
+    first = layer.input_norm if input_norm else None
+    after_attention, after_mlp = (layer.attention_norm, layer.mlp_norm) if isinstance(layer, Block) else (None, None)
+    norms = first, after_attention, layer.post_norm, after_mlp, attention.q_norm, attention.k_norm
     return LayerWeights(*(norm and norm.weight for norm in norms), *linears)
 
 
@@ -223,11 +212,6 @@ def static_draft(drafter: TreeDrafter) -> Tensor | None:
         levels += flat(LevelRows(source, place, level.visible, level.node, level.valid))
     tree, levels = ([t.contiguous() for t in tensors] for tensors in (flat(nodes), levels))
     layer = head.layer
-    numbers = (
-        children,
-        layer.post_norm.eps,
-        layer.attention.scale,
-        head.config.norm_before_residual,
-        drafter.scoring == "noisy",
-    )
+    noisy = drafter.scoring == "noisy"
+    numbers = children, layer.post_norm.eps, layer.attention.scale, head.config.norm_before_residual, noisy
     return torch.ops.eaglet_cpu.tree_draft.default(flat(weights), tree, levels, *numbers)

@@ -237,6 +237,7 @@ def draft_forced(forced: Sequence[int], tokens: list[int], parent: Sequence[int]
 
 
 Mark = Callable[[str], None] | None
+Half = tuple[tuple, Callable[[], Any]]  # of a step: the key of its graph, and what it runs
 
 
 class ConstrainedSteps:
@@ -247,46 +248,44 @@ class ConstrainedSteps:
         self.runner = runner
         self.parts = parts
 
-    def capture(self, drafter: Drafter, mode: SamplingMode, state: DecodeState, mark: Mark = None) -> None:
-        """Capture both halves, while all sequences are finished. mark: as in `step.decode_step`."""
-        draft_key, verify_key = self._keys(drafter, mode, state)
-        self.runner.capture(draft_key, partial(self._draft, drafter, mode, state, mark))
-        if draft_key in self.runner.graphs:
-            draft, noise = self.runner.graphs[draft_key][1]
-            self.runner.capture(verify_key, partial(self._verify, drafter, mode, state, draft, noise, mark))
+    def capture(self, *step: Any) -> None:
+        """Capture both halves, while all sequences are finished. The arguments are those of `launch`."""
+        drafting, verifying = self._halves(*step)
+        self.runner.capture(*drafting)
+        if drafting[0] in self.runner.graphs:
+            self.runner.capture(*verifying(*self.runner.graphs[drafting[0]][1]))
 
     def launch(
-        self, drafter: Drafter, mode: SamplingMode, state: DecodeState, constraints: Sequence[Constraint | None] = (),
-        mark: Mark = None,
+        self, drafter: Drafter, mode: SamplingMode, state: DecodeState, mark: Mark,
+        constraints: Sequence[Constraint | None],
     ) -> StepOutput:  # fmt: skip
         """Run one step. Waits for the drafted tokens.
 
         constraints: one for each of the first rows; None, and rows beyond them: everything is allowed.
         mark: as in `step.decode_step`. The host's work counts as a part of verification.
         """
-        draft_key, verify_key = self._keys(drafter, mode, state)
-        draft, noise = self.runner.run(draft_key, partial(self._draft, drafter, mode, state, mark))
+        drafting, verifying = self._halves(drafter, mode, state, mark)
+        draft, noise = self.runner.run(*drafting)
         _constrain(draft, state.allowed, constraints, drafter.multi_round)
-        return self.runner.launch(verify_key, partial(self._verify, drafter, mode, state, draft, noise, mark))
+        return self.runner.launch(*verifying(draft, noise))
 
-    def _keys(self, drafter: Drafter, mode: SamplingMode, state: DecodeState) -> tuple[tuple, tuple]:
+    def _halves(self, drafter: Drafter, mode: SamplingMode, state: DecodeState, mark: Mark) -> tuple[Half, Callable]:
+        """The halves of a step, each with the key of its graph. The second one is made from the draft and its noise."""
         key = drafter.N, drafter.D, mode, len(state.done)
-        return (*key, "draft"), (*key, "verify")
 
-    def _draft(
-        self, drafter: Drafter, mode: SamplingMode, state: DecodeState, mark: Mark
-    ) -> tuple[Draft, Tensor | None]:
-        if mark is not None:
-            mark("start")
-        drafted = draft_phase(drafter, state, mode, self.parts)
-        if mark is not None:
-            mark("draft")
-        return drafted
+        def draft() -> tuple[Draft, Tensor | None]:
+            if mark is not None:
+                mark("start")
+            drafted = draft_phase(drafter, state, mode, self.parts)
+            if mark is not None:
+                mark("draft")
+            return drafted
 
-    def _verify(
-        self, drafter: Drafter, mode: SamplingMode, state: DecodeState, draft: Draft, noise: Tensor | None, mark: Mark
-    ) -> StepOutput:
-        return verify_phase(self.model, drafter, state, mode, draft, noise, mark, self.parts)
+        def verifying(draft: Draft, noise: Tensor | None) -> Half:
+            run = partial(verify_phase, self.model, drafter, state, mode, draft, noise, mark, self.parts)
+            return (*key, "verify"), run
+
+        return ((*key, "draft"), draft), verifying
 
 
 def _constrain(draft: Draft, out: Tensor, constraints: Sequence[Constraint | None], multi_round: str) -> None:

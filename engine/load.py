@@ -23,18 +23,7 @@ import kernels
 from decoding.drafter import PlainDrafter
 from engine.engine import Engine, EngineConfig
 from engine.first_look import first_look
-from engine.ranks import (
-    OtherRank,
-    RankedEngine,
-    RankLost,
-    Ranks,
-    end_with_the_leader,
-    follow,
-    heard,
-    join,
-    meet,
-    same_model,
-)  # fmt: skip
+from engine.ranks import OtherRank, RankedEngine, RankLost, Ranks, end_with_the_leader, follow, meet
 from families.config import DTYPES
 from kernels import tuned
 from loading.drafting import DraftFiles, build_drafter, build_head, drafts_blocks, read_drafter, resolve
@@ -42,14 +31,7 @@ from loading.memory import MemoryPlan, check_memory, plan_memory
 from loading.options import DEMO, LoadKeywords, LoadOptions, check_names
 from support import cache
 from support.errors import UsageError, bad_files, one_line
-from support.machine import (
-    default_device,
-    default_threads,
-    describe_device,
-    free_memory,
-    freed_memory_returns,
-    release_threads,
-)
+from support.machine import default_threads, describe_device, free_memory, freed_memory_returns, release_threads
 from support.startup import without_collector
 from text.tokenizer import load_tokenizer
 from weights.checkpoint import Checkpoint
@@ -89,7 +71,7 @@ def load(
     size = asked.tp or int(os.environ.get("WORLD_SIZE", "1"))
     if size == 1:
         return _load(asked, progress, say)
-    ranks = meet(size, asked.device or default_device(), options | {"tp": size}, follower=__name__)
+    ranks = meet(size, asked.place, options | {"tp": size}, follower=__name__)
     return _load_part(asked, ranks, progress, say)
 
 
@@ -101,7 +83,7 @@ def follow_leader() -> None:
     for name, value in options.items():
         options[name] = tuple(value) if isinstance(value, list) else value
     with contextlib.suppress(RankLost):
-        _load_part(LoadOptions(**options), join(**told), None, lambda line: None)
+        _load_part(LoadOptions(**options), Ranks(**told), None, lambda line: None)
 
 
 def _load_part(asked: LoadOptions, ranks: Ranks, progress: Progress | None, say: Callable[[str], None]) -> Engine:
@@ -112,10 +94,12 @@ def _load_part(asked: LoadOptions, ranks: Ranks, progress: Progress | None, say:
         engine = _load(asked, progress, say, ranks)
         model = engine.model
         check = float(model.norm.weight.double().sum())
-        same_model(ranks, (repr(model.config), model.quant, check, repr(engine.options)))
+        told = ranks.heard((repr(model.config), model.quant, check, repr(engine.options)))
+        for rank in (rank for rank, theirs in enumerate(told) if theirs != told[0]):
+            raise OtherRank(f"rank {rank} has another checkpoint, or other options, than rank 0. Give all the same.")
     except Exception as error:
         if not isinstance(error, OtherRank):
-            heard(ranks, one_line(error))
+            ranks.heard(None, one_line(error))
         if ranks.rank:  # rank 0 says why
             raise SystemExit(1) from error
         raise
@@ -187,7 +171,7 @@ def use_threads(options: LoadOptions, ranks: int = 1) -> None:
 
     torch has one number for the whole process, so models that are loaded already run with the new one, too.
     """
-    if (options.device or default_device()) == "cpu":
+    if options.place == "cpu":
         torch.set_num_threads(options.threads or max(1, default_threads() // ranks))
 
 
@@ -199,11 +183,10 @@ def check_plan(
     Raises NotEnoughMemory where it still does not fit. All ranks call it, and all split the embedding or none.
     """
     plan, free = plan_memory(checkpoint, files, options), _free(options, ranks)
-    if ranks:
-        if any(heard(ranks, "", plan.total > free)):
-            checkpoint = checkpoint.sharded(checkpoint.shard._replace(embedding=True))
-            plan = plan_memory(checkpoint, files, options)
-            say("note    the embedding is split to save memory: one more exchange per forward and level of drafting.")
+    if ranks and any(ranks.heard(plan.total > free)):
+        checkpoint = checkpoint.sharded(checkpoint.shard._replace(embedding=True))
+        plan = plan_memory(checkpoint, files, options)
+        say("note    the embedding is split to save memory: one more exchange per forward and level of drafting.")
     check_memory(plan, free, options)
     return checkpoint, plan
 
@@ -216,7 +199,7 @@ def fit_slots(checkpoint: Checkpoint, files: DraftFiles, options: LoadOptions, r
     sizes = ((n, replace(options, slots=n, pool=quarter[n])) for n in SLOTS)
     fitting = (n for n, size in sizes if plan_memory(checkpoint, files, size).total <= free)
     most = next(fitting, SLOTS[-1])
-    return min(heard(ranks, "", most)) if ranks else most
+    return min(ranks.heard(most)) if ranks else most
 
 
 def fit_pool(checkpoint: Checkpoint, files: DraftFiles, options: LoadOptions, ranks: Ranks | None) -> int:
@@ -225,10 +208,9 @@ def fit_pool(checkpoint: Checkpoint, files: DraftFiles, options: LoadOptions, ra
     least, most = options.ctx, options.ctx * options.slots
     small, large = (plan_memory(checkpoint, files, replace(options, pool=n)).total for n in (least, most))
     free = _free(options, ranks)
-    fitting = (
-        most if large <= free else least + max(0, free - small) * 9 * (most - least) // (10 * max(1, large - small))
-    )
-    return min(heard(ranks, "", fitting)) if ranks else fitting
+    more = max(0, free - small) * 9 * (most - least) // (10 * max(1, large - small))
+    fitting = most if large <= free else least + more
+    return min(ranks.heard(fitting)) if ranks else fitting
 
 
 def _free(options: LoadOptions, ranks: Ranks | None) -> int:

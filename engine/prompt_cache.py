@@ -127,27 +127,13 @@ class PromptCache:
         return best
 
     def save(self, state: DecodeState, drafter: Drafter, row: int, text: Text, prompt: list[int]) -> None:
-        """Copy a row, which holds `text`, if that is worth it: the row is about to hold this prompt instead."""
-        wanted = len(text.ids) - common_length(text.ids, prompt) >= WORTHWHILE
-        if wanted and (self.limit or self.disk_limit):
-            self._save(state, drafter, row, text.ids, text.drafted)
+        """Copy a row, which holds `text`, if that is worth it: the row is about to hold this prompt instead.
 
-    def distrust(self, saved: Saved) -> None:
-        """Drop a text that a request got back, because the request failed: what it went on from may be wrong."""
-        if saved in self.entries:
-            self._drop(saved)
-
-    def close(self) -> None:
-        """Forget everything in memory. Files stay only if the cache was made with `keep`, with all that fits."""
-        if self.keep and self.disk_limit:
-            for saved in [saved for saved in self.entries if saved.file is None]:
-                self._write(saved)
-        elif self.disk_limit and self.folder is not None:
-            shutil.rmtree(self.folder, ignore_errors=True)
-        self.entries = []
-
-    def _save(self, state: DecodeState, drafter: Drafter, row: int, ids: list[int], drafted: int) -> None:
-        """Copy a row, unless a copied text begins with it. The texts that it begins with are no longer needed."""
+        A text with which a copied one begins is not copied. The texts with which it begins are no longer needed.
+        """
+        ids, drafted = text.ids, text.drafted
+        if not (self.limit or self.disk_limit) or len(ids) - common_length(ids, prompt) < WORTHWHILE:
+            return
         for saved in self.entries:
             if saved.drafted >= drafted and saved.ids[: len(ids)] == ids:
                 return
@@ -161,6 +147,20 @@ class PromptCache:
         copies = [part.to("cpu", copy=True).contiguous() for part in rows]
         self.entries.append(Saved(list(ids), drafted, nbytes=nbytes, rows=copies))
         self._shrink()
+
+    def distrust(self, saved: Saved | None) -> None:
+        """Drop a text that a request got back, if any, because the request failed: what it went on from may be wrong."""
+        if saved in self.entries:
+            self._drop(saved)
+
+    def close(self) -> None:
+        """Forget everything in memory. Files stay only if the cache was made with `keep`, with all that fits."""
+        if self.keep and self.disk_limit:
+            for saved in [saved for saved in self.entries if saved.file is None]:
+                self._write(saved)
+        elif self.disk_limit and self.folder is not None:
+            shutil.rmtree(self.folder, ignore_errors=True)
+        self.entries = []
 
     def _fetch(self, saved: Saved) -> bool:
         """Bring a text into memory and count it as the last used one. False if its file is damaged or gone."""

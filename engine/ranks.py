@@ -68,7 +68,14 @@ class Ranks:
     def __init__(
         self, rank: int, size: int, device: str, meeting_point: str, children: Sequence[subprocess.Popen] = ()
     ):
-        """meeting_point: a URL of torch.distributed, the same for all. children: the processes that rank 0 started."""
+        """A rank on a GPU takes the GPU of its number.
+
+        meeting_point: a URL of torch.distributed, the same for all. children: the processes that rank 0 started.
+        """
+        if rank:  # Ctrl-C reaches all processes of a terminal, and rank 0 acts on it
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+        if device == "cuda":
+            torch.cuda.set_device(rank)
         self.rank = rank
         self.size = size
         self.children = children
@@ -77,14 +84,13 @@ class Ranks:
         self.alarm = Alarm(children, device) if children else None
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # nothing listens on another interface
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
-        backend = "nccl" if device == "cuda" else "gloo"
         try:
             store = next(dist.rendezvous(meeting_point, rank, size, timeout=MEETING))[0]
         except dist.DistError as error:  # torchrun's meeting point waits by itself
             raise RankLost(f"not all processes of --tp {size} have come: {one_line(error)}") from error
         self._wait_for_all(store)
         with self.lost(), exchanging():
-            dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=MEETING)
+            dist.init_process_group(self.by, store=store, rank=rank, world_size=size, timeout=MEETING)
             self.control = dist.new_group(backend="gloo", timeout=MEETING)
         for group in (dist.group.WORLD, self.control):
             _set_pg_timeout(IDLE if rank else TOGETHER, group)
@@ -108,24 +114,12 @@ class Ranks:
         statuses = [(rank, child.poll()) for rank, child in enumerate(self.children, 1)]
         return ", ".join(f"rank {rank} with status {status}" for rank, status in statuses if status is not None)
 
-    def tell(self, *words: object) -> None:
-        """Rank 0 says what comes next. The others `hear` it."""
+    def tell(self, *words: object) -> tuple:
+        """Rank 0 says what comes next. The others call it without words, and get what rank 0 says."""
+        told = [words]
         with self.lost(), exchanging():
-            dist.broadcast_object_list([words], 0, self.control)
-
-    def hear(self) -> tuple:
-        """What rank 0 says."""
-        heard: list[Any] = [None]
-        with self.lost(), exchanging():
-            dist.broadcast_object_list(heard, 0, self.control)
-        return heard[0]
-
-    def agree(self, flag: bool) -> bool:
-        """The flag of rank 0."""
-        value = torch.tensor([flag])
-        with self.lost(), exchanging():
-            dist.broadcast(value, 0, self.control)
-        return bool(value)
+            dist.broadcast_object_list(told, 0, self.control)
+        return told[0]
 
     def gather(self, value: Any) -> list[Any]:
         """The values of all ranks, in their order."""
@@ -133,6 +127,17 @@ class Ranks:
         with self.lost(), exchanging():
             dist.all_gather_object(values, value, self.control)
         return values
+
+    def heard(self, value: Any, error: str = "") -> list[Any]:
+        """What all ranks say while they load, in their order. All ranks call it, also one that cannot go on.
+
+        error: why this rank cannot, or "". Raises OtherRank, in one line, in the ranks that could.
+        """
+        told = self.gather((value, error))
+        for rank, (_, problem) in enumerate(told):
+            if problem and not error:
+                raise OtherRank(f"rank {rank}: {problem}")
+        return [theirs for theirs, _ in told]
 
     @contextlib.contextmanager
     def lost(self) -> Iterator[None]:
@@ -234,7 +239,7 @@ def meet(size: int, device: str, options: dict[str, Any], follower: str) -> Rank
     if device == "cuda" and torch.cuda.device_count() < size:
         raise UsageError(f"--tp {size} needs as many GPUs, and there are {torch.cuda.device_count()}. Use fewer.")
     if started is not None:
-        return join(int(os.environ["RANK"]), size, device, "env://")
+        return Ranks(int(os.environ["RANK"]), size, device, "env://")
     folder = tempfile.mkdtemp(prefix="eaglet-")  # only this user can read it
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     meeting_point = f"file://{folder}/meeting"
@@ -249,20 +254,11 @@ def meet(size: int, device: str, options: dict[str, Any], follower: str) -> Rank
             children.append(child)
             child.stdin.write(json.dumps(told, default=str) + "\n")
             child.stdin.flush()  # and it stays open, for its end tells the child that this process has ended
-        return join(0, size, device, meeting_point, children)
+        return Ranks(0, size, device, meeting_point, children)
     except BaseException:
         for child in children:
             child.kill()
         raise
-
-
-def join(rank: int, size: int, device: str, meeting_point: str, children: Sequence[subprocess.Popen] = ()) -> Ranks:
-    """Become one of the processes of an engine (see Ranks). A rank on a GPU takes the GPU of its number."""
-    if rank:  # Ctrl-C reaches all processes of a terminal, and rank 0 acts on it
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if device == "cuda":
-        torch.cuda.set_device(rank)
-    return Ranks(rank, size, device, meeting_point, children)
 
 
 def end_with_the_leader() -> None:
@@ -271,31 +267,11 @@ def end_with_the_leader() -> None:
     os._exit(INTERNAL)
 
 
-def heard(ranks: Ranks, error: str, value: Any = None) -> list[Any]:
-    """What all ranks say while they load, in their order. All ranks call it, also one that cannot go on.
-
-    error: why this rank cannot, or "". Raises OtherRank, in one line, in the ranks that could.
-    """
-    told = ranks.gather((error, value))
-    for rank, (problem, _) in enumerate(told):
-        if problem and not error:
-            raise OtherRank(f"rank {rank}: {problem}")
-    return [theirs for _, theirs in told]
-
-
-def same_model(ranks: Ranks, described: Any) -> None:
-    """Go on only if every rank has loaded its part of one model. described: what must be equal everywhere."""
-    told = heard(ranks, "", described)
-    for rank, theirs in enumerate(told):
-        if theirs != told[0]:
-            raise OtherRank(f"rank {rank} has another checkpoint, or other options, than rank 0. Give all the same.")
-
-
 class RankedBatch(Batch):
     """The requests of an engine in several processes. Rank 0 says which of them begin and end, and when all go on."""
 
     def __init__(self, engine: RankedEngine):
-        super().__init__(engine, engine.write_settings)
+        super().__init__(engine)
         self.ranked = engine
         self.known: dict[int, Request] = {}  # by the number that all ranks know
         self._arrived: deque[Request] = deque()
@@ -329,7 +305,8 @@ class RankedBatch(Batch):
 
     def stop(self, numbers: Sequence[int]) -> None:
         """End these requests. All ranks call it."""
-        self.end([self.known[number] for number in numbers])
+        for number in numbers:
+            self._end(self.known[number])
 
     def iterate(self) -> None:
         self.settle()
@@ -460,11 +437,11 @@ def follow(engine: RankedEngine, ranks: Ranks) -> None:
     engines: dict[int, RankedEngine] = {engine.number: engine}
     with ranks.lost():
         while True:
-            match ranks.hear():
+            match ranks.tell():
                 case _, "end":
                     return ranks.leave()
                 case number, "begin", prompt, params:
-                    [request], _ = engines[number].requests([prompt], [params])
+                    [request] = engines[number].requests([prompt], [params])
                     engines[number].batch.enter(request)
                 case number, "next":
                     engines[number].batch.go_on()

@@ -1,13 +1,64 @@
-"""One prompt on an engine: what the host knows of its row, and how it takes what prefill and steps give."""
+"""One prompt on an engine: what the host knows of its row, how it takes what prefill and steps give, and the inbox of its
+chunks."""
 
 from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
 
 from decoding.params import SamplingMode, SamplingParams
 from decoding.sampling import Logprobs
 from engine.grammar import Constraint
 from engine.prompt_cache import Saved, kept_ids
 from engine.results import Chunk, SequenceOutput
-from engine.streams import Inbox
+
+
+class Inbox:
+    """The chunks of one stream that nobody has read yet. The thread that decodes fills it."""
+
+    def __init__(self, requests: int):
+        """requests: how many will end."""
+        self.chunks: deque[Chunk] = deque()
+        self.left = requests
+        self.error: Exception | None = None
+        self.listener: Callable[[], None] = lambda: None  # told of all news, in the thread that decodes
+        self._news = threading.Condition()
+
+    @property
+    def ready(self) -> bool:
+        """Whether there is something to read: a chunk, an error, or the end."""
+        return bool(self.chunks) or self.error is not None or not self.left
+
+    def put(self, chunk: Chunk) -> None:
+        self.chunks.append(chunk)
+        self._tell()
+
+    def end(self, error: Exception | None = None) -> None:
+        """One request gets nothing more. An error is raised for the reader behind the chunks that came before it."""
+        self.left -= 1
+        self.error = self.error or error
+        self._tell()
+
+    def _tell(self) -> None:
+        with self._news:
+            self._news.notify_all()
+        self.listener()
+
+    def wait(self) -> None:
+        """Wait until there is something to read."""
+        with self._news:
+            while not self.ready:
+                self._news.wait()
+
+    def take(self) -> Chunk | None:
+        """The next chunk, or None at the end. Raises the error of a request that failed. Call it when it is `ready`."""
+        if self.chunks:
+            return self.chunks.popleft()
+        if self.error is not None:
+            error, self.error = self.error, None
+            raise error
+        return None
 
 
 class Request:

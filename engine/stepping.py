@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -13,7 +13,7 @@ import torch
 
 import kernels
 from decoding.drafter import UNCOMPILED, Drafter, PlainDrafter
-from decoding.params import SamplingMode
+from decoding.params import SamplingMode, SamplingParams
 from decoding.step import RING, DecodeState, Observer, StepOutput, decode_step
 from drafters.block import BlockHead
 from eagle_draft import EagleHead
@@ -81,7 +81,6 @@ class View(NamedTuple):
     rows: int
     state: DecodeState
     drafter: Drafter
-    fallback: Drafter | None
 
 
 class Stepper:
@@ -103,7 +102,7 @@ class Stepper:
         stand_in = PlainDrafter(model, features_of=drafter)
         self.fallback: Drafter | None = None if self.always_on else stand_in
         self.state = self._allocate()
-        self.whole = View(self.batch_size, self.state, self.drafter, self.fallback)
+        self.whole = View(self.batch_size, self.state, self.drafter)
         self._views = {self.batch_size: self.whole}
         self.compiled = ""  # what torch.compile makes: nothing, the "blocks" of the model, or the whole "step"
         if config.compile and not (on_gpu and config.compile_mode == "graph"):
@@ -165,7 +164,7 @@ class Stepper:
         if self.runner.capturing or self.model.device.type == "cuda" or self.config.compile:
             rows = self._rounded(rows)
         if rows not in self._views:
-            view = View(rows, self.state.first(rows), self.drafter.first(rows), self.fallback)
+            view = View(rows, self.state.first(rows), self.drafter.first(rows))
             if self.compiled == "step":
                 _mark_static(view.state.buffers() + view.drafter.buffers())
             self._views[rows] = view
@@ -206,6 +205,25 @@ class Stepper:
             else:  # int8 keys and values with their scales
                 buffer.random_(0, 2)
         state.tokens.random_(0, self.model.config.vocab_size)
+
+    def write_settings(self, row: int, params: SamplingParams, stop_ids: Collection[int], start: int) -> None:
+        """Write a request's settings into a row of the buffers. It counts as finished until its prompt is read.
+
+        start: the position of its first new token.
+        """
+        state = self.state
+        state.done[row] = True
+        self.write_sampling(row, params, stop_ids, start)
+        state.stop_ids[row] = -1
+        state.stop_ids[row, : len(stop_ids)] = torch.tensor([*stop_ids], dtype=torch.int64)
+        state.limit[row] = params.max_new_tokens
+        state.seen[row] = False
+        state.counts[row] = 0
+
+    def write_sampling(self, row: int, params: SamplingParams, stop_ids: Collection[int], start: int) -> None:
+        """Write those settings that say how a token is chosen."""
+        known = [token for token in stop_ids if token < self.model.config.vocab_size]
+        self.state.sampling.set_row(row, params, known, start)
 
     @property
     def break_even_tau(self) -> float:
@@ -249,13 +267,13 @@ class Stepper:
         self.step_seconds = self.timings.get((mode, rows))
 
     def _first_runs(self, mode: SamplingMode, view: View) -> None:
-        for drafter in (d for d in (view.drafter, view.fallback) if d is not None):
+        for drafter in filter(None, (view.drafter, self.fallback)):
             started = time.perf_counter()
             self._capture(drafter, mode, view)
             if self.config.compile:  # the first run compiles, which is no time of decoding
                 self.runner.begin()
                 self.launch(drafter, mode, view)
-                self.read()
+                self.runner.read()
                 self.compile_seconds += time.perf_counter() - started
         # what was found for as many rows, or for the next power of two, holds for this view
         rows = self._rounded(view.rows)
@@ -276,7 +294,7 @@ class Stepper:
 
     def _measure(self, mode: SamplingMode, view: View) -> tuple[float, float]:
         """Seconds of a plain and of a speculative step."""
-        return self._time_steps(mode, view, view.fallback, view.drafter)
+        return self._time_steps(mode, view, self.fallback, view.drafter)
 
     def _time_steps(self, mode: SamplingMode, view: View, *drafters: Drafter) -> tuple[float, float]:
         """Seconds of a step with each of two drafters, timed alternately with as many under way as in decoding."""
@@ -288,7 +306,7 @@ class Stepper:
                 for _ in range(1 + self.lag):
                     self.launch(drafter, mode, view)
                 for _ in range(1 + self.lag):
-                    self.read()
+                    self.runner.read()
                 seconds.append((time.perf_counter() - started) / (1 + self.lag))
         return statistics.median(times[0][1:]), statistics.median(times[1][1:])
 
@@ -329,16 +347,8 @@ class Stepper:
         """Launch a step of this drafter on the rows of a view. constraints: of the rows, for a mode with grammars."""
         with self.backend.active():
             if mode.grammar:
-                return self.constrained.launch(drafter, mode, view.state, constraints, self._marker())
+                return self.constrained.launch(drafter, mode, view.state, self._marker(), constraints)
             return self.runner.launch(*self._step_call(drafter, mode, view))
-
-    def read(self) -> list[list[int]]:
-        """Wait for the oldest step under way: its row of the ring, one list for each sequence."""
-        return self.runner.read()
-
-    def finish(self, row: int) -> None:
-        """End a row that the host has finished. The steps under way still add to it, and nobody reads what they add."""
-        self.state.done.select(0, row).fill_(True)
 
 
 def _mark_static(buffers: Sequence[torch.Tensor]) -> None:

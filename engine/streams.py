@@ -11,10 +11,12 @@ import contextlib
 import threading
 import time
 import weakref
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
+from engine.batch import Batch
+from engine.request import Inbox, Request
 from engine.results import Chunk, GenerationResult, mark_interrupted
 from support.machine import release_threads
 
@@ -22,70 +24,12 @@ NAME = "eaglet"  # of the threads that decode
 YIELD = 1e-3  # seconds that the engine's thread leaves to a caller that wants the engine for itself
 
 
-class Inbox:
-    """The chunks of one stream that nobody has read yet. The thread that decodes fills it."""
-
-    def __init__(self, requests: int):
-        """requests: how many will end."""
-        self.chunks: deque[Chunk] = deque()
-        self.left = requests
-        self.error: Exception | None = None
-        self.listener: Callable[[], None] = lambda: None  # told of all news, in the thread that decodes
-        self._news = threading.Condition()
-
-    @property
-    def ready(self) -> bool:
-        """Whether there is something to read: a chunk, an error, or the end."""
-        return bool(self.chunks) or self.error is not None or not self.left
-
-    def put(self, chunk: Chunk) -> None:
-        self.chunks.append(chunk)
-        self._tell()
-
-    def end(self, error: Exception | None = None) -> None:
-        """One request gets nothing more. An error is raised for the reader behind the chunks that came before it."""
-        self.left -= 1
-        self.error = self.error or error
-        self._tell()
-
-    def _tell(self) -> None:
-        with self._news:
-            self._news.notify_all()
-        self.listener()
-
-    def wait(self) -> None:
-        """Wait until there is something to read."""
-        with self._news:
-            while not self.ready:
-                self._news.wait()
-
-    def take(self) -> Chunk | None:
-        """The next chunk, or None at the end. Raises the error of a request that failed. Call it when it is `ready`."""
-        if self.chunks:
-            return self.chunks.popleft()
-        if self.error is not None:
-            error, self.error = self.error, None
-            raise error
-        return None
-
-
-class Work(Protocol):
-    """What a Driver runs. All calls but `busy` come from the one thread that has the engine at the moment."""
-
-    @property
-    def busy(self) -> bool:
-        """Whether any request is unfinished."""
-
-    def iterate(self) -> None:
-        """Go on by one part: at most one step, and one part of a prompt."""
-
-
 class Driver:
-    """Decides which thread runs the work."""
+    """Decides which thread runs the requests of a batch."""
 
-    def __init__(self, work: Work):
-        self._work = work
-        self._turn = threading.Lock()  # who has it runs the work
+    def __init__(self, batch: Batch):
+        self.batch = batch
+        self._turn = threading.Lock()  # who has it runs the steps
         self._guard = threading.Lock()
         self._owner = 0  # the thread that has the turn
         self._guests = 0  # that wait to have the engine for themselves
@@ -93,7 +37,7 @@ class Driver:
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
-        """Within the block nobody else runs the work. The block may be entered again within itself."""
+        """Within the block nobody else runs steps. The block may be entered again within itself."""
         if self._owner == threading.get_ident():
             yield
             return
@@ -110,7 +54,7 @@ class Driver:
             self._turn.release()
 
     def serve(self, inbox: Inbox) -> None:
-        """Return when the inbox has something to read. Meanwhile this thread runs the work, unless another one does."""
+        """Return when the inbox has something to read. Meanwhile this thread runs steps, unless another one does."""
         if inbox.ready:
             return
         if self._pumping or not self._turn.acquire(blocking=False):
@@ -120,7 +64,7 @@ class Driver:
         self._owner = threading.get_ident()
         try:
             while not inbox.ready and not (self._pumping or self._guests):
-                self._work.iterate()
+                self.batch.iterate()
         finally:
             self._owner = 0
             self._turn.release()
@@ -130,7 +74,7 @@ class Driver:
             self.serve(inbox)
 
     def pump(self) -> None:
-        """Have the engine's own thread run the work until nothing is left. Returns at once."""
+        """Have the engine's own thread run steps until nothing is left to decode. Returns at once."""
         with self._guard:
             if not self._pumping:
                 self._pumping = True
@@ -140,11 +84,11 @@ class Driver:
     def _pump(self) -> None:
         while True:
             with self._guard:
-                if not self._work.busy or not _program_runs():
+                if not self.batch.busy or not _program_runs():
                     self._pumping = False
                     break
             with self.alone():
-                self._work.iterate()
+                self.batch.iterate()
             if self._guests:
                 time.sleep(YIELD)
         release_threads()
@@ -153,15 +97,6 @@ class Driver:
 def _program_runs() -> bool:
     """Whether a thread is left that Python waits for at its end, besides those that decode. Otherwise nobody can read."""
     return any(t.name != NAME and not t.daemon and t.is_alive() for t in threading.enumerate())
-
-
-class Stoppable(Protocol):
-    """What a stream knows of its requests."""
-
-    ended: bool
-    began: float  # when it got a row (`time.perf_counter`), 0.0 before
-
-    def stop(self) -> None: ...
 
 
 class Stream:
@@ -175,17 +110,12 @@ class Stream:
     close it, or write `with engine.generate(prompt) as stream:`, which closes it at the end of the block.
     """
 
-    def __init__(
-        self, requests: Sequence[Stoppable], results: list[GenerationResult], inbox: Inbox, driver: Driver,
-        enter: Callable[[], None], settle: Callable[[], None],
-    ):  # fmt: skip
-        """enter: queues the requests. settle: ends those that shall end, while nothing else runs."""
-        self.results = results
+    def __init__(self, requests: Sequence[Request], driver: Driver):
+        """requests: of one inbox, and not queued yet."""
+        self.results = [request.result for request in requests]
         self._requests = requests
-        self._inbox = inbox
+        self._inbox = requests[0].inbox
         self._driver = driver
-        self._enter = enter
-        self._settle = settle
         self._entered = self._stopped = False
         self._entering = threading.Lock()
         self._reading = threading.RLock()
@@ -204,7 +134,8 @@ class Stream:
             self._entered = True
             if listener is not None:
                 self._inbox.listener = listener
-            self._enter()
+            for request in self._requests:
+                self._driver.batch.submit(request)
         if listener is not None:
             self._driver.pump()
 
@@ -259,7 +190,7 @@ class Stream:
             self._inbox.left = 0
         elif not all(request.ended for request in self._requests):
             with self._driver.alone():
-                self._settle()
+                self._driver.batch.settle()
         self._inbox.chunks.clear()
         mark_interrupted(self.results)
         release_threads()  # the next request may run in another thread
@@ -308,7 +239,7 @@ class AsyncStream:
 
     async def __anext__(self) -> Chunk:
         self._end_with(asyncio.current_task())
-        self._stream.start(in_loop(asyncio.get_running_loop(), self._news))
+        self._stream.start(partial(_set, asyncio.get_running_loop(), self._news))
         try:
             while not self._stream.ready:
                 await self._news.wait()
@@ -346,11 +277,7 @@ class AsyncStream:
         return self.results
 
 
-def in_loop(loop: asyncio.AbstractEventLoop, event: asyncio.Event) -> Callable[[], None]:
-    """A listener that sets an event of asyncio."""
-
-    def told() -> None:
-        with contextlib.suppress(RuntimeError):  # the loop has ended
-            loop.call_soon_threadsafe(event.set)
-
-    return told
+def _set(loop: asyncio.AbstractEventLoop, event: asyncio.Event) -> None:
+    """Set an event of asyncio, in any thread."""
+    with contextlib.suppress(RuntimeError):  # the loop has ended
+        loop.call_soon_threadsafe(event.set)

@@ -170,15 +170,21 @@ class LoadOptions:
         return kind
 
     @property
+    def place(self) -> str:
+        """The kind of device: "cuda" or "cpu"."""
+        from support.machine import default_device
+
+        return self.device or default_device()
+
+    @property
     def kernel_mode(self) -> str:
         """`kernels`, where auto means cpu if the C++ kernels can run: they know float32 alone.
 
         They are compiled already, so `compile` alone does not ask for others. A `compile_mode` of its own does.
         """
         import kernels
-        from support.machine import default_device
 
-        on_cpu = (self.device or default_device()) == "cpu" and self.dtype in (None, "float32")
+        on_cpu = self.place == "cpu" and self.dtype in (None, "float32")
         on_cpu = on_cpu and not (self.compile and self.compile_mode != "graph")
         return "cpu" if self.kernels == "auto" and on_cpu and not kernels.cpu_problem() else self.kernels
 
@@ -186,9 +192,8 @@ class LoadOptions:
     def on_triton(self) -> bool:
         """Whether linear layers run on the Triton kernels."""
         import kernels
-        from support.machine import default_device
 
-        on_gpu = self.kernels == "auto" and (self.device or default_device()) == "cuda"
+        on_gpu = self.kernels == "auto" and self.place == "cuda"
         return (self.kernels == "triton" or on_gpu) and kernels.triton is not None and self.dtype != "float64"
 
     @property
@@ -209,8 +214,6 @@ class LoadOptions:
     def validate(self) -> None:
         """Raise UsageError for an option that is wrong or would be ignored, without reading any file."""
         import torch
-
-        from support.machine import default_device
 
         for f in fields(self):
             _check_value(f.name, vars(self)[f.name], f.type, f.default, f.metadata)
@@ -244,18 +247,16 @@ class LoadOptions:
             raise UsageError("--activations float is about the CPU kernels, and others run here. Leave it out.")
         if self.lora and self.tp:
             raise UsageError("--tp splits no LoRA adapter yet; leave out --tp, or merge the adapter with PEFT.")
-        if self.threads and (self.device or default_device()) != "cpu":
+        if self.threads and self.place != "cpu":
             raise UsageError("--threads is about a CPU, and this runs on a GPU; leave it out, or add --device cpu.")
-        if self.check and not (self.on_triton and (self.device or default_device()) == "cuda"):
+        if self.check and not (self.on_triton and self.place == "cuda"):
             raise UsageError("--check is about the kernels of a GPU, and none of them run here; leave it out.")
         if self.device == "cuda" and not torch.cuda.is_available():
             raise UsageError("--device cuda, but this torch sees no CUDA device. Use --device cpu.")
 
     def with_defaults(self, config: ModelConfig) -> LoadOptions:
         """The options with device, dtype, ctx, kernels and whether anything is compiled decided for a model."""
-        from support.machine import default_device
-
-        device = self.device or default_device()
+        device = self.place
         # half precision is slow on CPUs without native support for it
         dtype = self.dtype or ("float32" if device == "cpu" else config.dtype)
         # a context longer than the original one changes every frequency of LongRoPE

@@ -17,7 +17,7 @@ import torch
 
 from decoding.params import SamplingParams
 from engine.engine import Engine, EngineConfig
-from engine.ranks import join
+from engine.ranks import Ranks
 from kernels import KernelBackend
 from loading.drafting import build_drafter, build_head, read_drafter, resolve
 from loading.options import LoadOptions
@@ -42,7 +42,7 @@ def decode(model: Transformer, checkpoint: Checkpoint, options: LoadOptions, par
 
 def main(rank: int, size: int, folder: Path) -> None:
     torch.set_num_threads(1)
-    ranks = join(rank, size, "cpu", f"file://{folder}/{size}")
+    ranks = Ranks(rank, size, "cpu", f"file://{folder}/{size}")
     lines = []
     for number, case in enumerate(json.loads((folder / "cases.json").read_text())):
         paths = {

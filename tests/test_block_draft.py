@@ -283,7 +283,7 @@ def test_the_context_is_the_same_however_it_came():
             e.state.limit[0] = 100
             while int(e.state.n[0]) < 72:
                 e.launch(e.fallback if how == "plain" else e.drafter, mode, e.view(1))
-                e.read()
+                e.runner.read()
             n = int(e.state.n[0])
             assert e.state.tokens[0, : n + 1].tolist() == text[: n + 1]
             if how == "plain":

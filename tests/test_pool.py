@@ -74,7 +74,7 @@ def waits_for_room(found: Engine) -> bool:
 
 def run(found: Engine, stops: dict[int, int]) -> tuple[list[Request], int]:
     """All requests at once, of which some are cancelled after so many parts. Also how often one waited for room alone."""
-    requests = [found.requests([prompt], [params])[0][0] for prompt, params in asked()]
+    requests = [found.requests([prompt], [params])[0] for prompt, params in asked()]
     for request in requests:
         found.batch.submit(request)
     batch, waited, parts = found.batch, 0, 0
@@ -134,7 +134,7 @@ def test_a_beginning_that_a_running_request_has_is_copied_into_another_span():
     """A system prompt that is computed again, or whose copy misses what was moved meanwhile."""
     found = engine("eagle3", 3, 2 * ROOM)
     prompt = [(7 * i) % V for i in range(40)]
-    first, second = (found.requests([[*prompt, i]], [SamplingParams(max_new_tokens=12, seed=i)])[0][0] for i in (1, 2))
+    first, second = (found.requests([[*prompt, i]], [SamplingParams(max_new_tokens=12, seed=i)])[0] for i in (1, 2))
     found.batch.submit(first)
     for _ in range(4):
         found.batch.iterate()
@@ -152,14 +152,14 @@ def test_a_beginning_that_a_running_request_has_is_copied_into_another_span():
 def test_after_a_failure_no_span_is_taken_for_another_one(monkeypatch):
     """Rows whose places are not those that the steps use, after a failure or Ctrl-C in the middle of a change."""
     found = engine("eagle3", 3, ROOM)
-    for request in (found.requests([[i] * 9], [SamplingParams(max_new_tokens=5)])[0][0] for i in (1, 2)):
+    for request in (found.requests([[i] * 9], [SamplingParams(max_new_tokens=5)])[0] for i in (1, 2)):
         found.batch.submit(request)
     found.batch.iterate()
     with monkeypatch.context() as broken:
         broken.setattr(found, "launch", None)
         found.state.spans.reverse()  # what an interrupted exchange of two rows may leave
         found.batch.iterate()
-    assert found.batch.running == 0
+    assert not any(found.batch.rows)
     requests, _ = run(found, {})
     assert [request.result.token_ids for request in requests] == alone("eagle3")
 

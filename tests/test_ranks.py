@@ -25,7 +25,7 @@ from decoding.params import SamplingMode
 from decoding.step import DecodeState, decode_step
 from drafters.medusa import save_medusa
 from engine import load
-from engine.ranks import OtherRank
+from engine.ranks import OtherRank, Ranks
 from families.config import ModelConfig
 from loading.drafting import DraftFiles, resolve
 from loading.options import DEMO, LoadOptions
@@ -347,6 +347,8 @@ class Others:
     def gather(self, value):
         return [value, self.told.pop(0)]
 
+    heard = Ranks.heard
+
 
 @pytest.mark.parametrize("name, mode", [
     ("llama", "reference"), ("tied", "reference"), ("int4", "reference"), ("tied", "cpu"),
@@ -360,7 +362,7 @@ def test_the_embedding_is_split_only_where_a_rank_could_not_hold_it_whole(folder
         monkeypatch.setattr(load, "free_memory", lambda device: 2 * free)  # of a CPU that two processes share
         checkpoint, said = asked.open_checkpoint().sharded(Shard(0, 2)), []
         options = resolve(asked, checkpoint)
-        checkpoint, plan = load.check_plan(checkpoint, DraftFiles(), options, Others(("", other)), said.append)
+        checkpoint, plan = load.check_plan(checkpoint, DraftFiles(), options, Others((other, "")), said.append)
         with kernels.KernelBackend(mode, "cpu").active():
             part = checkpoint.load("cpu", dtype)
             ids = torch.tensor([0, 3, 40])
@@ -381,7 +383,7 @@ def test_the_embedding_is_split_only_where_a_rank_could_not_hold_it_whole(folder
     with pytest.raises(OtherRank, match="rank 1: no such file"):
         load.check_plan(
             asked.open_checkpoint().sharded(Shard(0, 2)), DraftFiles(), resolve(asked, Checkpoint.open(folder / name)),
-            Others(("no such file", None)), print,
+            Others((None, "no such file")), print,
         )  # fmt: skip
 
 

@@ -106,11 +106,10 @@ class Comparison:
                 for ours, theirs in zip(_tensors(args[i]), _tensors(copies[i]), strict=True):
                     ours.copy_(theirs)
         if not problem and want is not None:
-            pairs = zip(
-                _tensors([out, *_read(args, operation)]), _tensors([want, *_read(copies, operation)]), strict=True
-            )
+            ours, theirs = _tensors([out, *_read(args, operation)]), _tensors([want, *_read(copies, operation)])
             exact = operation.key not in ("packed_topk", "draft_topk")  # ids of nearly equal scores may change places
-            problem = next(filter(None, (self._difference(*pair, exact) for pair in pairs)), "")
+            problems = (self._difference(*pair, exact) for pair in zip(ours, theirs, strict=True))
+            problem = next(filter(None, problems), "")
         if problem:
             self.found.wrong.setdefault(operation.key, f"{operation.name} {problem}")
         return out
@@ -126,9 +125,8 @@ class Comparison:
             return f"differs from its reference in {wrong} of {want.numel()} integers" if wrong else ""
         got, want = got.double(), want.double()
         same = (got == want) | (got.isnan() & want.isnan())  # infinities, too
-        off = (
-            torch.where(same, 0.0, got - want).norm() / torch.where(want.isfinite(), want, 0.0).norm().clamp(1e-9)
-        ).item()
+        size = torch.where(want.isfinite(), want, 0.0).norm().clamp(1e-9)
+        off = float(torch.where(same, 0.0, got - want).norm() / size)
         return "" if off <= self.tolerance else f"is {off:.1%} off its reference"
 
 

@@ -19,17 +19,7 @@ from decoding import sampling
 from decoding.drafter import Draft, DraftInput, StepParts
 from drafters.trees import TreeDrafter
 from eagle_draft import EagleDrafter, EagleHead
-from kernels.records import (
-    DraftText,
-    HeadWeights,
-    LayerWeights,
-    LevelRows,
-    LinearWeights,
-    Nodes,
-    Rotary,
-    TreeNodes,
-    flat,
-)
+from kernels import records
 from model import MLP, Block, Transformer
 from weights.lora import LoraLinear
 from weights.quantized import QuantLinear, TiedEmbedding
@@ -53,14 +43,14 @@ def fused_parts() -> StepParts:
             known[owner] = stack(layers, **how)
         return known[owner]
 
-    def block(layer: Block, x: Tensor, nodes: Nodes, kv: Tensor) -> Tensor:
+    def block(layer: Block, x: Tensor, nodes: records.Nodes, kv: Tensor) -> Tensor:
         found = stacked(layer, [layer])
         if found is None or kv.dtype not in kernels.CPU_DTYPES:
             return layer(x, nodes, kv)
         return _run(x, None, found, nodes, kv[None])[0]
 
     def layers(
-        model: Transformer, x: Tensor, nodes: Nodes, kv: Tensor, taps: tuple[int, ...]
+        model: Transformer, x: Tensor, nodes: records.Nodes, kv: Tensor, taps: tuple[int, ...]
     ) -> tuple[Tensor, Tensor | None]:
         found = stacked(model, model.layers, norm=model.norm.weight)
         if found is None or kv.dtype not in kernels.CPU_DTYPES:
@@ -68,7 +58,7 @@ def fused_parts() -> StepParts:
         normed, tapped = _run(x, None, found, nodes, kv, taps)
         return normed, tapped if taps else None
 
-    def draft_layer(head: EagleHead, residual: Tensor, joined: Tensor, nodes: Nodes, kv: Tensor) -> Tensor:
+    def draft_layer(head: EagleHead, residual: Tensor, joined: Tensor, nodes: records.Nodes, kv: Tensor) -> Tensor:
         found = stacked(head, [head.layer], input_norm=False)
         if found is None:
             return EagleHead.layer_forward(head, residual, joined, nodes, kv)
@@ -87,7 +77,7 @@ def fused_parts() -> StepParts:
         bias = inputs.features.new_empty(len(inputs.n), 0)
         if inputs.bias is not None:
             bias = inputs.bias[:, 0] if drafter.draft_ids is None else inputs.bias[:, 0, drafter.draft_ids]
-        text = DraftText(*state, inputs.sampling.seed, inputs.sampling.temperature, bias.contiguous())
+        text = records.DraftText(*state, inputs.sampling.seed, inputs.sampling.temperature, bias.contiguous())
         p_min = drafter.p_min if drafter.prunes(mode) else 0.0
         noisy = drafter.shared_noise and mode.sample
         how = noisy, drafter.cache, kernels.round_activations(), p_min, drafter.ngram_nodes
@@ -97,7 +87,7 @@ def fused_parts() -> StepParts:
 
 
 def _run(
-    x: Tensor, residual: Tensor | None, stacked: Tensor, nodes: Nodes, kv: Tensor, taps: tuple[int, ...] = ()
+    x: Tensor, residual: Tensor | None, stacked: Tensor, nodes: records.Nodes, kv: Tensor, taps: tuple[int, ...] = ()
 ) -> tuple[Tensor, Tensor]:
     """x float32 [B, T, in] -> [B, T, H] after all layers and the norm, and the inputs of the layers `taps` side by side.
 
@@ -105,7 +95,7 @@ def _run(
     kv [L, 2, B, Hkv, S, hd] has the keys and values of each layer side by side.
     """
     visible, windowed = (seen.expand(len(x), -1, -1) for seen in (nodes.visible, nodes.visible_window))
-    shared = [t.contiguous() for t in flat(nodes._replace(visible=visible, visible_window=windowed))]
+    shared = [t.contiguous() for t in records.flat(nodes._replace(visible=visible, visible_window=windowed))]
     residual = None if residual is None else residual.contiguous()
     run = torch.ops.eaglet_cpu.layers.default
     return run(x.contiguous(), residual, stacked, shared, kv, kernels.round_activations(), taps)
@@ -122,7 +112,7 @@ def stack(layers: Sequence[nn.Module], norm: Tensor | None = None, input_norm: b
     attentions, norm_of_first = [layer.attention for layer in layers], layers[0].post_norm or layers[0].attention_norm
     windows, rotations = [a.window for a in attentions], [a.rotation for a in attentions]
     numbers = layers[0].mlp.gate, norm_of_first.eps, attentions[0].scale, attentions[0].cap
-    return torch.ops.eaglet_cpu.stack_layers.default(flat(weights), norm, windows, rotations, *numbers)
+    return torch.ops.eaglet_cpu.stack_layers.default(records.flat(weights), norm, windows, rotations, *numbers)
 
 
 def layer_problem(layer: nn.Module) -> str:
@@ -154,7 +144,7 @@ def layers_in_parts(layers: Sequence[nn.Module]) -> dict[str, list[int]]:
     return found
 
 
-def layer_weights(layer: nn.Module, input_norm: bool) -> LayerWeights | None:
+def layer_weights(layer: nn.Module, input_norm: bool) -> records.LayerWeights | None:
     """The weights of a layer, or None if the C++ kernels do not have all of it."""
     if layer_problem(layer):
         return None
@@ -163,18 +153,18 @@ def layer_weights(layer: nn.Module, input_norm: bool) -> LayerWeights | None:
     first = layer.input_norm if input_norm else None
     after_attention, after_mlp = (layer.attention_norm, layer.mlp_norm) if isinstance(layer, Block) else (None, None)
     norms = first, after_attention, layer.post_norm, after_mlp, attention.q_norm, attention.k_norm
-    return LayerWeights(*(norm and norm.weight for norm in norms), *linears)
+    return records.LayerWeights(*(norm and norm.weight for norm in norms), *linears)
 
 
-def linear_weights(linear: nn.Module) -> LinearWeights | None:
+def linear_weights(linear: nn.Module) -> records.LinearWeights | None:
     """A linear layer, or None if the C++ kernels do not have it."""
     packed = linear.packed if isinstance(linear, QuantLinear) else None
     if packed is None or packed.layout != "tiles" or packed.perm is not None or packed.n % kernels.CPU_TILE:
         return None
-    return LinearWeights(packed.weight, packed.scales, packed.mins, linear.bias)
+    return records.LinearWeights(packed.weight, packed.scales, packed.mins, linear.bias)
 
 
-def head_weights(head: EagleHead) -> HeadWeights | None:
+def head_weights(head: EagleHead) -> records.HeadWeights | None:
     """The weights of a head, or None if the C++ kernels do not have such a head."""
     config, layer, target = head.config, head.layer, head.target
     if config.fc_norm or config.norm_before_fc or config.norm_output or config.layer.hidden_size % 8:
@@ -185,16 +175,16 @@ def head_weights(head: EagleHead) -> HeadWeights | None:
     embedding = head.embed_tokens or target.embed_tokens
     table = linear_weights(embedding.head[0] if isinstance(embedding, TiedEmbedding) else embedding)
     if isinstance(embedding, nn.Embedding) and embedding.weight.dtype == torch.float32:
-        table = LinearWeights(embedding.weight, None, None, None)
+        table = records.LinearWeights(embedding.weight, None, None, None)
     lm_head = head.lm_head or target.lm_head
     weights = layer_weights(layer, False), linear_weights(head.fc), lm_head and linear_weights(lm_head), table
     if None in weights:
         return None
     norms = (layer.input_norm, layer.hidden_norm) if config.version == 3 else (None, None)
     ids = torch.arange(target.config.vocab_size) if head.draft_ids is None else head.draft_ids
-    rotary = Rotary(head.rotary.cos, head.rotary.sin)
+    rotary = records.Rotary(head.rotary.cos, head.rotary.sin)
     norms = (norm and norm.weight for norm in (*norms, head.norm))
-    return HeadWeights(*weights, *norms, rotary, head.draft_ids, sampling.hash_ids(ids))
+    return records.HeadWeights(*weights, *norms, rotary, head.draft_ids, sampling.hash_ids(ids))
 
 
 def static_draft(drafter: TreeDrafter) -> Tensor | None:
@@ -206,12 +196,12 @@ def static_draft(drafter: TreeDrafter) -> Tensor | None:
     if weights is None:
         return None
     children = max(tables.max_children, 1)
-    nodes = TreeNodes(tables.source_row * children + tables.rank, tables.parent, tables.depth, tables.valid)
+    nodes = records.TreeNodes(tables.source_row * children + tables.rank, tables.parent, tables.depth, tables.valid)
     levels: list[Tensor] = []
     for level, (source, place) in zip(tables.levels, drafter.picks, strict=True):
-        levels += flat(LevelRows(source, place, level.visible, level.node, level.valid))
-    tree, levels = ([t.contiguous() for t in tensors] for tensors in (flat(nodes), levels))
+        levels += records.flat(records.LevelRows(source, place, level.visible, level.node, level.valid))
+    tree, levels = ([t.contiguous() for t in tensors] for tensors in (records.flat(nodes), levels))
     layer = head.layer
     noisy = drafter.scoring == "noisy"
     numbers = children, layer.post_norm.eps, layer.attention.scale, head.config.norm_before_residual, noisy
-    return torch.ops.eaglet_cpu.tree_draft.default(flat(weights), tree, levels, *numbers)
+    return torch.ops.eaglet_cpu.tree_draft.default(records.flat(weights), tree, levels, *numbers)

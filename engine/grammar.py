@@ -125,17 +125,14 @@ class Grammars:
         package = _llguidance()
         key = tuple(sorted(set(stop_ids)))
         if key not in self._tables:
-            self._tables[key] = self._table(package, key)
+            wrapper = package.TokenizerWrapper(_Words(self.tokenizer, self.vocab_size, key))
+            self._tables[key] = package.LLTokenizer(wrapper, n_vocab=self.vocab_size, eos_token=list(key))
         if not isinstance(grammar, _Ready):
             grammar = _checked("ready", grammar, "the grammar has an error")
         matcher = package.LLMatcher(self._tables[key], grammar, log_level=0)
         if matcher.is_error():
             raise GrammarError(f"the grammar has an error: {_one_line(matcher.get_error())}")
         return Constraint(matcher, self.vocab_size, frozenset(key), self.tokenizer)
-
-    def _table(self, package: Any, stop_ids: tuple[int, ...]) -> llguidance.LLTokenizer:
-        wrapper = package.TokenizerWrapper(_Words(self.tokenizer, self.vocab_size, stop_ids))
-        return package.LLTokenizer(wrapper, n_vocab=self.vocab_size, eos_token=list(stop_ids))
 
 
 class _Words:

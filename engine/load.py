@@ -129,9 +129,8 @@ def _load(
     if asked.compile and not options.compile:
         say("note    nothing to compile: the C++ kernels run (--kernels reference --compile compiles the reference)")
     if asked.kernels != "reference":
-        for opened in (checkpoint, files.model):
-            if opened:
-                opened.check_floats(DTYPES[options.dtype])
+        for opened in filter(None, (checkpoint, files.model)):
+            opened.check_floats(DTYPES[options.dtype])
     backend = open_backend(options, say)
     if not options.slots:
         options = replace(options, slots=fit_slots(checkpoint, files, options, ranks))

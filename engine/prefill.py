@@ -74,10 +74,6 @@ class Prefill:
         if compiled:
             self.forward = torch.compile(_run_chunk, fullgraph=True, dynamic=False)
 
-    def first_token(self, *request: Any) -> tuple[int, Logprobs | None]:
-        """`read` at once, with the same arguments."""
-        return _result(self.read(*request))
-
     def read(
         self, row: int, prompt: list[int], mode: SamplingMode, start: int = 0, allowed: Tensor | None = None
     ) -> Generator[None, None, tuple[int, Logprobs | None]]:

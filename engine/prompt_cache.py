@@ -103,8 +103,6 @@ class PromptCache:
     def exchange(self, state: DecodeState, drafter: Drafter, row: int, text: Text, prompt: list[int]) -> Saved | None:
         """Prepare the caches of a row, which hold `text`, for a prompt. Returns the copied text that the row got, which
         `text` is afterwards, or None."""
-        if not (self.limit or self.disk_limit):
-            return None
         self.save(state, drafter, row, text, prompt)
         best = max(self.entries, key=lambda saved: usable(saved, prompt, drafter), default=None)
         if best is None or usable(best, prompt, drafter) - usable(text, prompt, drafter) < WORTHWHILE:

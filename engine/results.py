@@ -186,10 +186,3 @@ class SequenceOutput:
         self.shown = end
         self.result.text = self.text
         return new
-
-
-def mark_interrupted(results: list[GenerationResult]) -> None:
-    """Say of all unfinished results that they were interrupted."""
-    for result in results:
-        if result.stop_reason == "unfinished":
-            result.stop_reason = "interrupted"

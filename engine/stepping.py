@@ -15,12 +15,11 @@ import kernels
 from decoding.drafter import UNCOMPILED, Drafter, PlainDrafter
 from decoding.params import SamplingMode, SamplingParams
 from decoding.step import RING, DecodeState, Observer, StepOutput, decode_step
-from drafters.block import BlockHead
-from eagle_draft import EagleHead
 from engine.fused import compiled_blocks, fused_parts
 from engine.grammar import ConstrainedSteps, Constraint
 from engine.prefill import Prefill
 from engine.runner import Runner
+from loading.drafting import DraftHead
 from loading.memory import MemoryPlan
 from loading.options import COMPILE_MODES, LoadOptions
 from model import Transformer
@@ -60,13 +59,11 @@ class EngineConfig:
     pool: int | None = None
     options: LoadOptions | None = None
     plan: MemoryPlan | None = None
-    head: EagleHead | BlockHead | None = None
+    head: DraftHead | None = None
     generation: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(
-        cls, options: LoadOptions, backend: kernels.KernelBackend, head: EagleHead | BlockHead | None = None
-    ) -> EngineConfig:
+    def of(cls, options: LoadOptions, backend: kernels.KernelBackend, head: DraftHead | None = None) -> EngineConfig:
         """The configuration that resolved options ask for."""
         return cls(
             options.slots, options.ctx, options.compile, options.compile_mode, backend,

@@ -17,7 +17,7 @@ from typing import Any
 
 from engine.batch import Batch
 from engine.request import Inbox, Request
-from engine.results import Chunk, GenerationResult, mark_interrupted
+from engine.results import Chunk, GenerationResult
 from support.machine import release_threads
 
 NAME = "eaglet"  # of the threads that decode
@@ -192,7 +192,9 @@ class Stream:
             with self._driver.alone():
                 self._driver.batch.settle()
         self._inbox.chunks.clear()
-        mark_interrupted(self.results)
+        for result in self.results:
+            if result.stop_reason == "unfinished":
+                result.stop_reason = "interrupted"
         release_threads()  # the next request may run in another thread
 
     def __enter__(self) -> Stream:

@@ -103,17 +103,13 @@ def default_tree(options: LoadOptions, quantization: str | None, head: EagleConf
     (docs/results.md). `scripts.tune_tree` measures the best one for a card.
     quantization: of the target, as `Checkpoint.quantization` names it.
     """
-    block = head if drafts_blocks(head) else None
-    if block and options.verify != "match":
-        return f"chain:{block.depth}"
-    if block and options.device != "cuda":
-        return block_tree(block)
-    unshifted = isinstance(head, EagleConfig) and head.unshifted
-    if head is None or unshifted or options.device != "cuda" or options.verify != "match":
+    on_gpu, nodes = options.device == "cuda", 16 if quantization else 24
+    if drafts_blocks(head):
+        if options.verify != "match":
+            return f"chain:{head.depth}"
+        return block_tree(head, nodes) if on_gpu else block_tree(head)
+    if head is None or head.unshifted or not on_gpu or options.verify != "match":
         return "paper25"
-    nodes = 16 if quantization else 24
-    if block:
-        return block_tree(block, nodes)
     return f"dynamic:{nodes},{7 if head.version == 3 else 5},8"
 
 

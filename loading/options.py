@@ -229,10 +229,8 @@ class LoadOptions:
         for words in (words for words, ignored in about_heads.items() if ignored):
             raise UsageError(f"{words} is about a draft head, and none was given (--eagle HEAD).")
         if kind and self.kv == "int8" and self.kernel_mode != "cpu":
-            problem = (
-                "--kv int8 rounds the cache of a step over many tokens differently, so drafts could change the text"
-            )
-            raise UsageError(f"{problem}. Leave out --kv int8, or the drafter ({kind}).")
+            why = "--kv int8 rounds the cache of a step over many tokens differently, so drafts could change the text"
+            raise UsageError(f"{why}. Leave out --kv int8, or the drafter ({kind}).")
         if self.kv == "float16" and self.kernel_mode != "cpu":
             raise UsageError("--kv float16 is about the CPU kernels, and others run here; allowed: auto, model, int8.")
         if any("=" not in item for item in self.eagle_config):
@@ -265,10 +263,10 @@ class LoadOptions:
         mode = self.kernel_mode
         slots = 1 if self.slots is None else self.slots
         compiles = self.compile and mode != "cpu"
-        halves = (
-            mode == "cpu" and not self.dtype and config.dtype in ("bfloat16", "float16") and config.head_dim % 16 == 0
-        )
-        kv = self.kv if self.kv != "auto" else "float16" if halves else "model"
+        kv = self.kv
+        if kv == "auto":
+            halves = config.dtype in ("bfloat16", "float16") and config.head_dim % 16 == 0
+            kv = "float16" if halves and mode == "cpu" and not self.dtype else "model"
         return replace(self, device=device, dtype=dtype, ctx=ctx, kernels=mode, compile=compiles, slots=slots, kv=kv)
 
     def open_checkpoint(self, draft: bool = False) -> Checkpoint:

@@ -279,7 +279,7 @@ def test_the_context_is_the_same_however_it_came():
         e, mode, start = engine(), SamplingMode(), 40 if how == "kept" else 20
         with torch.inference_mode():
             e.generate(text[:start], SamplingParams(max_new_tokens=2)).run()
-            e.prefill.first_token(0, text[:start], mode, start - 8 if how == "kept" else 0)
+            list(e.prefill.read(0, text[:start], mode, start - 8 if how == "kept" else 0))
             e.state.limit[0] = 100
             while int(e.state.n[0]) < 72:
                 e.launch(e.fallback if how == "plain" else e.drafter, mode, e.view(1))

@@ -999,7 +999,7 @@ def draws(tree, params, multi_round="", shared_noise=True, rows=ROWS, ctx=24):
     with torch.inference_mode():
         state.sampling.set(params)
         # greedy, so that all rows start with the same token
-        engine.prefill.first_token(0, prompt, SamplingMode())
+        list(engine.prefill.read(0, prompt, SamplingMode()))
         for buffer in (state.tokens, state.n, state.root, state.count, state.features):
             buffer.copy_(buffer[:1].expand_as(buffer))
         by_row = state.kv.unflatten(-2, (rows, -1))

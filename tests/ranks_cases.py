@@ -1,10 +1,11 @@
 """What one process of tests/test_ranks.py does: decode with its part of tiny models, and compare with the whole ones.
 
-    python ranks_cases.py SIZE FOLDER
+    python ranks_cases.py FOLDER
 
-FOLDER holds checkpoints and cases.json, which test_ranks.py wrote. One process imports what all need and becomes SIZE of
-them. Every process RANK runs every case and writes a JSON line for each to the file SIZE-RANK in FOLDER. All processes do
-the same, so their parts of the models meet in every sum. The whole model of a case runs in one of the processes alone.
+FOLDER holds checkpoints and cases.json, which test_ranks.py wrote: lists of cases by the number SIZE of processes. One
+process imports what all need and becomes 2 and 4 of them. Every process RANK runs every case of its SIZE and writes a JSON
+line for each to the file SIZE-RANK in FOLDER. All processes do the same, so their parts of the models meet in every sum.
+The whole model of a case runs in one of the processes alone.
 """
 
 import json
@@ -44,7 +45,7 @@ def main(rank: int, size: int, folder: Path) -> None:
     torch.set_num_threads(1)
     ranks = Ranks(rank, size, "cpu", f"file://{folder}/{size}")
     lines = []
-    for number, case in enumerate(json.loads((folder / "cases.json").read_text())):
+    for number, case in enumerate(json.loads((folder / "cases.json").read_text())[str(size)]):
         paths = {
             key: str(folder / case[key]) for key in ("checkpoint", "eagle", "draft_checkpoint", "medusa") if key in case
         }
@@ -68,10 +69,10 @@ def main(rank: int, size: int, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    size, folder = int(sys.argv[1]), Path(sys.argv[2])
+    folder = Path(sys.argv[1])
     with torch.inference_mode():
         context = multiprocessing.get_context("fork")
-        processes = [context.Process(target=main, args=(rank, size, folder)) for rank in range(size)]
+        processes = [context.Process(target=main, args=(r, size, folder)) for size in (2, 4) for r in range(size)]
         for process in processes:
             process.start()
         for process in processes:

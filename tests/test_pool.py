@@ -203,10 +203,8 @@ def test_a_pool_has_room_for_one_context_and_not_more_than_all():
         with pytest.raises(ValueError, match=rf"pool is {pool} tokens; allowed: {ROOM} .* to {3 * ROOM}"):
             engine("plain", 3, pool)
     sizes = [engine("plain", 3, pool).state.kv.shape[4] for pool in (ROOM, 3 * ROOM)]
-    assert sizes == [
-        ROOM + 3 * 2 + 1,
-        3 * (ROOM + 2),
-    ]  # a tree of one node, a trash row; one place for rows without any
+    # a tree of one node, a trash row; one place for rows without any
+    assert sizes == [ROOM + 3 * 2 + 1, 3 * (ROOM + 2)]
 
 
 @pytest.mark.skipif(bool(kernels.cpu_problem()), reason="the CPU kernels do not run here")

@@ -166,7 +166,7 @@ def test_two_processes_of_one_model_never_get_each_others_rows(tmp_path):
         assert turn(late, ids[:60])[0] == turn(engine("eagle"), ids[:60])[0]
 
 
-@pytest.mark.parametrize("damage", ["one bit", "zeros", "NaN", "cut", "other ids", "empty"])
+@pytest.mark.parametrize("damage", ["one bit", "cut", "other ids", "empty"])
 def test_a_damaged_file_is_dropped_and_its_text_is_run_again(tmp_path, damage):
     """Rows of a file that are not those that were written: the file goes, and the text is that of an engine alone."""
     first = engine("plain", PromptCache(0, 64, tmp_path, keep=True))
@@ -176,10 +176,6 @@ def test_a_damaged_file_is_dropped_and_its_text_is_run_again(tmp_path, damage):
     whole = bytearray(file.read_bytes())
     if damage == "one bit":
         whole[-1000] ^= 64
-    elif damage == "zeros":
-        whole[-4096:] = bytes(4096)
-    elif damage == "NaN":
-        whole[-4096:] = b"\xff" * 4096
     elif damage == "other ids":
         whole = whole.replace(b"[0, ", b"[1, ", 1) if b"[0, " in whole else whole.replace(b"5, 10", b"5, 11", 1)
     file.write_bytes({"cut": bytes(whole[:-10]), "empty": b""}.get(damage, bytes(whole)))

@@ -273,19 +273,9 @@ def test_an_error_reaches_the_reader_and_no_other():
 # ------------------------------------------------------------------ prompts
 
 
-@pytest.mark.parametrize(
-    "prompt",
-    [
-        [3, 5, 7],
-        (3, 5, 7),
-        range(3, 9, 2),
-        [np.int64(3), 5, 7],
-        np.array([3, 5, 7]),
-        np.array([3, 5, 7], np.uint8),
-        torch.tensor([3, 5, 7]),
-        torch.tensor([3, 5, 7], dtype=torch.int32),
-    ],
-)
+@pytest.mark.parametrize("prompt", [
+    [3, 5, 7], range(3, 9, 2), [np.int64(3), 5, 7], np.array([3, 5, 7], np.uint8), torch.tensor([3, 5, 7]),
+])  # fmt: skip
 def test_every_kind_of_ids_is_the_same_prompt(prompt):
     """An array or tensor of ids that the engine refuses, or decodes as another prompt."""
     model = engine()
@@ -306,24 +296,14 @@ def test_text_is_encoded_with_the_tokenizer():
         engine().generate("to the moon")
 
 
-@pytest.mark.parametrize(
-    "prompt, named",
-    [
-        (None, "NoneType"),
-        (b"text", "bytes"),
-        (3, "int"),
-        ({3, 5}, "set"),
-        ({"a": 1}, "dict"),
-        ([3, "a"], "an item 'a' (str)"),
-        ([3, 1.5], "an item 1.5 (float)"),
-        ([[3, 5]], "an item [3, 5] (list)"),
-        (np.array([1.5]), "ndarray of shape (1,) and type float64"),
-        (np.array([[3]]), "ndarray of shape (1, 1) and type int64"),
-        (np.array(["a"]), "ndarray of shape (1,)"),
-        (torch.tensor(3), "Tensor of shape () and type torch.int64"),
-        (torch.tensor([True]), "Tensor of shape (1,) and type torch.bool"),
-    ],
-)
+@pytest.mark.parametrize("prompt, named", [
+    (None, "NoneType"), (b"text", "bytes"), ({3, 5}, "set"), ({"a": 1}, "dict"),
+    ([3, "a"], "an item 'a' (str)"), ([3, 1.5], "an item 1.5 (float)"), ([[3, 5]], "an item [3, 5] (list)"),
+    (np.array([1.5]), "ndarray of shape (1,) and type float64"),
+    (np.array([[3]]), "ndarray of shape (1, 1) and type int64"),
+    (torch.tensor(3), "Tensor of shape () and type torch.int64"),
+    (torch.tensor([True]), "Tensor of shape (1,) and type torch.bool"),
+])  # fmt: skip
 def test_anything_else_is_one_clear_type_error(prompt, named):
     """A prompt of a wrong type that fails deep inside, or is decoded as something that nobody asked for."""
     with pytest.raises(TypeError, match=re.escape(named)) as error:

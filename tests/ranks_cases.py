@@ -3,9 +3,9 @@
     python ranks_cases.py FOLDER
 
 FOLDER holds checkpoints and cases.json, which test_ranks.py wrote: lists of cases by the number SIZE of processes. One
-process imports what all need and becomes 2 and 4 of them. Every process RANK runs every case of its SIZE and writes a JSON
-line for each to the file SIZE-RANK in FOLDER. All processes do the same, so their parts of the models meet in every sum.
-The whole model of a case runs in one of the processes alone.
+process imports what all need and becomes 2 and 4 of them. Every process RANK runs every case of its SIZE and writes a
+JSON line for each to the file SIZE-RANK in FOLDER. All processes do the same, so their parts of the models meet in every
+sum. The whole model of a case runs in one of the processes alone.
 """
 
 import json

@@ -39,14 +39,13 @@ from decoding import sampling
 from decoding import step as step_module
 from decoding.drafter import Draft, Drafter, PlainDrafter, StepParts
 from decoding.params import SamplingMode, SamplingParams
-from decoding.step import DecodeState, Observer, decode_step
+from decoding.step import DecodeState, decode_step
 from drafters.trees import DraftRule
 from eagle_draft import EagleDrafter
 from engine import stepping
 from engine.engine import Engine, EngineConfig
 from engine.fused import compiled_blocks
 from engine.prefill import Prefill
-from engine.results import Chunk, SequenceOutput
 from kernels import growing
 from model import Transformer
 
@@ -189,15 +188,6 @@ def test_int8_cache_keeps_the_promise(tree):
         turn = [prompt + new + [7] for prompt, new in zip(turn, ids[0], strict=True)]
     assert all(r.cached_tokens > 20 for rows in results for r in rows)
     assert engines[0].state.kv.any()
-
-
-@pytest.mark.parametrize("tree", ("chain4", "dynamic"))
-def test_fewer_prompts_than_rows(tree):
-    """Catches rows without a prompt that change something. They once fed draft row -1 again and crashed."""
-    engine = eagle_engine(HEADS["eagle1"], TREES[tree], batch_size=3)
-    for rows in (1, 3, 2, 1):
-        results = engine.generate_batch(PROMPTS[:rows], settings(2)).run()
-        assert [tuple(r.token_ids) for r in results] == [plain(settings(2), b) for b in range(rows)]
 
 
 def test_wide_plain_forward_is_plain():
@@ -362,15 +352,6 @@ def bonus_of_the_root(monkeypatch):
     monkeypatch.setattr(step_module, "accept", accept)
 
 
-def parent_off_by_one(monkeypatch):
-    real = step_module.accept
-
-    def accept(tokens, parent, *rest):
-        return real(tokens, (parent - 1).clamp(min=0), *rest)
-
-    monkeypatch.setattr(step_module, "accept", accept)
-
-
 def noise_of_one_depth(monkeypatch):
     real = sampling.gumbel_noise
 
@@ -394,7 +375,7 @@ def siblings_share_a_position(monkeypatch):
     monkeypatch.setattr(Transformer, "nodes", nodes)
 
 
-MUTANTS = (bonus_of_the_root, parent_off_by_one, noise_of_one_depth, no_commit, siblings_share_a_position)
+MUTANTS = (bonus_of_the_root, noise_of_one_depth, no_commit, siblings_share_a_position)
 
 
 @pytest.mark.parametrize("mutant", MUTANTS)
@@ -429,29 +410,6 @@ def test_stop_ids_inside_an_accepted_run():
     """Catches tokens after a stop id that leak into ids, counts, tau or acceptance. The first token of the text can
     be the stop id too."""
     check_stops(lambda params: scripted("chain4", params))
-
-
-def test_a_stop_ignored_inside_a_run_is_caught(monkeypatch):
-    """Shows that the test above can fail: this mutant compares only the last token of a step with the stop ids."""
-    real = SequenceOutput._take
-
-    def push(self, ids, logprobs=None, step=True):
-        if not ids:  # only the device has stopped
-            self.finish("eos")
-            return Chunk(0, [], "")
-        real_ids, self.stop_ids = self.stop_ids, set()
-        for token in ids[:-1]:
-            real(self, token, 0)
-        self.stop_ids = real_ids
-        self.result.token_ids += ids
-        real(self, ids[-1], self.result.new_tokens)
-        if step:
-            self.result.tokens_per_step.append(list(ids))
-        return Chunk(0, list(ids), "")
-
-    monkeypatch.setattr(SequenceOutput, "push", push)
-    with pytest.raises((AssertionError, RuntimeError)):  # wrong ids, or only the device has stopped
-        check_stops(lambda params: scripted("chain4", params))
 
 
 @pytest.mark.parametrize("tree", ("chain4", "random"))
@@ -697,10 +655,6 @@ def test_a_stream_that_was_closed_leaves_its_prefix(head, lag):
     assert again.token_ids == other.token_ids and again.cached_tokens >= 2
 
 
-class Boom(Exception):
-    pass
-
-
 def abandon_later(engine):
     stream = engine.generate(PROMPT, settings(2))
     for i, _ in enumerate(stream):
@@ -712,40 +666,10 @@ def abandon_later(engine):
 
 def consumer_raises(engine):
     stream = engine.generate(PROMPT, settings(2))
-    with pytest.raises(Boom):
+    with pytest.raises(ZeroDivisionError):
         for i, _ in enumerate(stream):
             if i == 2:
-                raise Boom
-    return stream
-
-
-def interrupt_in_a_step(engine):
-    class Interrupting(Observer):
-        def step(self, output, results):
-            raise KeyboardInterrupt
-
-    observer = Interrupting()
-    engine.add_observer(observer)
-    stream = engine.generate(PROMPT, settings(2))
-    with pytest.raises(KeyboardInterrupt):
-        stream.run()
-    engine.remove_observer(observer)
-    return stream
-
-
-def failing_draft(engine):
-    real = engine.drafter.draft
-
-    def draft(inputs):
-        if int(inputs.n[0]) > len(PROMPT) + 3:
-            raise MemoryError
-        return real(inputs)
-
-    engine.drafter.draft = draft
-    stream = engine.generate(PROMPT, settings(2))
-    with pytest.raises(MemoryError):
-        stream.run()
-    engine.drafter.draft = real
+                raise ZeroDivisionError
     return stream
 
 
@@ -765,13 +689,13 @@ def fresh_steps(index, prompt):
     return steps_of(fresh, list(prompt), settings(index, max_new_tokens=12))
 
 
-ACCIDENTS = (abandon_later, consumer_raises, interrupt_in_a_step, failing_draft, failing_forward)
+ACCIDENTS = (abandon_later, consumer_raises, failing_forward)
 
 
 @pytest.mark.parametrize("accident", ACCIDENTS)
 def test_the_engine_survives(accident):
-    """Catches what a request that is cut short leaves behind for the next one. The stream is closed, the consumer or
-    the step raises an exception, Ctrl-C is pressed, or memory runs out."""
+    """Catches what a request that is cut short leaves behind for the next one. The stream is closed, the consumer raises
+    an exception, or memory runs out within a prompt. (tests/test_runner.py cuts requests short at all other places.)"""
     engine = eagle_engine(HEADS["eagle1"], TREES["paper25"], lag=2)  # cut short with steps under way
     engine.generate(PROMPT, settings(0, max_new_tokens=4)).run()  # something to reuse wrongly
     stream = accident(engine)
@@ -786,13 +710,13 @@ def test_the_engine_survives(accident):
 
 def test_a_half_read_stream_goes_on_behind_another_one():
     """Catches a stream that is spoiled by a request that begins before it has ended, or spoils it, and a thread that
-    waits for itself where the engine has one row."""
+    waits for itself where the engine has one row. Catches chunks that are lost while another stream is read."""
     for rows in (1, 2):
         engine = Engine(MODEL, config=EngineConfig(batch_size=rows))
         stream = engine.generate(PROMPT, settings(2))
-        next(stream), next(stream)
+        ids = [*next(stream).token_ids, *next(stream).token_ids]
         assert tuple(engine.generate(PROMPTS[1], settings(2)).run()[0].token_ids) == plain(settings(2, seed=2), 1)
-        assert tuple(stream.run()[0].token_ids) == plain(settings(2))
+        assert (*ids, *(t for chunk in stream for t in chunk.token_ids)) == plain(settings(2))
 
 
 def test_the_backend_does_not_leak_to_the_consumer():
@@ -804,19 +728,14 @@ def test_the_backend_does_not_leak_to_the_consumer():
         assert not torch.is_inference_mode_enabled()
 
 
-@pytest.mark.parametrize(
-    "prompts, params, message",
-    (
-        ([[]], {}, "prompt is empty"),
-        ([[0, V]], {}, f"prompt id {V} is outside the vocabulary; allowed: 0 to {V - 1}"),
-        ([[-1]], {}, "prompt id -1"),
-        ([[True]], {}, "prompt id True"),
-        ([], {}, "no prompts"),
-        ([[1]], dict(max_new_tokens=CTX), f"needs {CTX + 1} of the {CTX} allocated"),
-        ([[1]], dict(stop=("x",)), "stop strings need a tokenizer"),
-        ([[1]], dict(stop_ids=tuple(range(40))), "40 stop ids; allowed: at most 32"),
-    ),
-)
+@pytest.mark.parametrize("prompts, params, message", [
+    ([[]], {}, "prompt is empty"), ([], {}, "no prompts"), ([[-1]], {}, "prompt id -1"),
+    ([[0, V]], {}, f"prompt id {V} is outside the vocabulary; allowed: 0 to {V - 1}"),
+    ([[True]], {}, "prompt id True"),
+    ([[1]], dict(max_new_tokens=CTX), f"needs {CTX + 1} of the {CTX} allocated"),
+    ([[1]], dict(stop=("x",)), "stop strings need a tokenizer"),
+    ([[1]], dict(stop_ids=tuple(range(40))), "40 stop ids; allowed: at most 32"),
+])  # fmt: skip
 def test_bad_requests_are_refused_at_once(prompts, params, message):
     """Catches requests that index out of the cache or the vocabulary. They must end in one line before any kernel
     runs."""
@@ -1329,9 +1248,8 @@ def test_a_step_compiled_whole_decodes_the_same(monkeypatch):
     monkeypatch.setattr(torch, "compile", compile)
     monkeypatch.setattr(Engine, "_measure", lambda *_: (1.0, 99.0))  # plain steps take over after 16
     drafter = eagle_drafter(HEADS["eagle1"], TREES["chain4"])
-    engine = Engine(
-        MODEL, drafter=drafter, config=EngineConfig(compile=True, compile_mode="reduce-overhead", eagle_always=False)
-    )
+    config = EngineConfig(compile=True, compile_mode="reduce-overhead", eagle_always=False)
+    engine = Engine(MODEL, drafter=drafter, config=config)
     assert all(how["fullgraph"] and not how["dynamic"] for how in calls)
     assert [how.get("mode") for how in calls] == [None, *["reduce-overhead"] * 2], "prefill, step, plain step"
     buffers = [*engine.state.buffers(), drafter.cache]

@@ -31,39 +31,14 @@ from weights.heads import EagleConfig, read_eagle
 from weights.quantized import MODES
 
 # field -> (what a user types after the flag, the value of the field); none is a default
-TYPED = {
-    "checkpoint": ("models/x", "models/x"),
-    "sha256": ("stored", "stored"),
-    "slots": ("3", 3),
-    "ctx": ("256", 256),
-    "pool": ("600", 600),
-    "device": ("cpu", "cpu"),
-    "dtype": ("bfloat16", "bfloat16"),
-    "quant": ("int4", "int4"),
-    "lora": ("models/l", "models/l"),
-    "threads": ("3", 3),
-    "tp": ("2", 2),
-    "compile": (None, True),
-    "compile_mode": ("blocks", "blocks"),
-    "activations": ("float", "float"),
-    "kernels": ("reference", "reference"),
-    "check": (None, True),
-    "kv": ("int8", "int8"),
-    "eagle": ("heads/e", "heads/e"),
-    "head_quant": ("none", "none"),
-    "eagle_config": ("rope_theta=1e4", ("rope_theta=1e4",)),
-    "drafter": ("eagle", "eagle"),
-    "draft_checkpoint": ("models/d", "models/d"),
-    "medusa": ("m.pt", "m.pt"),
-    "ngram_nodes": ("7", 7),
-    "tree": ("chain:3", "chain:3"),
-    "prune": ("5", 5),
-    "draft_vocab": ("64", 64),
-    "draft_vocab_text": ("t.txt", "t.txt"),
-    "draft_noise": ("off", False),
-    "verify": ("multi-round", "multi-round"),
-    "eagle_always": (None, True),
-}
+TEXTS = """checkpoint=models/x sha256=stored device=cpu dtype=bfloat16 quant=int4 lora=models/l compile_mode=blocks
+    activations=float kernels=reference kv=int8 eagle=heads/e head_quant=none drafter=eagle draft_checkpoint=models/d
+    medusa=m.pt tree=chain:3 draft_vocab_text=t.txt verify=multi-round"""
+COUNTS = "slots=3 ctx=256 pool=600 threads=3 tp=2 ngram_nodes=7 prune=5 draft_vocab=64"
+TYPED = {name: (word, word) for name, word in (item.split("=") for item in TEXTS.split())}
+TYPED |= {name: (word, int(word)) for name, word in (item.split("=") for item in COUNTS.split())}
+TYPED |= {name: (None, True) for name in ("compile", "check", "eagle_always")}
+TYPED |= {"draft_noise": ("off", False), "eagle_config": ("rope_theta=1e4", ("rope_theta=1e4",))}
 NUMBERS = [f.name for f in fields(LoadOptions) if f.metadata["least"] is not None]
 CHOICES = [f.name for f in fields(LoadOptions) if f.metadata["choices"] and not isinstance(f.default, bool)]
 SWITCHES = [f.name for f in fields(LoadOptions) if isinstance(f.default, bool)]
@@ -98,11 +73,6 @@ def test_every_option_is_declared_with_its_flag_and_its_help():
     assert text.count("model:") == text.count("speculative decoding:") == 1
 
 
-def test_a_command_line_without_options_gives_the_defaults():
-    """Defaults that the command line and Python do not share."""
-    assert LoadOptions(**parsed()) == LoadOptions()
-
-
 def test_all_options_come_back_together():
     """An option that is dropped, changes its type, spoils another one or lands in its field; a repeatable one that keeps
     its last value only."""
@@ -115,7 +85,8 @@ def test_all_options_come_back_together():
 
 
 def test_a_command_may_have_some_options_and_defaults_of_its_own():
-    """A command that offers options it ignores, or whose default is not the one that it runs with."""
+    """A command that offers options it ignores, or whose default is not the one that it runs with or that Python has."""
+    assert LoadOptions(**parsed()) == LoadOptions()
     names = ("dtype", "ctx", "draft_noise", "compile", "eagle_config")
     mine = {"dtype": "float32", "ctx": 512, "draft_noise": False, "compile": True, "eagle_config": ("a=1",)}
     assert parsed(names=names, **mine) == mine
@@ -154,19 +125,16 @@ def test_wrong_numbers_are_named(name):
         refused(name, value, f"{least} or more" if most is None else f"{least} to {most}")
 
 
-@pytest.mark.parametrize("name", CHOICES)
-def test_wrong_names_are_answered_with_the_right_ones(name):
-    """A misspelt name that is another default, or a KeyError."""
-    choices = next(f.metadata["choices"] for f in fields(LoadOptions) if f.name == name)
-    for value in ("bogus", "" if getattr(LoadOptions(), name) else "x", 1, True, ["cpu"]):
-        refused(name, value, ", ".join(choices))
-
-
-@pytest.mark.parametrize("name", SWITCHES)
-def test_wrong_switches_are_named(name):
-    """`draft_noise="off"`, which Python takes for true."""
-    for value in ("off", "on", 1, 0, None):
-        refused(name, value, "True or False")
+@pytest.mark.parametrize("name", (*CHOICES, *SWITCHES))
+def test_wrong_names_and_switches_are_answered_with_the_right_ones(name):
+    """A misspelt name that is another default, or a KeyError; `draft_noise="off"`, which Python takes for true."""
+    if name in SWITCHES:
+        wrong, allowed = ("off", "on", 1, 0, None), "True or False"
+    else:
+        wrong = "bogus", "" if getattr(LoadOptions(), name) else "x", 1, True, ["cpu"]
+        allowed = ", ".join(next(f.metadata["choices"] for f in fields(LoadOptions) if f.name == name))
+    for value in wrong:
+        refused(name, value, allowed)
 
 
 IGNORED = [
@@ -286,23 +254,14 @@ def test_the_tuned_tree_is_found_or_the_command_that_makes_it(tmp_path, monkeypa
 
 # ------------------------------------------------------------------ settings of a request
 
-SETTINGS = {
-    "temperature": ("0.5", 0.5),
-    "top_k": ("7", 7),
-    "top_p": ("0.9", 0.9),
-    "min_p": ("0.1", 0.1),
-    "repetition_penalty": ("1.2", 1.2),
-    "presence_penalty": ("0.3", 0.3),
-    "frequency_penalty": ("-0.4", -0.4),
-    "seed": ("-5", -5),
-    "max_new_tokens": ("9", 9),
-    "stop_ids": ("2,13", (2, 13)),
-    "stop": ("END", ("END",)),
-    "logprobs": ("0", 0),
-    "grammar": ("start: /a+/", "start: /a+/"),
+FLOATS = "temperature=0.5 top_p=0.9 min_p=0.1 repetition_penalty=1.2 presence_penalty=0.3 frequency_penalty=-0.4"
+INTEGERS = "top_k=7 seed=-5 max_new_tokens=9 logprobs=0 min_new_tokens=6"
+SETTINGS = {name: (word, float(word)) for name, word in (item.split("=") for item in FLOATS.split())}
+SETTINGS |= {name: (word, int(word)) for name, word in (item.split("=") for item in INTEGERS.split())}
+SETTINGS |= {
+    "stop_ids": ("2,13", (2, 13)), "stop": ("END", ("END",)), "grammar": ("start: /a+/", "start: /a+/"),
     "logit_bias": ("13=-2.5", ((13, -2.5),)),
-    "min_new_tokens": ("6", 6),
-}
+}  # fmt: skip
 
 
 def sampled(*words: str, names: tuple[str, ...] = (), **defaults) -> SamplingParams:

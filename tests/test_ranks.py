@@ -165,8 +165,7 @@ def test_requests_that_end_early_leave_the_processes_in_step(folder):
     assert done.returncode == 0, done.stderr[-2000:]
     seen = json.loads(done.stdout)
     assert all(several == alone for several, alone in seen["texts"])
-    assert seen["stopped"] == "interrupted"
-    assert seen["identical"] == 24
+    assert (seen["stopped"], seen["identical"]) == ("interrupted", 24)
     several, alone = seen["facts"]
     assert (several["ranks"], several["exchanges"], alone["ranks"], alone["exchanges"]) == (4, "gloo", 1, None)
     several, alone = several["plan_bytes_per_rank"], alone["plan_bytes_per_rank"]
@@ -307,10 +306,8 @@ def test_what_cannot_be_split_is_refused_by_name(folder):
 
 def published(kind: str) -> tuple[dict, dict]:
     """Random tensors of one projection by inputs and one by outputs, [N, K] = [64, 128] each, in a published layout."""
-    draw, words = (
-        torch.Generator().manual_seed(0),
-        lambda *shape: torch.randint(-(2**31), 2**31 - 1, shape, dtype=torch.int32),
-    )
+    draw, largest = torch.Generator().manual_seed(0), 2**31 - 1
+    words = lambda *shape: torch.randint(-largest - 1, largest, shape, dtype=torch.int32)  # noqa: E731
     layouts = {
         "gptq": {"qweight": words(16, 64), "qzeros": words(4, 8), "scales": torch.rand(4, 64, generator=draw),
                  "g_idx": torch.arange(128, dtype=torch.int32) // 32},

@@ -197,7 +197,7 @@ def test_a_process_that_never_comes_is_one_line(tmp_path, monkeypatch):
     late = "--tp 3: rank 1, 2 did not come within 1 s; start again."
     early = r"a process of --tp 3 ended before all had met \(rank "
     for module, error, said in (
-        ("sleeping", ranks.RankLost, late), ("ending", ranks.RankLost, early), ("sleeping", KeyboardInterrupt, ""),
+        ("sleeping", ranks.RankLost, late), ("ending", ranks.RankLost, early), ("sleeping", KeyboardInterrupt, None),
     ):  # fmt: skip
         if error is KeyboardInterrupt:
             threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()

@@ -105,8 +105,7 @@ class Ranks:
                 raise RankLost(f"a process of --tp {self.size} ended before all had met ({ended}).")
             if time.monotonic() > deadline:
                 names = ", ".join(map(str, missing))
-                seconds = MEETING.total_seconds()
-                raise RankLost(f"--tp {self.size}: rank {names} did not come within {seconds:.0f} s; start again.")
+                raise RankLost(f"--tp {self.size}: rank {names} did not come within {MEETING.seconds} s; start again.")
             time.sleep(0.05)
 
     def _ended(self) -> str:

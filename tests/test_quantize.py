@@ -44,6 +44,7 @@ CONFIG = ModelConfig(
 UNTIED = replace(CONFIG, tie_word_embeddings=False)
 MIXTRAL = replace(UNTIED, model_type="mixtral", num_local_experts=4, num_experts_per_tok=2)
 GQA_BIAS = replace(UNTIED, model_type="qwen2", qkv_bias=True)
+WIDE = replace(UNTIED, hidden_size=512, intermediate_size=512, num_attention_heads=16)  # two groups of 256 columns
 
 
 def tiny(config: ModelConfig, seed: int = 0) -> Transformer:
@@ -760,6 +761,7 @@ PUBLISHED = [
     ("gptq", {"v2": True, "checkpoint_format": "gptq"}),  # some writers label the second format as the first
     ("gptq", {}), ("gptq", {"symmetric": False}), ("gptq", {"symmetric": False, "v2": True, "group": 64}),
     ("gptq", {"group": 128, "v2": True}), ("gptq", {"group": -1}), ("gptq", {"group": -1, "symmetric": False}),
+    ("gptq", {"group": 256, "symmetric": False, "config": WIDE}),
     ("gptq", {"act_order": True}), ("gptq", {"act_order": True, "symmetric": False, "group": 64, "config": GQA_BIAS}),
     ("gptq", {"config": MIXTRAL, "symmetric": False}), ("gptq", {"config": MIXTRAL, "act_order": True}),
     ("awq", {"symmetric": False}), ("awq", {"symmetric": False, "group": 128, "config": MIXTRAL}),
@@ -773,7 +775,8 @@ PUBLISHED = [
     "kind, options", PUBLISHED, ids=lambda v: v if isinstance(v, str) else "-".join(map(str, v)) or "plain"
 )
 def test_published_checkpoints_load_to_the_exact_matrices(tmp_path, kind, options):
-    """Prevents any slip in nibble order, the zero-minus-one convention, act-order or fusion of q/k/v and gate/up."""
+    """Prevents any slip in nibble order, the zero-minus-one convention, act-order or fusion of q/k/v and gate/up, and
+    scales of another group where groups are wider than ours."""
     config = options.get("config", UNTIED)
     matrices = published(tmp_path / "m", kind, **options)
     model = checkpoint.load_model(tmp_path / "m")

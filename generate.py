@@ -154,36 +154,33 @@ def check_arguments(args: argparse.Namespace) -> None:
     """Raise UsageError for arguments that do not go together."""
     drafts = args.eagle or args.drafter or args.draft_checkpoint or args.medusa
     given = [name for name in ("prompt", "prompt_ids", "prompt_file") if vars(args)[name] is not None]
-    if (args.input is None) != (args.output is None):
-        raise UsageError("--input FILE and --output FILE belong together; give both.")
-    if args.prove and args.verify != "match":
-        raise UsageError("--prove compares tokens; --verify multi-round promises only the distribution.")
-    if args.prove and not drafts:
-        raise UsageError("--prove replays without the drafter; it needs one, like --eagle HEAD.")
-    if len(given) + args.chat + bool(args.input) > 1:
-        raise UsageError("give one of --prompt, --prompt-file, --prompt-ids, --chat, --input.")
     names = "raw gauge prove show_tree html json json_schema".split()
-    for_one_request = [f"--{name.replace('_', '-')}" for name in names if vars(args)[name]]
-    for_one_request += ["--grammar"] * ("grammar" in args) + ["--batch-size"] * (args.batch_size > 1)
-    if (args.chat or args.input) and for_one_request:
-        raise UsageError(f"{for_one_request[0]} is for one request; it does not go with --chat or --input.")
-    if args.when_full != FULL[0] and not args.chat:
-        raise UsageError("--when-full is for a chat; add --chat.")
+    alone = [f"--{name.replace('_', '-')}" for name in names if vars(args)[name]]
+    alone += ["--grammar"] * ("grammar" in args) + ["--batch-size"] * (args.batch_size > 1)
     message = args.chat or (given and args.prompt_ids is None) or (not given and stdin_is_fed())
-    if args.input and args.system:
-        raise UsageError("--system is part of a request; put it into the messages of --input.")
-    if (args.template or args.system) and not args.input and (args.raw or not message):
-        raise UsageError("--template and --system shape a message: give -p TEXT without --raw, or add --chat.")
-    if args.json_schema and "grammar" in args:
-        raise UsageError("give one of --grammar, --json-schema.")
-    if "logprobs" in args and not args.json:
-        raise UsageError("--logprobs are part of the JSON output; add --json.")
-    if args.batch_size < 1:
-        raise UsageError(f"--batch-size is {args.batch_size}; allowed: 1 or more.")
+    shaped = (args.template or args.system) and not args.input
+    lossy, drawn = args.verify != "match", args.show_tree or args.html
+    one = f"{' '.join(alone[:1])} is for one request; it does not go with --chat or --input."
+    problems = {
+        "--input FILE and --output FILE belong together; give both.": (args.input is None) != (args.output is None),
+        "--prove compares tokens; --verify multi-round promises only the distribution.": args.prove and lossy,
+        "--prove replays without the drafter; it needs one, like --eagle HEAD.": args.prove and not drafts,
+        "give one of --prompt, --prompt-file, --prompt-ids, --chat, --input.":
+            len(given) + args.chat + bool(args.input) > 1,
+        one: alone and (args.chat or args.input),
+        "--when-full is for a chat; add --chat.": args.when_full != FULL[0] and not args.chat,
+        "--system is part of a request; put it into the messages of --input.": args.input and args.system,
+        "--template and --system shape a message: give -p TEXT without --raw, or add --chat.":
+            shaped and (args.raw or not message),
+        "give one of --grammar, --json-schema.": args.json_schema and "grammar" in args,
+        "--logprobs are part of the JSON output; add --json.": "logprobs" in args and not args.json,
+        f"--batch-size is {args.batch_size}; allowed: 1 or more.": args.batch_size < 1,
+        "--show-tree and --html show one sequence; use --batch-size 1.": args.batch_size > 1 and drawn,
+    }  # fmt: skip
+    for problem in (problem for problem, is_there in problems.items() if is_there):
+        raise UsageError(problem)
     check_folder("--html", args.html)
     check_folder("--output", args.output)
-    if args.batch_size > 1 and (args.show_tree or args.html):
-        raise UsageError("--show-tree and --html show one sequence; use --batch-size 1.")
 
 
 if __name__ == "__main__":

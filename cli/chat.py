@@ -14,7 +14,7 @@ from types import FrameType
 from typing import Any
 
 from cli.prompt import read_line
-from cli.report import Report
+from cli.report import Report, Request
 from cli.steps import StepRecorder
 from cli.tree_text import coloured, wants_colour
 from decoding.params import SamplingParams, with_suggestions
@@ -24,8 +24,8 @@ from engine.streams import Stream
 from support import cache
 from support.errors import BadFileError, UsageError, one_line
 from support.files import INDEX_LIMIT, read_json, write_json
+from support.progress import say
 from text.template import answer_room, newest_turns
-from text.tokenizer import BUILTIN_SYSTEM
 
 HELP = """/help           this list
 /reset          start over
@@ -43,21 +43,12 @@ Ctrl-C stops an answer and keeps what is there of it; pressed twice, it waits fo
 Alt-Enter begins a new line of a message."""
 
 
-def chat(engine: Engine, given: dict[str, Any], system: str | None, report: Report, drop_oldest: bool = False) -> int:
-    """Answer what the user types until the input ends.
-
-    given: the sampling settings that the user chose. drop_oldest: as in `Conversation`.
-    """
-    if engine.tokenizer is None:
-        raise BadFileError(f"{engine.options.checkpoint} has no tokenizer files; --chat needs one.")
-    if not engine.tokenizer.chat_template_source:
-        known = ", ".join(BUILTIN_SYSTEM)
-        raise UsageError(f"--chat needs a chat template, and this model has none; choose --template {known}.")
-    conversation = Conversation(engine, given, system, report, drop_oldest)
+def chat(conversation: Conversation) -> int:
+    """Answer what the user types until the input ends."""
     at_terminal = sys.stdin.isatty() and sys.stdout.isatty()
     read = terminal_reader() if at_terminal else read_line
     if at_terminal:
-        report.line("\n/help lists the commands, Ctrl-D leaves.")
+        conversation.report.line("\n/help lists the commands, Ctrl-D leaves.")
     while True:
         try:
             text = read().strip()
@@ -113,24 +104,18 @@ def texts_of(chunks: Iterable[Chunk]) -> Iterator[str]:
         yield text
 
 
-def say(text: str) -> None:
-    """Print a line on stderr, where everything goes that is no answer."""
-    print(text, file=sys.stderr, flush=True)
-
-
 @contextlib.contextmanager
 def ctrl_c_ends(stream: Stream) -> Iterator[Iterator[Chunk]]:
     """The stream's chunks, which Ctrl-C ends between two steps, so that the caches stay valid.
 
     A second Ctrl-C does not wait for the end of a step.
     """
-    pressed = False
+    pressed: list[int] = []
 
     def press(number: int, frame: FrameType | None) -> None:
-        nonlocal pressed
         if pressed:
             raise KeyboardInterrupt
-        pressed = True
+        pressed.append(number)
 
     def chunks() -> Iterator[Chunk]:
         for chunk in stream:
@@ -149,17 +134,18 @@ def ctrl_c_ends(stream: Stream) -> Iterator[Iterator[Chunk]]:
 
 
 class Conversation:
-    """The messages so far, the ids that the engine has of them, and the settings of the next answer."""
+    """The messages so far, the ids that the engine has of them, and the settings of the next answer.
 
-    def __init__(
-        self, engine: Engine, given: dict[str, Any], system: str | None, report: Report, drop_oldest: bool = False
-    ):
-        """drop_oldest: when the context is full, the oldest turns are dropped instead of the message refused."""
+    given: the sampling settings that the user chose. drop_oldest: when the context is full, the oldest turns are dropped
+    instead of the message refused.
+    """
+
+    def __init__(self, engine: Engine, given: dict[str, Any], system: str | None, report: Report, drop_oldest: bool):
         self.drop_oldest = drop_oldest
         self.engine = engine
         self.given = dict(given)
         self.report = report
-        self.last: tuple[list[int], SamplingParams, list[str], GenerationResult] | None = None  # the last request
+        self.last: tuple[Request, GenerationResult] | None = None
         self.commands: dict[str, Callable[[str], None]] = {
             "/help": lambda argument: say(HELP),
             "/reset": lambda argument: self.start_over(self.system),
@@ -188,25 +174,19 @@ class Conversation:
     def answer(self, text: str) -> None:
         """Let the model answer a message, and keep both."""
         messages = [*self.messages, {"role": "user", "content": text}]
-        tokenizer, dropped = self.engine.tokenizer, 0
+        tokenizer, ctx = self.engine.tokenizer, self.engine.ctx
         prompt = tokenizer.continue_chat(messages, self.ids) if self.ids else tokenizer.encode_chat(messages)
-        if self.drop_oldest:
-            needed = answer_room(self.engine.ctx, self.given.get("max_new_tokens"))
-            kept = messages
-            if len(prompt) + needed > self.engine.ctx:
-                kept = newest_turns(messages, lambda some: len(tokenizer.encode_chat(some)) + needed <= self.engine.ctx)
-            dropped = len(messages) - len(kept)
-            if dropped:
-                messages, prompt = kept, tokenizer.encode_chat(kept)
-        room = self.engine.ctx - len(prompt)
+        longest = ctx - answer_room(ctx, self.given.get("max_new_tokens"))
+        if self.drop_oldest and len(prompt) > longest:
+            messages = newest_turns(messages, lambda some: len(tokenizer.encode_chat(some)) <= longest)
+            prompt = tokenizer.encode_chat(messages)
+        room = ctx - len(prompt)
         if room < 1:
             what = "message alone has" if self.drop_oldest else "conversation would have"
             way = "Shorten it" if self.drop_oldest else "/reset starts over"
-            raise UsageError(
-                f"the {what} {len(prompt):,} tokens, and the context holds {self.engine.ctx:,}. "
-                f"{way}, and a larger --ctx holds more."
-            )
-        if dropped:
+            problem = f"the {what} {len(prompt):,} tokens, and the context holds {ctx:,}"
+            raise UsageError(f"{problem}. {way}, and a larger --ctx holds more.")
+        if dropped := len(self.messages) + 1 - len(messages):
             say(f"note  the context is full, so the {dropped} oldest messages were dropped")
         most = min(room, self.given.get("max_new_tokens", room))
         params, suggested = with_suggestions(self.engine.generation, self.given | {"max_new_tokens": most})
@@ -216,7 +196,7 @@ class Conversation:
                 print(reply, end="", flush=True)
         print(flush=True)
         result = stream.result
-        self.last = (prompt, params, suggested, result)
+        self.last = Request(prompt, params, suggested), result
         reply = result.text.strip()
         if reply:
             self.messages = [*messages, {"role": "assistant", "content": reply}]
@@ -292,18 +272,19 @@ class Conversation:
 
     def stats(self, argument: str) -> None:
         """The full report of the last answer."""
-        _, params, suggested, result = self._last()
+        request, result = self._last()
         report = Report(quiet=False)
         report.bandwidth = self.report.bandwidth
-        report.tail(self.engine, [result], params, suggested)
+        report.tail(self.engine, [result], request)
 
     def tree(self, argument: str) -> None:
         """Decode the last answer again, now recording its steps, and print it in colours."""
-        prompt, params, _, result = self._last()
+        request, result = self._last()
         if self.engine.drafter.D == 0:
             raise UsageError("/tree shows what was drafted, and nothing drafts here; start with --eagle HEAD.")
         recorder = StepRecorder(self.engine)
-        stream = self.engine.generate(prompt, replace(params, max_new_tokens=result.new_tokens))
+        params = replace(request.params, max_new_tokens=result.new_tokens)
+        stream = self.engine.generate(request.prompt_ids, params)
         try:
             with ctrl_c_ends(stream) as chunks:
                 for _ in recorder.follow(chunks, stream.result):
@@ -312,7 +293,7 @@ class Conversation:
             self.engine.remove_observer(recorder)
         print(coloured(recorder) if wants_colour(sys.stdout) else stream.result.text, flush=True)
 
-    def _last(self) -> tuple[list[int], SamplingParams, list[str], GenerationResult]:
+    def _last(self) -> tuple[Request, GenerationResult]:
         if self.last is None:
             raise UsageError("there is no answer yet.")
         return self.last

@@ -7,17 +7,16 @@ import json
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
 from cli import prove
-from cli.chat import chat, texts_of
+from cli.chat import Conversation, chat, texts_of
 from cli.prompt import Prompt
-from cli.report import Report, result_json
+from cli.report import Report, Request, result_json
 from cli.steps import Gauge, StepRecorder, write_page
 from cli.tree_text import TreeWriter
-from decoding.params import SamplingParams, with_suggestions
+from decoding.params import with_suggestions
 from engine.engine import Engine
 from engine.grammar import json_grammar
 from engine.results import Chunk, GenerationResult
@@ -30,16 +29,6 @@ from text.template import TemplateWorker
 from text.tokenizer import BUILTIN_SYSTEM
 
 NEW_TOKENS = 200  # of a continuation, which may never end by itself
-
-
-class Request(NamedTuple):
-    """A prompt as the engine takes it, and what the report says of it."""
-
-    prompt_ids: list[int]
-    params: SamplingParams
-    suggested: list[str]  # settings that come from the model's generation_config.json
-    template: str | None  # the chat template that made the prompt
-    note: str
 
 
 def run_request(args: argparse.Namespace, prompt: Prompt) -> int:
@@ -56,10 +45,17 @@ def run_request(args: argparse.Namespace, prompt: Prompt) -> int:
     if (args.device or default_device()) == "cpu":
         report.measure(torch.device("cpu"))
     engine = report.load(args, options)
-    if engine.tokenizer is not None:
-        engine.tokenizer.render_with(worker)
+    tokenizer = engine.tokenizer
+    if tokenizer is not None:
+        tokenizer.render_with(worker)
+    elif prompt.ids is None:
+        files = "tokenizer files (tokenizer.json or tokenizer.model)"
+        raise BadFileError(f"{engine.options.checkpoint} has no {files}. Without them, pass --prompt-ids.")
+    if (args.chat or args.system) and not tokenizer.chat_template_source:
+        what = f"{'--chat' if args.chat else '--system'} needs a chat template, and this model has none"
+        raise UsageError(f"{what}; choose --template {', '.join(BUILTIN_SYSTEM)}.")
     if args.chat:
-        return chat(engine, settings_given(args), args.system, report, args.when_full == "drop-oldest")
+        return chat(Conversation(engine, settings_given(args), args.system, report, args.when_full == "drop-oldest"))
     return decode(engine, make_request(engine, prompt, args), prompt, args, report)
 
 
@@ -68,29 +64,18 @@ def make_request(engine: Engine, prompt: Prompt, args: argparse.Namespace) -> Re
     given = settings_given(args)
     if args.json_schema:
         given["grammar"] = json_grammar(read_json(Path(args.json_schema)))
-    template = None
-    most, note = NEW_TOKENS, ""
-    if prompt.ids is not None:
-        ids = prompt.ids
-    else:
-        tokenizer = engine.tokenizer
-        if tokenizer is None:
-            files = "tokenizer.json or tokenizer.model"
-            raise BadFileError(f"{engine.options.checkpoint} has no tokenizer files ({files}). Pass --prompt-ids.")
-        if len(prompt.text) > 16 * engine.ctx:  # no tokenizer makes so few tokens of so long a text
-            length = f"{len(prompt.text):,} characters"
-            raise UsageError(f"the prompt has {length}, far more than ctx {engine.ctx:,} holds.")
-        template = tokenizer.chat_template_source if prompt.message else None
-        if args.system and not template:
-            known = ", ".join(BUILTIN_SYSTEM)
-            raise UsageError(f"--system needs a chat template, and this model has none; choose --template {known}.")
-        if template:
-            messages = [{"role": "system", "content": args.system}] if args.system else []
-            ids = tokenizer.encode_chat([*messages, {"role": "user", "content": prompt.text.strip()}])
-            most, note = max(1, engine.ctx - len(ids)), "as a message to the model (--raw continues it as text)"
-        else:
-            ids = tokenizer.encode(prompt.text)
-            note = "continued as plain text" if tokenizer.chat_template_source else ""
+    if len(prompt.text) > 16 * engine.ctx:  # no tokenizer makes so few tokens of so long a text
+        raise UsageError(f"the prompt has {len(prompt.text):,} characters, far more than ctx {engine.ctx:,} holds.")
+    ids, most, note = prompt.ids, NEW_TOKENS, ""
+    tokenizer = engine.tokenizer
+    template = tokenizer.chat_template_source if prompt.message else None
+    if template:
+        messages = [{"role": "system", "content": args.system}] if args.system else []
+        ids = tokenizer.encode_chat([*messages, {"role": "user", "content": prompt.text.strip()}])
+        most, note = max(1, engine.ctx - len(ids)), "as a message to the model (--raw continues it as text)"
+    elif ids is None:
+        ids = tokenizer.encode(prompt.text)
+        note = "continued as plain text" if tokenizer.chat_template_source else ""
     return Request(ids, *with_suggestions(engine.generation, {"max_new_tokens": most, **given}), template, note)
 
 
@@ -114,20 +99,18 @@ def decode(engine: Engine, request: Request, prompt: Prompt, args: argparse.Name
     results = stream.results
     longest = max(results, key=lambda result: result.steps)
     if args.json:
-        values = result_json(engine, results, params, request.suggested, request.template)
+        values = result_json(engine, results, request)
         print(json.dumps(values | ({"gauge_ms": gauge.split(longest)} if gauge else {})))
-    elif args.show_tree:
-        pass  # the text is there already
-    else:
+    elif not args.show_tree:  # which has printed the text
         if args.batch_size > 1 and engine.tokenizer is not None:
             for b, result in enumerate(results):
                 print(f"\n--- seed {params.seed + b} ---\n{result.text}", end="")
         print(flush=True)
-    report.tail(engine, results, params, request.suggested, request.note)
+    report.tail(engine, results, request)
     if gauge:
         report.line(f"gauge    {gauge.line(longest)}")
     if args.html:
-        write_page(args.html, engine, recorder, request.prompt_ids, results[0])
+        write_page(args.html, recorder, request.prompt_ids)
         report.line(f"html     {args.html}")
     if interrupted:
         return INTERRUPTED

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -26,23 +26,23 @@ from support.progress import Progress
 
 # options that the JSON holds as they are
 OPTIONS = ("checkpoint", "dtype", "lora", "eagle", "draft_checkpoint", "medusa", "ngram_nodes", "compile")
+BAR = 32  # characters of the bar that shows the speed
 # settings that are reported where they differ from the default
 REPORTED = ("top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
-def result_json(
-    engine: Engine,
-    results: list[GenerationResult],
-    params: SamplingParams,
-    suggested: Sequence[str] = (),
-    template: str | None = None,
-) -> dict[str, Any]:
-    """The object that `--json` prints. Row 0 is at the top level, and "batch" holds all rows if there are several.
+class Request(NamedTuple):
+    """A prompt as the engine takes it, and what the report says of it."""
 
-    Args:
-        suggested: names of the settings that come from the model's generation_config.json.
-        template: the chat template of the prompt, None for a text that is continued.
-    """
+    prompt_ids: list[int]
+    params: SamplingParams
+    suggested: list[str]  # names of the settings that come from the model's generation_config.json
+    template: str | None = None  # the chat template that made the prompt; None for a text that is continued
+    note: str = ""  # what became of the prompt, for the prompt's line
+
+
+def result_json(engine: Engine, results: list[GenerationResult], request: Request) -> dict[str, Any]:
+    """The object that `--json` prints. Row 0 is at the top level, and "batch" holds all rows if there are several."""
     options = engine.options
     drafting = {"drafter": options.drafter_kind, "tree": options.tree, "verify": options.verify}
     reused, fresh = compiled_graphs() if engine.compiled else (0, 0)  # asking imports the compiler
@@ -54,9 +54,9 @@ def result_json(
         **{name: getattr(options, name) for name in OPTIONS},
         **(drafting if options.drafter_kind else dict.fromkeys(drafting)),
         **(compiled if options.compile else dict.fromkeys(compiled)),
-        "template": template,
-        "settings": asdict(params),
-        "settings_of_model": list(suggested),
+        "template": request.template,
+        "settings": asdict(request.params),
+        "settings_of_model": request.suggested,
         "quant": engine.model.quant or "none",
         "device": describe_device(engine.model.device),
         "kernels": engine.backend.describe(),
@@ -139,26 +139,14 @@ class Report:
             named = ", ".join(f"{_ranges(numbers)} ({what})" for what, numbers in parts.items())
             self.line(f"layers  in several calls of the C++ kernels, not in one: {named}")
 
-    def tail(
-        self,
-        engine: Engine,
-        results: list[GenerationResult],
-        params: SamplingParams,
-        suggested: Sequence[str] = (),
-        note: str = "",
-    ) -> None:
-        """How a request went.
-
-        Args:
-            suggested: names of the settings that come from the model's generation_config.json.
-            note: what became of the prompt, for the prompt's line.
-        """
+    def tail(self, engine: Engine, results: list[GenerationResult], request: Request) -> None:
+        """How a request went."""
         if self.quiet:
             return
         device = engine.model.device
         peak = peak_memory(device)
         self.measure(device)
-        lines = ["", *(text for result in results for text in _rates(result, note))]
+        lines = ["", *(text for result in results for text in _rates(result, request.note))]
         lines += [*_acceptance(engine, results[0]), *_speed(engine, results[0], self.bandwidth)]
         whose = " of the process, torch included" if device.type == "cpu" else ""
         lines.append(f"memory   peak {size_text(peak)}{whose} (plan {size_text(engine.plan.total)})")
@@ -175,7 +163,7 @@ class Report:
         elif engine.config.compile:
             lines.append(f"captured {took}: {len(engine.runner.graphs)} CUDA graphs")
         reasons = ", ".join(result.stop_reason for result in results)
-        lines.append(f"stop     {reasons}        {'  '.join(_settings(engine, params, suggested))}")
+        lines.append(f"stop     {reasons}        {'  '.join(_settings(engine, request))}")
         self.line("\n".join(lines))
 
 
@@ -190,26 +178,21 @@ def _ranges(numbers: Sequence[int]) -> str:
     """Ascending numbers as a text: 0-2, 5."""
     runs: list[list[int]] = []
     for number in numbers:
-        if runs and runs[-1][-1] == number - 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
+        if not runs or runs[-1][-1] != number - 1:
+            runs.append([])
+        runs[-1].append(number)
     return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
 
 
 def _drafter(engine: Engine) -> str:
     """The drafter's part of the first line."""
-    kind = engine.options.drafter_kind
-    if engine.head:
-        trimmed = f" vocabulary {engine.head.vocab_size:,}" if engine.head.draft_ids is not None else ""
-        kind = engine.head.config.kind
-        size = size_text(engine.plan.head)
-        pruned = ", pruned" if engine.drafter.p_min else ""
-        return f"   head {kind}  {size}{trimmed}  tree {engine.options.tree}{pruned}"
-    if not kind:
-        return ""
-    weights = f"  {size_text(engine.plan.head)}" if engine.plan.head else ""
-    return f"   drafter {kind}{weights}  N {engine.drafter.N}  D {engine.drafter.D}"
+    head, drafter, kind = engine.head, engine.drafter, engine.options.drafter_kind
+    size = f"  {size_text(engine.plan.head)}" if engine.plan.head else ""
+    if head:
+        trimmed = f" vocabulary {head.vocab_size:,}" if head.draft_ids is not None else ""
+        pruned = ", pruned" if drafter.p_min else ""
+        return f"   head {head.config.kind}{size}{trimmed}  tree {engine.options.tree}{pruned}"
+    return f"   drafter {kind}{size}  N {drafter.N}  D {drafter.D}" if kind else ""
 
 
 def _rates(result: GenerationResult, note: str) -> Iterator[str]:
@@ -258,12 +241,13 @@ def _speed(engine: Engine, result: GenerationResult, bandwidth: float) -> Iterat
             moved += steps * (weights + drafter.bytes_per_step(model))
     share = moved / result.decode_seconds / bandwidth
     each = f"{result.decode_seconds / result.steps * 1e3:.2f} ms/step, {size_text(moved / result.steps)} read"
-    yield f"speed    {bar(share)} {share:.0%} of the {bandwidth / 1e9:.0f} GB/s measured for a copy   {each}"
+    bar = f"{'#' * round(BAR * min(share, 1.0)):.<{BAR}}"
+    yield f"speed    {bar} {share:.0%} of the {bandwidth / 1e9:.0f} GB/s measured for a copy   {each}"
 
 
-def _settings(engine: Engine, params: SamplingParams, suggested: Sequence[str]) -> list[str]:
+def _settings(engine: Engine, request: Request) -> list[str]:
     """Every setting that changed the text, and which of them the model asked for."""
-    default = SamplingParams()
+    params, default = request.params, SamplingParams()
     settings = [f"seed {params.seed}", f"T {params.temperature:g}"]
     changed = [name for name in REPORTED if getattr(params, name) != getattr(default, name)]
     settings += [f"{name.replace('_', '-')} {getattr(params, name):g}" for name in changed]
@@ -275,13 +259,7 @@ def _settings(engine: Engine, params: SamplingParams, suggested: Sequence[str]) 
     if engine.drafter.D > 0:
         noise = "" if engine.options.draft_noise else "  draft-noise off"
         settings.append(f"verify {engine.options.verify}{noise}")
-    if suggested:
-        names = ", ".join("T" if name == "temperature" else name.replace("_", "-") for name in suggested)
+    if request.suggested:
+        names = ", ".join("T" if name == "temperature" else name.replace("_", "-") for name in request.suggested)
         settings.append(f"({names}: the model's generation_config.json)")
     return settings
-
-
-def bar(share: float, width: int = 32) -> str:
-    """A share as a bar of text."""
-    full = round(min(max(share, 0.0), 1.0) * width)
-    return "#" * full + "." * (width - full)

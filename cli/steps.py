@@ -74,15 +74,15 @@ class StepRecorder(Observer):
 
     def __init__(self, engine: Engine, result: GenerationResult | None = None):
         """result: of the sequence whose steps are wanted, if it is known already."""
-        self.tokenizer = engine.tokenizer
+        self.engine = engine
         self.result = result
         self.steps: list[Step] = []
         self.first = ""  # the text of the first token, which the prompt's forward gives
         self.views: list[StepView] = []
         self.scoring = engine.drafter.scoring
-        self.grafted = engine.drafter.grafted
         self._decoder = None if engine.tokenizer is None else engine.tokenizer.stream(continuation=True)
         self._seconds = 0.0  # that the steps so far have taken
+        self._begun = False  # whether the first token is known
         engine.add_observer(self)
 
     def step(self, output: StepOutput, results: Sequence[GenerationResult | None]) -> None:
@@ -111,8 +111,8 @@ class StepRecorder(Observer):
         the recorder's work nor the reader's is in it."""
         decoder, ids = self._decoder, chunk.token_ids
         kept = [self.text(token) if decoder is None else decoder.push([token]) for token in ids]
-        if len(self.steps) == len(self.views):  # no step has run yet
-            self.first = "".join(kept)
+        if not self._begun:
+            self._begun, self.first = True, "".join(kept)
             return
         step = self.steps[len(self.views)]
         own = len(ids) == len(step.emitted)
@@ -147,13 +147,13 @@ class StepRecorder(Observer):
             text += "softmax((z + T g) / max(T, 0.5))"
         else:
             text = "the draft's probability of the path from the root, at temperature 1"
-        return f"Beside a node: {text}" + (" (1.00 at an n-gram's node)." if self.grafted else ".")
+        return f"Beside a node: {text}" + (" (1.00 at an n-gram's node)." if self.engine.drafter.grafted else ".")
 
     def text(self, token: int) -> str:
         """A token as text, or its id without a tokenizer."""
-        if self.tokenizer is None:
+        if self.engine.tokenizer is None:
             return f"{token} "
-        return self.tokenizer.decode([token], skip_special=False, continuation=True)
+        return self.engine.tokenizer.decode([token], skip_special=False, continuation=True)
 
 
 class Gauge(Observer):
@@ -212,11 +212,9 @@ HERE = Path(__file__).parent
 PARTS = ("drawings.css", "drawings.js")  # what other pages that show steps can use, too
 
 
-def write_page(
-    file: str | Path, engine: Engine, recorder: StepRecorder, prompt_ids: Sequence[int], result: GenerationResult
-) -> None:
+def write_page(file: str | Path, recorder: StepRecorder, prompt_ids: Sequence[int]) -> None:
     """Write the page of a request that the recorder has followed."""
-    data = page_data(engine, recorder, prompt_ids, result)
+    data = page_data(recorder, prompt_ids)
     page = with_drawings((HERE / "page.html").read_text(encoding="utf-8"))
     # The data comes last, because a text may hold a mark. Without "<" no text can end the script that holds it.
     write_text(file, page.replace("%data%", json.dumps(data).replace("<", "\\u003c")))
@@ -229,14 +227,12 @@ def with_drawings(text: str) -> str:
     return text
 
 
-def page_data(
-    engine: Engine, recorder: StepRecorder, prompt_ids: Sequence[int], result: GenerationResult
-) -> dict[str, Any]:
+def page_data(recorder: StepRecorder, prompt_ids: Sequence[int]) -> dict[str, Any]:
     """What the page shows, as an object for JSON."""
-    tokenizer = engine.tokenizer
+    tokenizer, result = recorder.engine.tokenizer, recorder.result
     text = ",".join(map(str, prompt_ids)) if tokenizer is None else tokenizer.decode(prompt_ids, skip_special=False)
     return {
-        "facts": facts(engine, result),
+        "facts": facts(recorder.engine, result),
         "prompt": text,
         "scores": recorder.meaning(result.temperature),
         "first": recorder.first,
@@ -248,18 +244,16 @@ def page_data(
 def facts(engine: Engine, result: GenerationResult) -> list[tuple[str, str]]:
     """The names of the model and of what drafts, the shape of the tree, and the settings of the request."""
     options, drafter = engine.options, engine.drafter
-    about: list[tuple[str, str]] = []
-    if options is not None:
-        quant = f"{engine.model.quant}, " if engine.model.quant else ""
-        about.append(("model", f"{_name(options.checkpoint)} ({quant}{options.dtype})"))
+    quant = f"{engine.model.quant}, " if engine.model.quant else ""
+    about = [("model", f"{_name(options.checkpoint)} ({quant}{options.dtype})")]
+    if file := options.eagle or options.draft_checkpoint or options.medusa:
         kind = f" ({engine.head.config.kind})" if engine.head else ""
-        files = [file for file in (options.eagle, options.draft_checkpoint, options.medusa) if file]
-        about += [("draft model" if options.draft_checkpoint else "head", _name(file) + kind) for file in files]
-        if options.drafter_kind and not files:
-            about.append(("drafter", options.drafter_kind))
+        about.append(("draft model" if options.draft_checkpoint else "head", _name(file) + kind))
+    elif options.drafter_kind:
+        about.append(("drafter", options.drafter_kind))
     tau = ""
     if drafter.D:
-        name = f"{', '.join(options.trees)}: " if options is not None and engine.head else ""
+        name = f"{', '.join(options.trees)}: " if engine.head else ""
         pruned = f", pruned at {drafter.p_min:.0%}" if drafter.p_min else ""
         about.append(("tree", f"{name}{drafter.N} nodes, depth {drafter.D}{pruned}"))
         tau = f", tau {result.tau:.2f}"

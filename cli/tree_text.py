@@ -41,7 +41,7 @@ class TreeWriter:
     def __init__(self, stream: TextIO):
         self.stream = stream
         self.colour = wants_colour(stream)
-        self.ascii = not _can_write("┬", stream)
+        self.ascii = "┬".encode(stream.encoding or "utf-8", "replace") == b"?"
         self.steps = 0
         self.line = ""  # the last piece of the text so far
 
@@ -175,19 +175,11 @@ def clipped(line: Line, width: int) -> Line:
         return line
     out, left = [], width - 1
     for text, codes in line:
-        cut = 0
-        while cut < len(text) and columns(text[: cut + 1]) <= left:
-            cut += 1
-        out.append(Span(text[:cut], codes))
-        left -= columns(text[:cut])
-        if cut < len(text):
+        kept = text
+        while columns(kept) > left:
+            kept = kept[:-1]
+        out.append(Span(kept, codes))
+        left -= columns(kept)
+        if kept != text:
             break
     return [*out, Span("…")]
-
-
-def _can_write(text: str, stream: TextIO) -> bool:
-    try:
-        text.encode(stream.encoding or "utf-8")
-    except UnicodeEncodeError:
-        return False
-    return True

@@ -26,11 +26,12 @@ from kernels import cpu
 from loading.drafting import DraftFiles
 from loading.memory import plan_memory
 from loading.options import DEMO, LoadOptions
-from support import machine
+from support import cache, machine
 from weights.checkpoint import Checkpoint
 
 ROOT = Path(__file__).resolve().parent.parent
 HEADS = sorted(p.name for p in DEMO.glob("eagle*") if p.is_dir())
+EAGLE = ["--eagle", str(DEMO / "eagle1")]
 # The keys of --json. Other programs read them: one may be added, none renamed or dropped.
 ROW = """text token_ids prompt_tokens cached_tokens new_tokens stop_reason prefill_seconds decode_seconds
 tokens_per_second steps tokens_per_step plain_steps plain_tokens tau accepted_by_depth chain n_alpha temperature
@@ -47,13 +48,20 @@ def run(capsys, *flags: str) -> tuple[int, str, str]:
     return code, captured.out, captured.err
 
 
+def json_of(capsys, *flags: str) -> dict:
+    """The object that --json prints."""
+    return json.loads(run(capsys, "--json", *flags)[1])
+
+
 def test_the_main_job_writes_text_to_stdout_and_the_report_to_stderr(capsys):
-    """Without flags the text is on stdout, and every line of the report is on stderr."""
+    """Without flags the text is on stdout, and every line of the report is on stderr; with -q there is no report."""
     code, out, err = run(capsys, "--max-new-tokens", "24")
     assert code == 0 and out.startswith("def read_file") and len(out) > 120
     assert "tok/s" not in out
     for word in ("model ", "device ", "plan ", "prompt ", "generate ", "speed ", "memory ", "stop ", "length"):
         assert word in err, word
+    assert run(capsys, "-q", "--max-new-tokens", "24") == (0, out, "")
+    assert os.environ.get("EAGLET") is None  # behaviour never hides in the environment
 
 
 def test_json_is_one_object_with_every_field(capsys):
@@ -64,62 +72,68 @@ def test_json_is_one_object_with_every_field(capsys):
     assert result["new_tokens"] == 9 == len(result["token_ids"]) == 1 + sum(map(len, result["tokens_per_step"]))
     assert result["stop_reason"] == "length" and result["tau"] == 1.0
     assert [result[name] for name in ("drafter", "tree", "eagle", "verify", "compile_mode")] == [None] * 5
-    head = str(DEMO / "eagle1")
-    flags = ["--eagle", head, "--tree", "chain:3", "--batch-size", "2", "--gauge"]
-    result = json.loads(run(capsys, "--json", "--max-new-tokens", "9", *flags)[1])
+    flags = [*EAGLE, "--tree", "chain:3", "--batch-size", "2", "--gauge"]
+    result = json_of(capsys, "--max-new-tokens", "9", *flags)
     assert set(result) == {*ROW, *RUN, "batch", "gauge_ms"} and [set(row) for row in result["batch"]] == [set(ROW)] * 2
     assert set(result["gauge_ms"]) == {"draft", "verify", "accept", "host", "step"}
-    chosen = {"drafter": "eagle", "tree": "chain:3", "eagle": head, "verify": "match", "chain": 3, "dtype": "float32"}
+    chosen = {
+        "drafter": "eagle",
+        "tree": "chain:3",
+        "eagle": EAGLE[1],
+        "verify": "match",
+        "chain": 3,
+        "dtype": "float32",
+    }
     assert chosen.items() <= result.items()
 
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}<assistant>"
 
 
-@pytest.fixture
-def instruct(tmp_path) -> Path:
-    """The demo model with a chat template and settings of its own."""
+def instruct_model(folder: Path) -> Path:
+    """The demo model with a chat template."""
     for name in ("config.json", "model.safetensors", "tokenizer.model"):
-        shutil.copy(DEMO / name, tmp_path)
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
-    drawn = {"eos_token_id": 2, "do_sample": True, "temperature": 0.7, "top_p": 0.9, "top_k": 0}
-    (tmp_path / "generation_config.json").write_text(json.dumps(drawn))
-    return tmp_path
+        shutil.copy(DEMO / name, folder)
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
+    return folder
 
 
-def test_a_prompt_is_a_message_to_an_instruct_model(instruct, capsys):
+def test_a_prompt_is_a_message_to_an_instruct_model(tmp_path, capsys):
     """With a chat template the prompt is a message with the rest of the context for its answer; --raw continues it as
     text."""
-    flags = ["--checkpoint", str(instruct), "-p", " why? ", "--temperature", "0"]
-    encode = load(instruct, ctx=64).tokenizer.encode
-    output = json.loads(run(capsys, *flags, "--json")[1])
+    flags = ["--checkpoint", str(instruct_model(tmp_path)), "-p", " why? "]
+    encode = load(tmp_path, ctx=64).tokenizer.encode
+    output = json_of(capsys, *flags, "--ctx", "64")
     assert output["prompt_tokens"] == len(encode("<user>why?\n<assistant>", False))
     assert output["template"] == "tokenizer_config.json"
-    assert output["settings"]["max_new_tokens"] == 512 - output["prompt_tokens"]
-    system = json.loads(run(capsys, *flags, "--json", "--system", "be brief")[1])
+    assert output["settings"]["max_new_tokens"] == 64 - output["prompt_tokens"]
+    flags += ["--max-new-tokens", "2"]
+    system = json_of(capsys, *flags, "--system", "be brief")
     assert system["prompt_tokens"] == len(encode("<system>be brief\n<user>why?\n<assistant>", False))
-    builtin = json.loads(run(capsys, *flags, "--json", "--template", "vicuna", "--max-new-tokens", "2")[1])
+    builtin = json_of(capsys, *flags, "--template", "vicuna")
     assert builtin["template"] == "built-in vicuna" and builtin["new_tokens"] == 2
-    code, out, err = run(capsys, *flags, "--max-new-tokens", "3")
+    code, out, err = run(capsys, *flags)
     assert code == 0 and "why?" not in out and "as a message to the model (--raw" in err
-    code, out, err = run(capsys, *flags, "--max-new-tokens", "3", "--raw")
+    code, out, err = run(capsys, *flags, "--raw")
     assert code == 0 and out.startswith(" why? ") and "continued as plain text" in err
-    raw = json.loads(run(capsys, *flags, "--json", "--raw")[1])
+    raw = json_of(capsys, *flags[:-2], "--raw", "--stop", "\n")
     assert raw["prompt_tokens"] < output["prompt_tokens"] and raw["settings"]["max_new_tokens"] == 200
     assert raw["template"] is None
 
 
-def test_the_model_s_own_settings_apply_and_are_reported(instruct, capsys):
+def test_the_model_s_own_settings_apply_and_are_reported(tmp_path, capsys):
     """generation_config.json decides what no flag does, the report names it, and a bad file is an error."""
-    flags = ["--checkpoint", str(instruct), "-p", "x", "--max-new-tokens", "3"]
-    output = json.loads(run(capsys, *flags, "--json")[1])
+    flags = ["--checkpoint", str(instruct_model(tmp_path)), "-p", "x", "--max-new-tokens", "3"]
+    drawn = {"eos_token_id": 2, "do_sample": True, "temperature": 0.7, "top_p": 0.9, "top_k": 0}
+    (tmp_path / "generation_config.json").write_text(json.dumps(drawn))
+    output = json_of(capsys, *flags)
     assert (output["temperature"], output["settings"]["top_p"]) == (0.7, 0.9)
     assert output["settings_of_model"] == ["temperature", "top_p"]
     assert "T 0.7  top-p 0.9  (T, top-p: the model's generation_config.json)" in run(capsys, *flags)[2]
     assert "T 0.7  (T: the model's generation_config.json)" in run(capsys, *flags, "--top-p", "1")[2]
     err = run(capsys, *flags, "--temperature", "0")[2]
     assert err.endswith("seed 0  T 0\n") and "generation_config" not in err
-    (instruct / "generation_config.json").write_text('{"do_sample": true, "temperature": -1}')
+    (tmp_path / "generation_config.json").write_text('{"do_sample": true, "temperature": -1}')
     code, _, err = run(capsys, *flags)
     assert code == 2 and "error  generation_config.json: temperature is -1" in err
 
@@ -138,19 +152,17 @@ def test_a_prompt_may_come_from_a_pipe(capsys, monkeypatch):
 
     for flags in (["--json"], ["--json", "-f", "-"]):
         assert '"prompt_tokens": 7' in piped("def f(x):\n", *flags)[1]
-    command = [sys.executable, "generate.py", "--max-new-tokens", "4", "--json"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, input="def f(x):\n")
-    assert '"prompt_tokens": 7' in done.stdout
     assert piped("", "-q") == (2, "", "error  standard input: it is empty; give a prompt, like -p TEXT.\n")
     assert piped("", "-f", "-") == (2, "", "error  --prompt-file -: it is empty; give a prompt.\n")
 
 
-@pytest.mark.parametrize("stdin", ["</dev/null", "<&-"])
-def test_without_a_prompt_the_built_in_one_is_decoded(stdin):
-    """An error where a container, cron or CI gives no stdin."""
-    command = f"{sys.executable} generate.py --max-new-tokens 4 {stdin}"
-    done = subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0 and done.stdout.startswith(generate.DEMO_PROMPT), done.stderr
+def test_without_a_prompt_the_built_in_one_is_decoded(capsys, monkeypatch):
+    """An error where a container, cron or CI gives no stdin, but /dev/null or a closed one."""
+    with open(os.devnull) as null:
+        for stdin in (null, None):
+            monkeypatch.setattr(sys, "stdin", stdin)
+            code, out, _ = run(capsys, "--max-new-tokens", "4")
+            assert code == 0 and out.startswith(generate.DEMO_PROMPT)
 
 
 def test_help_and_version_need_no_torch():
@@ -159,17 +171,6 @@ def test_help_and_version_need_no_torch():
     command = [sys.executable, "-c", code + "; assert 'torch' not in sys.modules"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0 and done.stdout.startswith("eaglet ") and "--checkpoint" in done.stdout, done.stderr
-
-
-def test_ctrl_c_while_torch_is_imported_is_one_line():
-    """Ctrl-C during the imports prints "interrupted" alone and exits with 130."""
-    command = [sys.executable, "-X", "importtime", "generate.py", "-p", "x"]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    next(line for line in process.stderr if "| " in line and "torch." in line)
-    process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=60)
-    said = [line for line in err.splitlines() if not line.startswith("import time:")]
-    assert process.returncode == 130 and out == "" and said == ["interrupted"]
 
 
 def test_prompt_ids_need_no_tokenizer(tmp_path, capsys):
@@ -188,7 +189,6 @@ def test_prompt_ids_need_no_tokenizer(tmp_path, capsys):
         (["--checkpoint", "no/such/dir"], 3, "no/such/dir"),
         (["--temperature", "-1"], 2, "temperature"),
         (["--top-p", "0"], 2, "top_p"),
-        (["--temperature", "nan"], 2, "temperature"),
         (["--max-new-tokens", "0"], 2, "max_new_tokens"),
         (["--prompt-ids", "1,x"], 2, "comma-separated"),
         (["--prompt-ids", "1,999999"], 2, "vocabulary"),
@@ -199,38 +199,31 @@ def test_prompt_ids_need_no_tokenizer(tmp_path, capsys):
         (["-p", "x" * 100_000], 2, "characters"),
         (["--prove"], 2, "--eagle"),
         (["--tree", "bogus"], 2, "'bogus' is not one of paper25"),
-        (["--eagle", str(DEMO / "eagle1"), "--tree", "chain:99"], 2, "chain length 99"),
-        (["--eagle", str(DEMO / "eagle1"), "--tree", "auto"], 2, "--eagle " + str(DEMO / "eagle1")),
+        ([*EAGLE, "--tree", "chain:99"], 2, "chain length 99"),
+        ([*EAGLE, "--tree", "auto"], 2, "--eagle " + str(DEMO / "eagle1")),
         (["--drafter", "ngram", "--tree", "auto"], 2, "needs --eagle"),
-        (["--draft-vocab", "-1"], 2, "0 or more"),
         (["--html", "no/such/dir/page.html"], 2, "no/such/dir/page.html: there is no folder"),
         (["--checkpoint", "x" * 300], 3, "File name too long"),
         (["--eagle", str(DEMO / "eagle4")], 3, "no such folder or file"),
-        (["--eagle", str(DEMO / "eagle1"), "--draft-vocab", "2"], 2, "the drafter knows 2 tokens"),
-        (["--eagle", str(DEMO / "eagle1"), "--draft-vocab", "3", "--tree", "dynamic:16,4,4"], 2, "narrower --tree"),
+        ([*EAGLE, "--draft-vocab", "2"], 2, "the drafter knows 2 tokens"),
+        ([*EAGLE, "--draft-vocab", "3", "--tree", "dynamic:16,4,4"], 2, "narrower --tree"),
         (["--eagle", "no/such/head"], 3, "no/such/head"),
         pytest.param(["--kernels", "triton"], 2, "TRITON_INTERPRET", marks=needs_triton),
         (["--ctx", "100000"], 2, "ctx"),
-        (["--ctx", "-5"], 2, "2 or more"),
         (["--ctx", "0"], 2, "2 or more"),
         (["--batch-size", "0"], 2, "batch-size"),
-        (["--verify", "multi-round"], 2, "--eagle"),
-        (["--draft-vocab", "64"], 2, "--eagle"),
-        (["--draft-noise", "off"], 2, "--eagle"),
         (["--eagle-config", "rope_theta=1"], 2, "--eagle"),
-        (["--eagle", str(DEMO / "eagle1"), "--draft-vocab-text", "f"], 2, "--draft-vocab K"),
+        ([*EAGLE, "--draft-vocab-text", "f"], 2, "--draft-vocab K"),
         (["--template", "vicuna"], 2, "--chat"),
         (["--template", "vicuna", "--prompt-ids", "1"], 2, "-p TEXT"),
         (["--template", "vicuna", "-p", "x", "--raw"], 2, "without --raw"),
         (["--system", "be brief", "-p", "x"], 2, "choose --template vicuna"),
         (["--chat", "--raw"], 2, "--raw"),
         (["--chat"], 2, "choose --template vicuna"),
-        (["--chat", "--json"], 2, "--json"),
-        (["--chat", "--prove", "--eagle", str(DEMO / "eagle1")], 2, "--prove"),
+        (["--chat", "--prove", *EAGLE], 2, "--prove"),
         (["--chat", "--html", "f.html"], 2, "--html"),
         (["--chat", "--batch-size", "2"], 2, "--batch-size"),
         (["--show-tree", "--batch-size", "2"], 2, "--show-tree"),
-        (["--threads", "0"], 2, "--threads is 0; allowed: 1 to 4096"),
         (["--threads", "1000000000"], 2, "allowed: 1 to 4096"),
     ],
 )
@@ -242,21 +235,22 @@ def test_errors_are_one_line_with_the_right_exit_code(flags, code, says, capsys)
     assert "Traceback" not in err
 
 
-def test_a_number_that_is_none_is_one_line(capsys):
-    """A word in place of a number is one line that says what is allowed."""
-    with pytest.raises(SystemExit) as stop:
-        main(["--threads", "two"])
-    error = capsys.readouterr().err
-    assert stop.value.code == 2 and error.count("\n") == 1 and "--threads: 'two'; allowed: 1 or more." in error
+TWICE = "is given twice; give one prompt"
+PARSED = [
+    (["--threads", "two"], "--threads: 'two'; allowed: 1 or more."),
+    (["-p", "a", "-p", "b"], TWICE),
+    (["--prompt", "", "-p=b"], TWICE),
+    (["-f", "x", "--prompt-file", "-"], TWICE),
+]
 
 
-@pytest.mark.parametrize("flags", [["-p", "a", "-p", "b"], ["--prompt", "", "-p=b"], ["-f", "x", "--prompt-file", "-"]])
-def test_a_second_prompt_is_one_line(flags, capsys):
-    """Two prompts of one kind are an error of one line that names the option."""
+@pytest.mark.parametrize(("flags", "says"), PARSED)
+def test_what_the_parser_refuses_is_one_line(flags, says, capsys):
+    """A word in place of a number says what is allowed, and two prompts of one kind name the option."""
     with pytest.raises(SystemExit) as stop:
         main(flags)
     error = capsys.readouterr().err
-    assert stop.value.code == 2 and error.count("\n") == 1 and "is given twice; give one prompt" in error
+    assert stop.value.code == 2 and error.count("\n") == 1 and says in error
 
 
 def test_threads_hold_for_a_cpu_and_are_reported(capsys, monkeypatch):
@@ -270,12 +264,11 @@ def test_threads_hold_for_a_cpu_and_are_reported(capsys, monkeypatch):
     assert torch.get_num_threads() == 1
 
 
-@pytest.mark.parametrize("flags", [[], ["--kernels", "reference", "--eagle", str(DEMO / "eagle1")]])
-def test_weights_rounded_at_load_are_named(flags, capsys):
+def test_weights_rounded_at_load_are_named(capsys):
     """The report and the JSON say that the weights were rounded at load."""
-    code, out, err = run(capsys, "--quant", "int8", "--max-new-tokens", "2", *flags)
+    code, out, err = run(capsys, "--quant", "int8", "--max-new-tokens", "2")
     assert code == 0 and out and "model   demo   int8 (rounded at load)  float32   " in err
-    output = json.loads(run(capsys, "--quant", "int8", "--max-new-tokens", "4", "--json", *flags)[1])
+    output = json_of(capsys, "--quant", "int8", "--max-new-tokens", "4", "--kernels", "reference", *EAGLE)
     assert output["quant"] == "int8 (rounded at load)"
 
 
@@ -327,11 +320,9 @@ def test_a_cache_that_rounds_changes_no_token(kv):
 
 def test_same_seed_same_text_and_batch_rows_draw_with_their_own_seed(capsys):
     """Equal seeds give equal ids, other seeds others, and row b of a batch those of seed + b."""
-    flags = ["--json", "--max-new-tokens", "12", "--temperature", "1", "--seed", "5"]
-    one = json.loads(run(capsys, *flags)[1])
-    again = json.loads(run(capsys, *flags)[1])
-    other = json.loads(run(capsys, *flags[:-1], "6")[1])
-    both = json.loads(run(capsys, *flags, "--batch-size", "2")[1])
+    flags = ["--max-new-tokens", "12", "--temperature", "1", "--seed", "5"]
+    one, again, other = (json_of(capsys, *flags[:-1], seed) for seed in "556")
+    both = json_of(capsys, *flags, "--batch-size", "2")
     assert one["token_ids"] == again["token_ids"] != other["token_ids"]
     assert [r["token_ids"] for r in both["batch"]] == [one["token_ids"], other["token_ids"]]
 
@@ -355,34 +346,22 @@ def test_ctrl_c_prints_the_report_and_exits_130(tmp_path):
     assert "interrupted" in err and "tok/s" in err and "Traceback" not in err
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"dtype": "int3"},
-        {"compile": True, "compile_mode": "x"},
-        {"device": "tpu"},
-        {"ctx": "100"},
-        {"ctx": -5},
-        {"slots": "2"},
-        {"kernels": "cuda"},
-        {"verify": "maybe"},
-        {"slots": -1},
-        {"ngram_nodes": True},
-        {"drafter": "ngram", "draft_noise": "off"},
-        {"eagle_always": 1},
-        {"eagle": "head", "eagle_config": ("theta",)},
-        {"kv": None},
-        {"quant": "int3"},
-        {"threads": "2"},
-        {"compile": "no"},
-        {"tree": 5},
-        {"tree": ()},
-        {"tree": ("paper25", None)},
-        {"eagle": 5},
-        {"medusa": ["file"]},
-        {"eagle": "head", "eagle_config": "a=1"},
-    ],
-)
+WRONG = [
+    {"dtype": "int3"},
+    {"ctx": "100"},
+    {"ngram_nodes": True},
+    {"drafter": "ngram", "draft_noise": "off"},
+    {"kv": None},
+    {"tree": ()},
+    {"tree": ("paper25", None)},
+    {"eagle": 5},
+    {"medusa": ["file"]},
+    {"eagle": "head", "eagle_config": ("theta",)},
+    {"eagle": "head", "eagle_config": "a=1"},
+]
+
+
+@pytest.mark.parametrize("options", WRONG)
 def test_load_refuses_wrong_options_by_name(options):
     """A wrong keyword argument of `load` is a ValueError that names the flag."""
     with pytest.raises(ValueError, match="--" + list(options)[-1].replace("_", "-")):
@@ -432,9 +411,9 @@ def test_a_closed_pipe_is_not_an_error():
 
 
 @pytest.mark.parametrize("head", HEADS)
-@pytest.mark.parametrize("flags", [[], ["--temperature", "1", "--seed", "3"], ["--tree", "dynamic:16,4,4"]])
+@pytest.mark.parametrize("flags", [[], ["--temperature", "1", "--seed", "3", "--tree", "dynamic:16,4,4"]])
 def test_prove_replays_without_the_head(head, flags, capsys):
-    """--prove says "identical 48/48" for every demo head, greedy, sampled, and with a dynamic tree."""
+    """--prove says "identical 48/48" for every demo head, greedy, and sampled with a dynamic tree."""
     flags = ["--eagle", str(DEMO / head), "--prove", "--max-new-tokens", "48", "--dtype", "float64", *flags]
     code, _, err = run(capsys, *flags)
     assert code == 0 and "identical 48/48" in err
@@ -452,10 +431,9 @@ def test_demo_heads_reach_their_floor(head):
         assert acceptance([len(ids) for result in results for ids in result.tokens_per_step])[0] >= least, temperature
 
 
-@pytest.mark.parametrize("head", HEADS[:1])
-def test_multi_round_is_refused_where_it_would_lie(head, capsys):
+def test_multi_round_is_refused_where_it_would_lie(capsys):
     """--verify multi-round is refused with dynamic trees and --prove, and otherwise runs."""
-    eagle = ["--eagle", str(DEMO / head), "--verify", "multi-round"]
+    eagle = [*EAGLE, "--verify", "multi-round"]
     for extra in (["--tree", "dynamic:16,4,4"], ["--prove"]):
         code, _, err = run(capsys, *eagle, *extra)
         assert code == 2 and "multi-round" in err
@@ -463,12 +441,11 @@ def test_multi_round_is_refused_where_it_would_lie(head, capsys):
     assert code == 0 and "multi-round" in err
 
 
-@pytest.mark.parametrize("head", HEADS[:1])
-def test_the_page_and_the_trees_hold_every_token(head, tmp_path, capsys):
+def test_the_page_and_the_trees_hold_every_token(tmp_path, capsys):
     """The page's and the terminal's steps hold the tokens of plain decoding, without colours in a pipe, and --json
     stays JSON."""
     page = tmp_path / "steps.html"
-    flags = ["--eagle", str(DEMO / head), "--max-new-tokens", "32", "--show-tree", "--html", str(page)]
+    flags = [*EAGLE, "--max-new-tokens", "32", "--show-tree", "--html", str(page)]
     code, out, _ = run(capsys, *flags)
     text = page.read_text()
     data = json.loads(re.search(r'<script id="data"[^>]*>(.*?)</script', text, re.S)[1])
@@ -489,27 +466,25 @@ def test_the_page_and_the_trees_hold_every_token(head, tmp_path, capsys):
     assert code == 0 and json.loads(out)["text"] == plain.text and "step 1: " in err
 
 
-@pytest.mark.parametrize("head", [h for h in HEADS if h == "eagle1"])
-def test_draft_vocabulary_can_be_trimmed_and_counted(head, tmp_path):
+def test_draft_vocabulary_can_be_trimmed_and_counted():
     """A head with 1,024 draft ids gives the tokens of plain decoding, and its drafts are accepted."""
-    sample = tmp_path / "sample.py"
-    sample.write_text((ROOT / "tree.py").read_text())
     plain = load(DEMO, ctx=256, dtype="float64")
     prompt = plain.tokenizer.encode(generate.DEMO_PROMPT)
     params = SamplingParams(max_new_tokens=40)
     expected = plain.generate(prompt, params).run()[0].token_ids
-    for text in (None, str(sample)):
-        options = {"draft_vocab": 1024, "draft_vocab_text": text, "dtype": "float64", "ctx": 256}
-        options["eagle_always"] = True  # tau is measured
-        engine = load(DEMO, eagle=str(DEMO / head), **options)
+    options = {"draft_vocab": 1024, "dtype": "float64", "ctx": 256, "eagle_always": True}  # tau is measured
+    for text in (None, str(ROOT / "tree.py")):
+        engine = load(DEMO, eagle=EAGLE[1], draft_vocab_text=text, **options)
         result = engine.generate(prompt, params).run()[0]
         assert engine.head.vocab_size == 1024 and result.token_ids == expected and result.tau > 1.2
 
 
-@pytest.mark.parametrize("flags", [{}, pytest.param({"eagle": str(DEMO / "eagle1")}, marks=pytest.mark.slow)])
-def test_the_compile_flag_itself_compiles_once(flags, empty_cache):
+@pytest.mark.parametrize("flags", [{}, pytest.param({"eagle": EAGLE[1]}, marks=pytest.mark.slow)])
+def test_the_compile_flag_itself_compiles_once(flags, monkeypatch):
     """Other prompts, lengths, seeds and settings do not recompile after --compile, and the tokens equal those of eager
     decoding."""
+    # Inductor knows its C++ code by a hash of all that it is made from. It is kept, as it takes a compiler 10 seconds.
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(cache.folder() / "tests"))
     options = {"ctx": 256, "tree": "chain:2", "eagle_always": True, "device": "cpu", "kernels": "reference"} | flags
     compiled, eager = (load(DEMO, compile=compile, **options) for compile in (True, False))
     prompts = [compiled.tokenizer.encode(t) for t in ("import os\n", "class A:\n    def f(self):\n", "x" * 200)]
@@ -519,7 +494,7 @@ def test_the_compile_flag_itself_compiles_once(flags, empty_cache):
 
     for top_p in (1.0, 0.9):
         compiled.generate(prompts[0], request(0, top_p)).run()
-    assert compiled.compile_seconds > 0.5
+    assert compiled.compile_seconds > 0.1
     with torch.compiler.set_stance("fail_on_recompile"):
         for i, prompt in enumerate(prompts):
             for top_p in (1.0, 0.9 - 0.1 * i):
@@ -530,10 +505,9 @@ def test_the_compile_flag_itself_compiles_once(flags, empty_cache):
 def test_compile_on_a_cpu_keeps_the_cpp_kernels(capsys):
     """With --compile a CPU runs the C++ kernels, and one line says that they need no compilation. The flag took them
     away: the command that people use most compiled for half a minute and then decoded at a tenth of the speed."""
-    plain = json.loads(run(capsys, "--max-new-tokens", "8", "--device", "cpu", "--json")[1])
-    code, out, err = run(capsys, "--max-new-tokens", "8", "--device", "cpu", "--compile", "--json")
-    asked = json.loads(out)
-    assert code == 0 and asked["token_ids"] == plain["token_ids"] and asked["kernels"] == plain["kernels"]
+    flags = ["--max-new-tokens", "8", "--device", "cpu"]
+    plain, asked = json_of(capsys, *flags), json_of(capsys, *flags, "--compile")
+    assert asked["token_ids"] == plain["token_ids"] and asked["kernels"] == plain["kernels"]
     assert asked["compile"] is (kernels.cpu_problem() != "")
     if not asked["compile"]:
         engine = load(DEMO, compile=True, device="cpu", report=(notes := []).append)
@@ -541,23 +515,15 @@ def test_compile_on_a_cpu_keeps_the_cpp_kernels(capsys):
         assert [note for note in notes if "nothing to compile" in note]
 
 
-def test_quiet_prints_no_report(capsys):
-    """-q prints the text and nothing on stderr."""
-    code, out, err = run(capsys, "-q", "--max-new-tokens", "4")
-    assert code == 0 and out and err == ""
-    assert os.environ.get("EAGLET") is None  # behaviour never hides in the environment
-
-
-@pytest.mark.parametrize("head", HEADS[:1])
-def test_report_and_json_say_when_speculation_does_not_pay(head, capsys, monkeypatch):
+def test_report_and_json_say_when_speculation_does_not_pay(capsys, monkeypatch):
     """The break-even, both step times and the plain tokens are reported, tau counts drafted steps only, and
     --eagle-always and --prove decode without the fallback."""
     monkeypatch.setattr("engine.engine.Engine._measure", lambda self, mode, view: (5e-3, 45e-3))
-    flags = ["--eagle", str(DEMO / head), "--max-new-tokens", "140", "--dtype", "float64"]
+    flags = [*EAGLE, "--max-new-tokens", "140", "--dtype", "float64"]
     code, _, err = run(capsys, *flags)
     line = next(line for line in err.splitlines() if line.startswith("drafting pays above"))
     assert code == 0 and "break-even tau 9.00 (plain 5.0 ms, speculative 45.0 ms)" in line
-    output = json.loads(run(capsys, *flags, "--json")[1])
+    output = json_of(capsys, *flags)
     assert f"{output['plain_tokens']} tokens decoded plainly" in line and 0 < output["plain_tokens"] < 100
     assert output["break_even_tau"] == pytest.approx(9) and len(output["tokens_per_step"]) == output["steps"]
     drafted = output["steps"] - len(output["plain_steps"])
@@ -565,7 +531,7 @@ def test_report_and_json_say_when_speculation_does_not_pay(head, capsys, monkeyp
     assert output["tau"] == pytest.approx((139 - output["plain_tokens"]) / drafted) and output["tau"] > 2
     code, _, err = run(capsys, *flags, "--prove", "--max-new-tokens", "20")
     assert code == 0 and "drafting" not in err
-    always = json.loads(run(capsys, *flags, "--json", "--eagle-always")[1])
+    always = json_of(capsys, *flags, "--eagle-always")
     assert always["token_ids"] == output["token_ids"] and always["plain_tokens"] == 0
     assert always["break_even_tau"] is None
 

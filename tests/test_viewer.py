@@ -6,7 +6,9 @@ import io
 import json
 import math
 import re
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tiny import PROMPT, TREES, PieceTokenizer, V, eagle_engine, fake_clock, tiny_head, tiny_model
@@ -26,12 +28,9 @@ from engine.results import GenerationResult
 from loading.options import DEMO, LoadOptions
 
 
-def engines(tree: str) -> tuple[Engine, Engine]:
-    made = []
-    for _ in range(2):
-        model = tiny_model()
-        made.append(Engine(model) if tree == "root" else eagle_engine(tiny_head(model), TREES[tree]))
-    return made[0], made[1]
+def engine_of(tree: str = "paper25") -> Engine:
+    model = tiny_model()
+    return Engine(model) if tree == "root" else eagle_engine(tiny_head(model), TREES[tree])
 
 
 class Collector(Observer):
@@ -46,7 +45,7 @@ class Collector(Observer):
 def test_parts_sum_to_the_step_and_tokens_stay(tree, monkeypatch):
     """The phases and the host's part sum to the step, other observers are still called, and the tokens are those
     without a gauge."""
-    plain, gauged = engines(tree)
+    plain, gauged = engine_of(tree), engine_of(tree)
     clock = fake_clock(monkeypatch)
     params = SamplingParams(temperature=1.0, seed=3, max_new_tokens=30)
     before, after = Collector(), Collector()
@@ -59,10 +58,9 @@ def test_parts_sum_to_the_step_and_tokens_stay(tree, monkeypatch):
     for collector in (before, after):
         assert len(collector.outputs) == result.steps, "the other observers are still called"
     parts = gauge.split(result)
-    assert list(parts) == [*PHASES, "host", "step"]
+    assert list(parts) == [*PHASES, "host", "step"] and all(ms > 0 for ms in parts.values())
     assert parts["step"] == pytest.approx(result.decode_seconds * 1e3 / result.steps)
-    assert sum(parts[name] for name in (*PHASES, "host")) == pytest.approx(parts["step"])
-    assert all(parts[name] > 0 for name in (*PHASES, "host"))
+    assert sum(parts.values()) == pytest.approx(2 * parts["step"])
     assert parts["host"] < 0.05 * parts["step"], "phases cover the step"
     assert gauge.line(result).startswith(f"step {parts['step']:.2f} ms = draft {parts['draft']:.2f} + verify ")
     assert gauge.line(result).endswith("; no graph: kernels are launched one by one")
@@ -70,19 +68,17 @@ def test_parts_sum_to_the_step_and_tokens_stay(tree, monkeypatch):
 
 def test_a_gauge_that_is_taken_off_counts_no_more(monkeypatch):
     """After it is removed, a gauge counts no step, and steps are run without marks."""
-    engine, _ = engines("paper25")
-    clock = fake_clock(monkeypatch)
-    params = SamplingParams(max_new_tokens=12)
-    gauge, real = Gauge(engine), engine._step
-    with clock:
-        first = gauge.split(engine.generate(PROMPT, params).run()[0])
+    engine, clock = engine_of(), fake_clock(monkeypatch)
+    gauge, real, marked = Gauge(engine), engine._step, []
+
+    def split() -> dict[str, float]:
+        with clock:
+            return gauge.split(engine.generate(PROMPT, SamplingParams(max_new_tokens=12)).run()[0])
+
+    first = split()
     engine.remove_observer(gauge)
-    marked = []
     engine._step = lambda *args, mark=None, **named: marked.append(mark) or real(*args, **named)
-    with clock:
-        result = engine.generate(PROMPT, params).run()[0]
-    assert gauge.split(result) == pytest.approx(first | {"host": first["host"]})
-    assert set(marked) == {None}
+    assert split() == pytest.approx(first | {"host": first["host"]}) and set(marked) == {None}
 
 
 SLOW = {  # part of a step -> the phase that its time belongs to
@@ -101,7 +97,7 @@ SLOW = {  # part of a step -> the phase that its time belongs to
 @pytest.mark.parametrize("part", SLOW)
 def test_a_slow_phase_is_found(part, monkeypatch):
     """20 ms more in one part of a step appear in the phase that this part belongs to, and in no other."""
-    engine, _ = engines("paper25")
+    engine = engine_of()
     clock = fake_clock(monkeypatch)
     phase, owner, name = SLOW[part]
     owner = getattr(engine, owner) if isinstance(owner, str) else owner
@@ -172,36 +168,32 @@ def test_the_page_says_what_the_numbers_are(tmp_path):
     assert "No model scored" in StepRecorder(Engine(head.target)).meaning(0.0)
 
 
+def along(own: Sequence[float]) -> Any:
+    """The products of the probabilities along a path."""
+    return pytest.approx([math.prod(own[: i + 1]) for i in range(4)], rel=1e-5)
+
+
 def test_probabilities_on_the_page_are_the_draft_s_own():
     """With multi-round the scores are the products of the draft's probabilities along the path."""
-    head, taken = tiny_head(tiny_model()), []
-    engine = eagle_engine(head, TREES["chain4"], multi_round="without")
+    engine, taken = eagle_engine(tiny_head(tiny_model()), TREES["chain4"], multi_round="without"), []
     real, recorder = engine.drafter.draft, StepRecorder(engine)
     engine.drafter.draft = lambda inputs: taken.append(real(inputs)) or taken[-1]
     followed(engine, recorder, SamplingParams(1.0, seed=2, max_new_tokens=6))
     for step, draft in zip(recorder.steps, taken, strict=True):
-        own = [float(draft.q[0, i, step.tokens[i + 1]]) for i in range(4)]
-        assert step.score[1:] == pytest.approx([math.prod(own[: i + 1]) for i in range(4)], rel=1e-6)
+        assert step.score[1:] == along([float(draft.q[0, i, step.tokens[i + 1]]) for i in range(4)])
 
 
-def test_a_static_tree_s_probabilities_are_without_the_noise_and_change_nothing(monkeypatch):
+def test_a_static_tree_s_probabilities_are_without_the_noise_and_change_nothing():
     """The scores are the products of the draft's softmax, and the viewer changes no token."""
-    head, probabilities = tiny_head(tiny_model()), []
-    plain, engine = (eagle_engine(head, TREES["chain4"]) for _ in range(2))
+    (plain, engine), probabilities = (engine_of("chain4") for _ in range(2)), []
     params = SamplingParams(1.0, seed=2, max_new_tokens=12)
     unseen = plain.generate(PROMPT, params).run()[0]
-    recorder = StepRecorder(engine)
-    predict = engine.drafter.predict
-
-    def spy(output):
-        probabilities.append(predict(output).softmax(-1)[0, 0])
-        return predict(output)
-
-    monkeypatch.setattr(engine.drafter, "predict", spy)
-    assert engine.generate(PROMPT, params).run()[0].tokens_per_step == unseen.tokens_per_step
+    recorder, predict = StepRecorder(engine), engine.drafter.predict
+    engine.drafter.predict = lambda output: probabilities.append(predict(output).softmax(-1)[0, 0]) or predict(output)
+    assert followed(engine, recorder, params).tokens_per_step == unseen.tokens_per_step
     for at, step in enumerate(recorder.steps):
-        own = [float(p[token]) for p, token in zip(probabilities[4 * at :], step.tokens[1:], strict=False)]
-        assert step.score[1:] == pytest.approx([math.prod(own[: i + 1]) for i in range(4)], rel=1e-5)
+        drafted = zip(probabilities[4 * at :], step.tokens[1:], strict=False)
+        assert step.score[1:] == along([float(p[token]) for p, token in drafted])
 
 
 HOSTILE = "</script><img src=x onerror=alert(1)><!--\u2028%data%\033[2J"
@@ -267,7 +259,7 @@ def test_a_step_s_picture_is_its_tree_and_the_model_s_own_token(name):
 
 def test_the_time_of_a_step_is_without_its_readers(monkeypatch):
     """The milliseconds of the steps sum to the decode time, however long the reader takes."""
-    engine, _ = engines("paper25")
+    engine = engine_of()
     clock = fake_clock(monkeypatch)
     recorder = StepRecorder(engine)
     with clock:
@@ -280,7 +272,7 @@ def test_the_time_of_a_step_is_without_its_readers(monkeypatch):
 
 def test_a_reader_may_come_late():
     """Chunks that are read when all steps have run, as where another thread decodes, taken for those of other steps."""
-    engine, _ = engines("paper25")
+    engine = engine_of()
     stream = engine.generate(PROMPT, SamplingParams(max_new_tokens=12))
     recorder = StepRecorder(engine, stream.result)
     read = list(recorder.follow(list(stream), stream.result))
@@ -291,10 +283,9 @@ def test_a_reader_may_come_late():
 def test_trees_are_drawn_while_the_request_runs(monkeypatch):
     """Each step is drawn before the next one runs, and no line is wider than the terminal."""
     monkeypatch.setenv("COLUMNS", "50")
-    engine, _ = engines("paper25")
+    engine = engine_of()
     recorder, out = StepRecorder(engine), io.StringIO()
-    writer = TreeWriter(out)
-    stream = engine.generate(PROMPT, SamplingParams(max_new_tokens=20))
+    writer, stream = TreeWriter(out), engine.generate(PROMPT, SamplingParams(max_new_tokens=20))
     for done, _ in enumerate(recorder.follow(stream, stream.result)):
         if done:
             writer.step(recorder.views[-1], recorder.first)

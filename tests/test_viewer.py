@@ -24,7 +24,6 @@ from decoding.step import PHASES, Observer
 from drafters.ngram import WithNGrams
 from engine.engine import Engine, EngineConfig
 from engine.load import load
-from engine.results import GenerationResult
 from loading.options import DEMO, LoadOptions
 
 
@@ -128,13 +127,14 @@ def test_the_gauge_is_a_line_of_the_report(capsys):
     assert not whole.observers
 
 
-def followed(engine: Engine, recorder: StepRecorder, params: SamplingParams) -> GenerationResult:
-    """The result of a request that the recorder has followed to its end."""
+def followed(engine: Engine, temperature: float = 0.0, tokens: int = 6) -> StepRecorder:
+    """What watched a request from its beginning to its end."""
     engine.options = engine.options or LoadOptions()  # which the page names
-    stream = engine.generate(PROMPT, params)
+    recorder = StepRecorder(engine)
+    stream = engine.generate(PROMPT, SamplingParams(temperature, seed=2, max_new_tokens=tokens))
     for _ in recorder.follow(stream, stream.result):
         pass
-    return stream.result
+    return recorder
 
 
 def data_of(page: Path) -> dict:
@@ -156,8 +156,7 @@ def test_the_page_says_what_the_numbers_are(tmp_path):
     ]
     for temperature, options, words in cases:
         engine = eagle_engine(head, TREES[options.pop("tree", "paper25")], **options)
-        recorder = StepRecorder(engine)
-        followed(engine, recorder, SamplingParams(temperature, seed=2, max_new_tokens=6))
+        recorder = followed(engine, temperature)
         write_page(page, recorder, PROMPT)
         assert words in data_of(page)["scores"]
         below = [step.score[i] for step in recorder.steps for i, p in enumerate(step.parent) if i and p == 0]
@@ -176,21 +175,20 @@ def along(own: Sequence[float]) -> Any:
 def test_probabilities_on_the_page_are_the_draft_s_own():
     """With multi-round the scores are the products of the draft's probabilities along the path."""
     engine, taken = eagle_engine(tiny_head(tiny_model()), TREES["chain4"], multi_round="without"), []
-    real, recorder = engine.drafter.draft, StepRecorder(engine)
+    real = engine.drafter.draft
     engine.drafter.draft = lambda inputs: taken.append(real(inputs)) or taken[-1]
-    followed(engine, recorder, SamplingParams(1.0, seed=2, max_new_tokens=6))
-    for step, draft in zip(recorder.steps, taken, strict=True):
+    for step, draft in zip(followed(engine, 1.0).steps, taken, strict=True):
         assert step.score[1:] == along([float(draft.q[0, i, step.tokens[i + 1]]) for i in range(4)])
 
 
 def test_a_static_tree_s_probabilities_are_without_the_noise_and_change_nothing():
     """The scores are the products of the draft's softmax, and the viewer changes no token."""
     (plain, engine), probabilities = (engine_of("chain4") for _ in range(2)), []
-    params = SamplingParams(1.0, seed=2, max_new_tokens=12)
-    unseen = plain.generate(PROMPT, params).run()[0]
-    recorder, predict = StepRecorder(engine), engine.drafter.predict
+    unseen = plain.generate(PROMPT, SamplingParams(1.0, seed=2, max_new_tokens=12)).run()[0]
+    predict = engine.drafter.predict
     engine.drafter.predict = lambda output: probabilities.append(predict(output).softmax(-1)[0, 0]) or predict(output)
-    assert followed(engine, recorder, params).tokens_per_step == unseen.tokens_per_step
+    recorder = followed(engine, 1.0, 12)
+    assert recorder.result.tokens_per_step == unseen.tokens_per_step
     for at, step in enumerate(recorder.steps):
         drafted = zip(probabilities[4 * at :], step.tokens[1:], strict=False)
         assert step.score[1:] == along([float(p[token]) for p, token in drafted])
@@ -201,11 +199,9 @@ HOSTILE = "</script><img src=x onerror=alert(1)><!--\u2028%data%\033[2J"
 
 def test_no_token_adds_to_the_page_or_steers_the_terminal(tmp_path):
     """A hostile token is data on the page, and on the terminal it is escaped."""
-    model = tiny_model()
-    engine = eagle_engine(tiny_head(model), TREES["paper25"])
+    engine, page = engine_of(), tmp_path / "steps.html"
     engine.tokenizer = PieceTokenizer([HOSTILE.encode()] * V)
-    recorder, page = StepRecorder(engine), tmp_path / "steps.html"
-    followed(engine, recorder, SamplingParams(max_new_tokens=6))
+    recorder = followed(engine)
     write_page(page, recorder, PROMPT)
     data = data_of(page)
     assert data["prompt"] == HOSTILE * len(PROMPT) and data["first"] == HOSTILE
@@ -219,23 +215,21 @@ def test_no_token_adds_to_the_page_or_steers_the_terminal(tmp_path):
 def test_the_page_names_what_ran_and_not_where_it_lies():
     """The page names model, head, tree and seed, and no folder."""
     engine = load(DEMO, eagle=str(DEMO / "eagle3"), tree="chain:3", ctx=256)
-    recorder = StepRecorder(engine)
-    followed(engine, recorder, SamplingParams(max_new_tokens=6))
-    data = page_data(recorder, PROMPT)
+    data = page_data(followed(engine), PROMPT)
     facts = dict(data["facts"])
     assert facts["model"] == "demo (float32)" and facts["head"] == "eagle3 (EAGLE-3)"
-    assert facts["tree"] == "chain:3: 4 nodes, depth 3" and "seed 0" in facts["sampling"]
+    assert facts["tree"] == "chain:3: 4 nodes, depth 3" and "seed 2" in facts["sampling"]
     assert str(DEMO.parent) not in json.dumps(data)
 
 
 @pytest.mark.parametrize("name", ["paper25", "dynamic", "ngrams"])
 def test_a_step_s_picture_is_its_tree_and_the_model_s_own_token(name):
     """Every valid node is drawn below its parent with its kind, and the target's own token where it was kept."""
-    engine = eagle_engine(tiny_head(tiny_model()), TREES["chain4" if name == "ngrams" else name])
+    engine = engine_of("chain4" if name == "ngrams" else name)
     if name == "ngrams":
         engine = Engine(engine.model, drafter=WithNGrams(engine.drafter, 6))
-    recorder = StepRecorder(engine)
-    result = followed(engine, recorder, SamplingParams(max_new_tokens=30))
+    recorder = followed(engine, tokens=30)
+    result = recorder.result
     assert len(recorder.views) == result.steps == len(recorder.steps)
     for step, view, ids in zip(recorder.steps, recorder.views, result.tokens_per_step, strict=True):
         assert view.kept == [f"{token} " for token in ids]
@@ -350,9 +344,7 @@ def test_colours_are_for_terminals_that_want_them(monkeypatch):
 
 def test_a_step_without_a_draft_says_so():
     """A step of plain decoding has the root and the own token as its nodes, and its line says "no draft"."""
-    engine = Engine(tiny_model())
-    recorder, out = StepRecorder(engine), io.StringIO()
-    followed(engine, recorder, SamplingParams(max_new_tokens=3))
+    recorder, out = followed(engine_of("root"), tokens=3), io.StringIO()
     TreeWriter(out).step(recorder.views[0], "")
     assert [node.kind for node in recorder.views[0].nodes] == ["root", "own"]
     assert recorder.views[0].nodes[0].text == recorder.first, "not the token that the step itself wrote there"

@@ -65,8 +65,9 @@ def made(tmp_path_factory) -> Path:
     empty_cache_in(folder)
     torch.manual_seed(0)
     (folder / "text.txt").write_text(TEXT)
-    save_hf(Transformer(ModelConfig("llama", 32, 64, 7, 2, 1, 16, 64, 256)), folder / "target")
-    save_hf(Transformer(ModelConfig("llama", 32, 64, 1, 2, 1, 16, 64, 32)), folder / "small")
+    for name, layers, length in (("target", 7, 256), ("small", 1, 32)):
+        save_hf(Transformer(ModelConfig("llama", 32, 64, layers, 2, 1, 16, 64, length)), folder / name)
+        (folder / name / "LICENSE").write_text("copied last")
     shutil.copytree(ROOT / "demo", folder / "chat", ignore=shutil.ignore_patterns("eagle*", "draft", "medusa"))
     config = json.loads((folder / "chat" / "tokenizer_config.json").read_text())
     config["chat_template"] = "{% for m in messages %}user: {{ m['content'] }}</s>{% endfor %}"
@@ -187,19 +188,16 @@ def killed(number: int, main: Callable, argv: list[str]) -> int:
 
 def content(folder: Path) -> dict[str, bytes]:
     """The files that must belong together; cards and receipts hold times, which differ from run to run."""
-    return {p.name: p.read_bytes() for p in sorted(folder.rglob("*")) if p.suffix == ".safetensors"} | {
-        "config.json": (folder / "config.json").read_bytes()
-    }
+    wanted = [*sorted(folder.rglob("*.safetensors")), folder / "config.json"]
+    return {path.name: path.read_bytes() for path in wanted}
 
 
+INPUTS = ("target", "small", "data.npz", "text.txt")
+TRAINING = f"--version 1 {DRAFTER} --steps 1 --eval-every 0 --draft-vocab 40 --tree chain:1".replace("{out}", "int4")
 CASES = {
     "quantize": (quantize.main, GPTQ, ["int4"]),
     "convert": (convert.main, "{m}/small {m}/int4", ["int4"]),
-    "train_eagle": (
-        train_eagle.main,
-        f"--version 1 {DRAFTER} --steps 1 --eval-every 0 --draft-vocab 40 --tree chain:1".replace("{out}", "int4"),
-        ["int4", "int4-work"],
-    ),
+    "train_eagle": (train_eagle.main, TRAINING, ["int4", "int4-work"]),
 }
 
 
@@ -219,11 +217,9 @@ def test_kill_at_every_rename_leaves_the_old_or_the_new(name, made, tmp_path, re
 
     def prepare() -> None:
         shutil.rmtree(tmp_path, ignore_errors=True)
-        for model in ("target", "small"):
-            shutil.copytree(made / model, tmp_path / model)
-            (tmp_path / model / "LICENSE").write_text("copied last")
-        shutil.copy(made / "data.npz", tmp_path)
-        shutil.copy(made / "text.txt", tmp_path)
+        tmp_path.mkdir()
+        for file in INPUTS:
+            (tmp_path / file).symlink_to(made / file)
         if name != "convert":  # it replaces nothing
             shutil.copytree(tmp_path / "target", out)
             (out / "receipt.json").write_text("{}")
@@ -245,9 +241,7 @@ def test_kill_at_every_rename_leaves_the_old_or_the_new(name, made, tmp_path, re
         again = killed(0, main, argv)
         assert again == 0 or (name == "convert" and left == new and again == 2)  # it says that the model is there
         assert content(out) == new
-        assert sorted(p.name for p in tmp_path.iterdir()) == sorted(
-            ["target", "small", "data.npz", "text.txt", *expected]
-        ), number
+        assert {p.name for p in tmp_path.iterdir()} == {*INPUTS, *expected}, number
         assert not [p for p in tmp_path.rglob("*") if p.suffix in (".part", ".tmp", ".old")], number
         if code == 0:
             break

@@ -24,7 +24,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "resu
 
 
 def commands(page: Path) -> list[list[str]]:
-    """Every `python ...` command of a page, in code blocks and in backquotes, as words."""
+    """Every `python ...` and torchrun command of a page, in code blocks and in backquotes, as words."""
     text = page.read_text(encoding="utf-8").replace("\\\n", " ")
     blocks = re.findall(r"^```\w*\n(.*?)^```", text, re.S | re.M)
     lines = [line for block in blocks for line in block.splitlines()]
@@ -35,6 +35,8 @@ def commands(page: Path) -> list[list[str]]:
             part = part.strip().replace("[", "").replace("]", "")
             if part.startswith("python ") and " -c " not in part:
                 found.append(shlex.split(part)[1:])
+            elif part.startswith("torchrun ") and " -m -- " in part:
+                found.append(["-m", *shlex.split(part.split(" -m -- ")[1])])
     return found
 
 

@@ -45,7 +45,7 @@ def result_json(engine: Engine, results: list[GenerationResult], request: Reques
     """The object that `--json` prints. Row 0 is at the top level, and "batch" holds all rows if there are several."""
     options = engine.options
     drafting = {"drafter": options.drafter_kind, "tree": options.tree, "verify": options.verify}
-    reused, fresh = compiled_graphs() if engine.compiled else (0, 0)  # asking imports the compiler
+    reused, fresh = tally(torch._dynamo.utils.counters) if engine.compiled else (0, 0)  # asking imports the compiler
     compiled = {"compile_mode": options.compile_mode, "compile_seconds": engine.compile_seconds}
     compiled |= {"graphs_reused": reused, "graphs_compiled": fresh}
     rows = [result.to_dict() for result in results]
@@ -77,11 +77,6 @@ def ranks_json(engine: Engine) -> dict[str, Any]:
         "plan_bytes_per_rank": asdict(engine.plan) | {"total": engine.plan.total} if engine.plan else None,
         "exchanges": ranks.by if ranks else None,
     }
-
-
-def compiled_graphs() -> tuple[int, int]:
-    """(graphs reused, graphs compiled) by this process so far."""
-    return tally(torch._dynamo.utils.counters)
 
 
 class Report:
@@ -157,7 +152,7 @@ class Report:
             self.alone = alone
         took = f"in {engine.compile_seconds:.1f} s, before decoding"
         if engine.compiled:
-            reused, fresh = compiled_graphs()
+            reused, fresh = tally(torch._dynamo.utils.counters)
             why = " (a shape, option or source that this folder had not seen)" if fresh else ""
             lines.append(f"compiled {took}: {reused} graphs reused, {fresh} compiled{why}")
         elif engine.config.compile:
@@ -214,8 +209,7 @@ def _acceptance(engine: Engine, result: GenerationResult) -> Iterator[str]:
         which = f" over {len(result.drafted)} of {result.steps} steps" if result.plain_steps else ""
         yield f"accepted tau {result.tau:.2f} tokens/step{which}   by depth {depth or '-'} (1 + sum = tau)"
         if len(result.n_alpha) > 1:  # one would repeat the line above
-            alphas = "  ".join(f"{k}-alpha {alpha:.2f}" for k, alpha in enumerate(result.n_alpha))
-            yield f"         {alphas}"
+            yield " " * 9 + "  ".join(f"{k}-alpha {alpha:.2f}" for k, alpha in enumerate(result.n_alpha))
     if engine.step_seconds:
         plain, speculative = (seconds * 1e3 for seconds in engine.step_seconds)
         went = f"   {result.plain_tokens} tokens decoded plainly" if result.plain_tokens else ""

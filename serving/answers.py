@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from engine.results import Chunk, GenerationResult, TokenLogprob, acceptance
+from serving.requests import Ask
 from text.tokenizer import Tokenizer
 
 
@@ -26,31 +27,24 @@ class ToolCall(NamedTuple):
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """How a family writes calls: between two marks, or from a mark to the end of the answer.
-
-    bare: an answer that begins with "{" is a call, too.
-    """
+    """How a family writes calls: between two marks, or from a mark to the end of the answer."""
 
     begin: str
     end: str = ""
-    bare: bool = False
+    bare: bool = False  # an answer that begins with "{" is a call, too
+    shown_by: tuple[str, ...] = ()  # a chat template that writes one of these texts uses this format
 
 
-HERMES = ToolFormat("<tool_call>", "</tool_call>")
-MISTRAL = ToolFormat("[TOOL_CALLS]")
-LLAMA = ToolFormat("<|python_tag|>", bare=True)
+HERMES = ToolFormat("<tool_call>", "</tool_call>", shown_by=("<tool_call>",))
+MISTRAL = ToolFormat("[TOOL_CALLS]", shown_by=("[TOOL_CALLS]",))
+LLAMA = ToolFormat("<|python_tag|>", bare=True, shown_by=("python_tag", '"parameters"'))
+FORMATS = (HERMES, MISTRAL, LLAMA)
 FORCED = ToolFormat("")  # the whole answer is a call
 
 
 def tool_format(tokenizer: Tokenizer) -> ToolFormat:
     """The format that the model's chat template uses. Hermes' is the most common one, so it is the default."""
-    if tokenizer.template_writes(HERMES.begin):
-        return HERMES
-    if tokenizer.template_writes(MISTRAL.begin):
-        return MISTRAL
-    if tokenizer.template_writes("python_tag") or tokenizer.template_writes('"parameters"'):
-        return LLAMA
-    return HERMES
+    return next((form for form in FORMATS if any(map(tokenizer.template_writes, form.shown_by))), HERMES)
 
 
 class ToolCallParser:
@@ -88,9 +82,7 @@ class ToolCallParser:
         while True:
             if not self.inside:
                 shown += self._text()
-                if not self.inside:
-                    return shown, calls
-            at = self.waiting.find(self.form.end) if self.form.end else -1
+            at = self.waiting.find(self.form.end) if self.inside and self.form.end else -1
             if at < 0:
                 return shown, calls
             written, self.waiting = self.waiting[:at], self.waiting[at + len(self.form.end) :]
@@ -118,7 +110,7 @@ class ToolCallParser:
         at = self.waiting.find(begin)
         self.inside = at >= 0
         if at < 0:
-            sizes = (size for size in range(min(len(begin) - 1, len(self.waiting)), 0, -1))
+            sizes = range(min(len(begin) - 1, len(self.waiting)), 0, -1)
             held = next((size for size in sizes if self.waiting.endswith(begin[:size])), 0)
             at = len(self.waiting) - held
         shown, self.waiting = self.waiting[:at], self.waiting[at:]
@@ -201,9 +193,7 @@ class Event:
         self.chunks += later.chunks
         self.result = later.result
         if later.seen:
-            steps = self.seen.get("steps", [])
-            steps += later.seen["steps"]
-            self.seen |= later.seen | {"steps": steps}
+            self.seen |= later.seen | {"steps": self.seen.get("steps", []) + later.seen["steps"]}
 
 
 TokenInfo = tuple[int, TokenLogprob]  # a token of the answer, and how likely it and others were
@@ -223,23 +213,8 @@ class Part(NamedTuple):
 class Answer:
     """One choice while it is decoded, and afterwards."""
 
-    def __init__(
-        self,
-        index: int,
-        tokenizer: Tokenizer | None,
-        stop_ids: Sequence[int],
-        tools: set[str],
-        one_call: bool = False,
-        logprobs: bool = False,
-        forced: bool = False,
-    ):
-        """
-        Args:
-            tools: names of the tools that the model may call.
-            forced: the answer is one call and nothing else.
-            one_call: later calls of the answer are left out.
-            logprobs: whether the tokens are kept with their log-probabilities.
-        """
+    def __init__(self, index: int, ask: Ask, tokenizer: Tokenizer | None, stop_ids: Sequence[int]):
+        """stop_ids: those that end the text, which have no place among the tokens with log-probabilities."""
         self.index = index
         self.text = ""
         self.calls: list[ToolCall] = []
@@ -247,11 +222,11 @@ class Answer:
         self.finish = ""
         self.result: GenerationResult | None = None
         self._stop_ids = frozenset(stop_ids)
-        self._one_call = one_call
-        self._logprobs = logprobs
+        self._ask = ask
         self._parser = None
-        if tools and tokenizer:
-            self._parser = ToolCallParser(FORCED if forced else tool_format(tokenizer), tools, tokenizer)
+        if ask.tools and tokenizer:
+            names = {tool["function"]["name"] for tool in ask.tools}
+            self._parser = ToolCallParser(FORCED if ask.forced else tool_format(tokenizer), names, tokenizer)
 
     def take(self, event: Event) -> Part:
         """Add what the engine said of this choice."""
@@ -261,14 +236,14 @@ class Answer:
             more, complete = self._parser.read(chunk) if self._parser else (chunk.text, [])
             text += more
             calls += complete
-            if self._logprobs:
+            if self._ask.logprobs is not None:
                 pairs = zip(chunk.token_ids, chunk.logprobs, strict=True)
                 tokens += [(token, chances) for token, chances in pairs if token not in self._stop_ids]
         if event.result is not None and self._parser:
             more, complete = self._parser.finish()
             text += more
             calls += complete
-        if self._one_call:
+        if self._ask.one_call:
             calls = calls[: 1 - len(self.calls)]
         self.text += text
         self.calls += calls

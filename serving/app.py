@@ -31,7 +31,7 @@ from serving.fields import FORBIDDEN, SERVER, ApiError, parse_object
 from serving.messages import MessageWriter, message_ask
 from serving.requests import Parse, chat_ask, completion_ask, response_ask
 from serving.responses import ResponseWriter
-from serving.scheduler import Scheduler, ServeSettings, adapter_named, prepare
+from serving.scheduler import Scheduler, ServeSettings, prepare
 from serving.streaming import Reply, error_response
 from support.errors import one_line
 
@@ -198,33 +198,25 @@ class Api:
             Route("/metrics", self.figures),
             Route("/props", self.properties),
         ]
-        handlers = {kind: _error for kind in (ApiError, HTTPException, Exception)}
+        handlers = {kind: _error for kind in (ApiError, ClientDisconnect, HTTPException, Exception)}
         return Guard(Starlette(routes=routes, exception_handlers=handlers), self.settings, self.metrics)
 
     async def answer(self, request: Request, parse: Parse, writer_class: type[Writer]) -> ASGIApp:
         """One request, from its body to its answer."""
         self.scheduler.check()
-        try:
-            body = await read_body(request, self.settings.max_body)
-        except ClientDisconnect:
-            return Response(status_code=CLIENT_LEFT)
+        body = await read_body(request, self.settings.max_body)
         loop = asyncio.get_running_loop()
         job = await loop.run_in_executor(self._preparing, prepare, loop, self.engine, self.settings, parse, body)
-        name = adapter_named(self.engine, job.ask.model) or self.settings.model
-        writer = writer_class(job, name, self.engine.tokenizer)
+        writer = writer_class(job)
         self.scheduler.admit(job)
         return Reply(writer, self.settings.send_seconds, functools.partial(self._ended, request.scope["path"], writer))
 
     async def small(self, request: Request, deed: Deed) -> Response:
         """A request that decodes nothing. One that runs the model does so between two steps of the others."""
         self.scheduler.check()
-        try:
-            body = parse_object(await read_body(request, self.settings.max_body))
-        except ClientDisconnect:
-            return Response(status_code=CLIENT_LEFT)
+        body = parse_object(await read_body(request, self.settings.max_body))
         loop = asyncio.get_running_loop()
-        done = loop.run_in_executor(self._preparing, deed, self.engine, self.settings, body)
-        return JSONResponse(await done)
+        return JSONResponse(await loop.run_in_executor(self._preparing, deed, self.engine, self.settings, body))
 
     async def properties(self, request: Request) -> Response:
         """GET /props"""
@@ -308,6 +300,8 @@ async def read_body(request: Request, limit: int) -> bytes:
 
 async def _error(request: Request, error: Exception) -> Response:
     """The answer for an error of an endpoint, for an unknown path, or for a method that a path does not have."""
+    if isinstance(error, ClientDisconnect):
+        return Response(status_code=CLIENT_LEFT)
     if isinstance(error, HTTPException):
         code = {404: "unknown_url", 405: "method_not_allowed"}.get(error.status_code)
         what = f"{request.method} {request.scope['path']!r:.80}: {error.detail}"

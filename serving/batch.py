@@ -146,7 +146,7 @@ class _Run:
         try:
             prepared = prepare, loop, self.engine, self.settings, parse, body
             job = await loop.run_in_executor(self.preparing, *prepared)
-            writer = writer_class(job, self.settings.model, self.engine.tokenizer)
+            writer = writer_class(job)
             self.scheduler.admit(job)
             await job.complete()
             status, answer = 200, writer.whole()

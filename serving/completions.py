@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 from serving.answers import Part, TokenInfo, ToolCall, timings, usage_counts
 from serving.fields import ApiError
 from serving.scheduler import Job
-from text.tokenizer import Tokenizer
 
 
 class Message(NamedTuple):
@@ -35,12 +34,11 @@ class Writer:
 
     prefix = ""  # of the answer's id
 
-    def __init__(self, job: Job, model: str, tokenizer: Tokenizer | None):
-        """model: what the API calls the model."""
+    def __init__(self, job: Job):
         self.job = job
         self.ask = job.ask
-        self.model = model
-        self.tokenizer = tokenizer
+        self.model = job.model
+        self.tokenizer = job.tokenizer
         self.id = new_id(self.prefix)
         self.created = int(time.time())
 
@@ -175,8 +173,8 @@ class CompletionWriter(ChunkWriter):
     prefix = "cmpl-"
     whole_object = chunk_object = "text_completion"
 
-    def __init__(self, job: Job, model: str, tokenizer: Tokenizer | None):
-        super().__init__(job, model, tokenizer)
+    def __init__(self, job: Job):
+        super().__init__(job)
         self._offsets = [0] * len(job.answers)  # where the next token's text begins
 
     def start(self) -> Iterator[Message]:

@@ -6,47 +6,36 @@ Also the fields that constrain the text, under the names of OpenAI, llama.cpp an
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from engine.grammar import GrammarError, checked_grammar, json_grammar
 from support.errors import UsageError, one_line
-from support.reader import parse_json
+from support.reader import NAMES, is_a, parse_json
 
+KINDS = NAMES | {str: "a string", bool: "a boolean"}  # what OpenAI's API calls values
 NEVER = -100  # the least bias of a logit
 INVALID, FORBIDDEN, BUSY, SERVER = "invalid_request_error", "permission_error", "rate_limit_error", "server_error"
 
 
+@dataclass(eq=False)
 class ApiError(Exception):
     """An answer in the form of OpenAI's API that says in one line what is wrong, or why it cannot be done now."""
 
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        param: str | None = None,
-        code: str | None = None,
-        kind: str = INVALID,
-        retry_after: int | None = None,
-        close: bool = False,
-    ):
-        """The HTTP status, and the fields of the error object.
+    status: int  # of HTTP
+    message: str
+    param: str | None = None  # the field of the request that is wrong
+    code: str | None = None
+    kind: str = INVALID  # the error's `type`
+    retry_after: int | None = None  # seconds after which the client may try again
+    close: bool = False  # end the connection after this answer
 
-        Args:
-            param: the field of the request that is wrong.
-            kind: the error's `type`.
-            retry_after: seconds after which the client may try again.
-            close: end the connection after this answer.
-        """
-        super().__init__(message)
-        self.status = status
-        self.message = message
-        self.param = param
-        self.code = code
-        self.kind = kind
-        self.headers = {"Retry-After": str(retry_after)} if retry_after is not None else {}
-        self.headers |= {"Connection": "close"} if close else {}
+    @property
+    def headers(self) -> dict[str, str]:
+        """The headers of the answer."""
+        retry = {"Retry-After": str(self.retry_after)} if self.retry_after is not None else {}
+        return retry | ({"Connection": "close"} if self.close else {})
 
     def body(self) -> dict[str, Any]:
         """The error object."""
@@ -71,7 +60,7 @@ def parse_object(data: bytes) -> dict[str, Any]:
     except ValueError as error:
         raise ApiError(400, str(error), code="invalid_json") from None
     if not isinstance(value, dict):
-        raise ApiError(400, f"the body must be a JSON object, not {_kind(value)}", code="invalid_json")
+        raise ApiError(400, f"the body must be a JSON object, not {KINDS[type(value)]}", code="invalid_json")
     for name, part in value.items():
         try:
             json.dumps([name, part], ensure_ascii=False).encode()
@@ -81,19 +70,13 @@ def parse_object(data: bytes) -> dict[str, Any]:
     return value
 
 
-def _kind(value: object) -> str:
-    """What JSON calls a value."""
-    names = {dict: "an object", list: "an array", str: "a string", bool: "a boolean", type(None): "null"}
-    return names.get(type(value), "a number")
-
-
 class Fields:
     """One object of a request. A field that is null counts as left out, as in OpenAI's API."""
 
     def __init__(self, values: object, where: str = ""):
         """where: what leads to this object from the body, such as "messages[2].". It begins every name in an error."""
         if not isinstance(values, dict):
-            raise wrong(where.rstrip(".") or "body", f"must be an object, not {_kind(values)}")
+            raise wrong(where.rstrip(".") or "body", f"must be an object, not {KINDS[type(values)]}")
         self.values: dict[str, Any] = values
         self.where = where
 
@@ -110,12 +93,8 @@ class Fields:
         value = self.values.get(field)
         if value is None:
             return default
-        fits = isinstance(value, int | float if kind is float else kind)
-        if not fits or (isinstance(value, bool) and kind is not bool):
-            wanted = {str: "a string", bool: "true or false", int: "an integer", float: "a number", list: "an array"}
-            raise wrong(self.name(field), f"must be {wanted.get(kind, 'an object')}, not {_kind(value)}")
-        if kind is float and not _finite(value):
-            raise wrong(self.name(field), "must be a finite number")
+        if not is_a(value, kind):
+            raise wrong(self.name(field), f"must be {KINDS[kind]}, not {KINDS[type(value)]}")
         return value
 
     def required(self, field: str, kind: type) -> Any:
@@ -150,13 +129,6 @@ class Fields:
         value = self.values.get(field)
         if value is not None and value not in allowed:
             raise unsupported(self.name(field), why)
-
-
-def _finite(value: int | float) -> bool:
-    try:
-        return math.isfinite(value)
-    except OverflowError:
-        return False
 
 
 # ------------------------------------------------------------------ fields that constrain, and those that are refused
@@ -222,45 +194,19 @@ def read_bias(fields: Fields) -> tuple[tuple[int, float], ...]:
     return tuple((token, NEVER if bias is False else bias) for token, bias in named)
 
 
-def refuse_unknown(fields: Fields) -> None:
-    """Refuse the fields of NOT_HERE, unless their values ask for nothing."""
-    for name, (allowed, why) in NOT_HERE.items():
-        fields.refuse(name, allowed, why)
-
-
-def allowed_tools(choice: Fields, flat: bool) -> tuple[str, list[str]]:
-    """What a tool_choice of the type allowed_tools asks for: auto or required, and the names of the tools.
-
-    flat: as /v1/responses has it, where its fields stand in tool_choice itself.
-    """
-    holder = choice if flat else choice.inner("allowed_tools")
-    mode = holder.required("mode", str)
-    if mode not in ("auto", "required"):
-        raise wrong(holder.name("mode"), f"is {mode!r:.40}; allowed: auto, required")
-    holder.required("tools", list)
-    tools = [tool if flat else tool.inner("function") for tool in holder.items("tools")]
-    return mode, [tool.required("name", str) for tool in tools]
-
-
-def read_constraint(fields: Fields, holder: Fields, form: str) -> str | None:
+def read_constraint(fields: Fields, holder: str = "") -> str | None:
     """The grammar that a request asks for, None: none. Raises ApiError where several fields ask for one.
 
-    holder, form: the object that has the output format in the shape of OpenAI's API, and its field.
+    holder: the object with the field "format", where an endpoint has the output format there.
     """
-    found: dict[str, Callable[[], str | None]] = {}
-    if holder.given(form):
-        found[holder.name(form)] = lambda: _response_format(holder, form)
-    for name, read in _READERS.items():
-        if fields.given(name):
-            found[name] = lambda name=name, read=read: read(fields, name)
-    if fields.given("structured_outputs"):
-        inner = fields.inner("structured_outputs")
-        inner.refuse("structural_tag", (), "use grammar.")
-        inner.refuse("whitespace_pattern", (), "JSON has no white space between its parts.")
-        for name in ("json", "json_object", "regex", "choice", "grammar"):
-            if inner.given(name):
-                found[inner.name(name)] = lambda name=name: _READERS[_GUIDED[name]](inner, name)
-    grammars = {name: grammar for name, make in found.items() if (grammar := make()) is not None}
+    guided = fields.inner("structured_outputs")
+    guided.refuse("structural_tag", (), "use grammar.")
+    guided.refuse("whitespace_pattern", (), "JSON has no white space between its parts.")
+    places = [(fields.inner(holder), "format", _response_format)] if holder else []
+    places += [(fields, name, read) for name, read in _READERS.items()]
+    places += [(guided, name, _READERS[f"guided_{name}"]) for name in _GUIDED]
+    found = {where.name(name): read(where, name) for where, name, read in places if where.given(name)}
+    grammars = {name: grammar for name, grammar in found.items() if grammar is not None}
     if len(grammars) > 1:
         first, second = list(grammars)[:2]
         raise wrong(second, f"does not go with {first}")
@@ -313,6 +259,7 @@ def _choice(fields: Fields, name: str) -> str:
 
 
 _READERS: dict[str, Callable[[Fields, str], str | None]] = {
+    "response_format": _response_format,
     "grammar": _grammar,
     "json_schema": _schema,
     "guided_json": _schema,
@@ -321,7 +268,7 @@ _READERS: dict[str, Callable[[Fields, str], str | None]] = {
     "guided_choice": _choice,
     "guided_grammar": _grammar,
 }
-_GUIDED = {name: f"guided_{name}" for name in ("json", "json_object", "regex", "choice", "grammar")}
+_GUIDED = ("json", "json_object", "regex", "choice", "grammar")  # fields of structured_outputs, and guided_NAME
 
 
 def quoted(text: str) -> str:

@@ -9,10 +9,9 @@ from typing import Any
 from engine.engine import Engine
 from serving.answers import Part, ToolCall
 from serving.completions import Message, Writer
-from serving.fields import ApiError, Fields, read_constraint, unsupported, wrong
-from serving.requests import Ask, chosen_tools, common, force_call, tool_of
+from serving.fields import ApiError, Fields, unsupported, wrong
+from serving.requests import Ask, choose_tools, common, read_text, tool_of
 from serving.scheduler import Job, ServeSettings, prompts_of
-from text.tokenizer import Tokenizer
 
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 MODES = {"auto": "auto", "any": "required", "none": "none"}  # their tool_choice -> OpenAI's
@@ -22,22 +21,16 @@ def message_ask(body: dict[str, Any]) -> Ask:
     """Read a request to /v1/messages."""
     fields = Fields(body)
     fields.required("max_tokens", int)
-    ask = common(fields, "max_tokens")
-    ask.n = 1
-    if ask.steps:
-        raise unsupported("eaglet.steps", "use /v1/chat/completions or /v1/completions.")
+    ask = common(fields, "max_tokens", holder="output_config")
     if fields.given("stop_sequences"):
         ask.given["stop"] = tuple(fields.get("stop_sequences", list))
     if fields.inner("thinking").values.get("type") == "enabled":
         raise unsupported("thinking", "this server does not tell thinking from text.")
     for name in ("container", "mcp_servers"):
         fields.refuse(name, ([],), "this server runs nothing but the model.")
-    grammar = read_constraint(fields, fields.inner("output_config"), "format")
-    if grammar is not None:
-        ask.given["grammar"] = grammar
     messages = fields.some("messages")
     if fields.given("system"):
-        ask.messages.append({"role": "system", "content": _text(fields, "system")})
+        ask.messages.append({"role": "system", "content": read_text(fields, "system")})
     for message in messages:
         ask.messages += _messages(message)
     _read_tools(ask, fields)
@@ -57,21 +50,7 @@ def _read_tools(ask: Ask, fields: Fields) -> None:
         raise wrong(choice.name("type"), f"is {kind!r:.40}; allowed: {', '.join(MODES)}, tool")
     name = choice.required("name", str) if kind == "tool" else None
     ask.one_call = choice.get("disable_parallel_tool_use", bool, False)
-    ask.tools, grammar = chosen_tools(tools, MODES.get(kind, "required"), name, choice.name("name"))
-    force_call(ask, grammar)
-
-
-def _text(fields: Fields, name: str) -> str:
-    """A text, or blocks that all are text."""
-    value = fields.values.get(name)
-    if isinstance(value, str):
-        return value
-    texts = []
-    for block in fields.items(name):
-        if (kind := block.required("type", str)) != "text":
-            raise unsupported(block.name("type"), f"{kind!r:.40}; this model reads text only.")
-        texts.append(block.required("text", str))
-    return "".join(texts)
+    choose_tools(ask, tools, MODES.get(kind, "required"), name, choice.name("name"))
 
 
 def _messages(fields: Fields) -> list[dict[str, Any]]:
@@ -91,7 +70,7 @@ def _messages(fields: Fields) -> list[dict[str, Any]]:
             called = {"name": block.required("name", str), "arguments": block.get("input", dict, {})}
             calls.append({"id": block.required("id", str), "type": "function", "function": called})
         elif kind == "tool_result" and role == "user":
-            result = {"role": "tool", "content": _text(block, "content")}
+            result = {"role": "tool", "content": read_text(block, "content")}
             results.append(result | {"tool_call_id": block.required("tool_use_id", str)})
         elif kind not in ("thinking", "redacted_thinking"):
             raise unsupported(block.name("type"), f"{kind!r:.40}; allowed here: text and tool calls.")
@@ -111,15 +90,15 @@ class MessageWriter(Writer):
 
     prefix = "msg_"
 
-    def __init__(self, job: Job, model: str, tokenizer: Tokenizer | None):
-        super().__init__(job, model, tokenizer)
+    def __init__(self, job: Job):
+        super().__init__(job)
         self.answer = job.answers[0]
         self._blocks = 0  # that have begun
         self._open = False  # whether a block of text has begun and not ended
         self._held = ""  # white space that is sent if text follows
 
     def start(self) -> Iterator[Message]:
-        yield self._event("message_start", message=self._message([], None))
+        yield self._event("message_start", message=self._message([], None, None))
 
     def part(self, part: Part) -> Iterator[Message]:
         text = self._held + part.text
@@ -149,7 +128,7 @@ class MessageWriter(Writer):
         text = self.answer.text
         blocks: list[dict[str, Any]] = [{"type": "text", "text": text}] if text.strip() else []
         blocks += [_call(call) for call in self.answer.calls]
-        return self._message(blocks, self._stop()[0]) | {"stop_sequence": self._stop()[1], "timings": self.timings()}
+        return self._message(blocks, *self._stop()) | {"timings": self.timings()}
 
     def error(self, error: ApiError) -> Message:
         return Message(error.body(), "error")
@@ -177,9 +156,9 @@ class MessageWriter(Writer):
         written = self.tokenizer.decode(result.token_ids, continuation=True)
         return "stop_sequence", next((text for text in self.job.params.stop if text in written), None)
 
-    def _message(self, blocks: list[dict[str, Any]], reason: str | None) -> dict[str, Any]:
+    def _message(self, blocks: list[dict[str, Any]], reason: str | None, sequence: str | None) -> dict[str, Any]:
         message = {"id": self.id, "type": "message", "role": "assistant", "model": self.model, "content": blocks}
-        return message | {"stop_reason": reason, "stop_sequence": None, "usage": self._usage()}
+        return message | {"stop_reason": reason, "stop_sequence": sequence, "usage": self._usage()}
 
     def _usage(self) -> dict[str, int]:
         result = self.job.streams[0].result

@@ -6,21 +6,11 @@ import contextlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from decoding.params import MAX_LOGPROBS
 from engine.grammar import checked_grammar
-from serving.fields import (
-    Fields,
-    allowed_tools,
-    grammar_of,
-    quoted,
-    read_bias,
-    read_constraint,
-    refuse_unknown,
-    unsupported,
-    wrong,
-)
+from serving.fields import NOT_HERE, Fields, grammar_of, quoted, read_bias, read_constraint, unsupported, wrong
 from support.reader import parse_json
 
 MAX_CHOICES = 16  # answers that one request may ask for
@@ -102,7 +92,7 @@ def chat_ask(body: dict[str, Any]) -> Ask:
     )
     fields.refuse("continue_final_message", (goes_on,), "a last message of the assistant goes on, and no other one.")
     ask.variables = fields.get("chat_template_kwargs", dict, {})
-    _take_tools(ask, fields)
+    _read_tools(ask, fields)
     return ask
 
 
@@ -129,10 +119,7 @@ def completion_ask(body: dict[str, Any]) -> Ask:
 def response_ask(body: dict[str, Any]) -> Ask:
     """Read a request to /v1/responses."""
     fields = Fields(body)
-    ask = common(fields, "max_output_tokens", flat=True)
-    ask.n = 1
-    if ask.steps:
-        raise unsupported("eaglet.steps", "use /v1/chat/completions or /v1/completions.")
+    ask = common(fields, "max_output_tokens", holder="text")
     ask.source = "input"
     ask.messages = _input_messages(fields)
     for name in ("previous_response_id", "conversation"):
@@ -145,14 +132,16 @@ def response_ask(body: dict[str, Any]) -> Ask:
     ask.drop_oldest = truncation == "auto"
     if "message.output_text.logprobs" in fields.get("include", list, []) or fields.given("top_logprobs"):
         ask.logprobs = fields.integer("top_logprobs", 0, MAX_LOGPROBS, 0)
-    _take_tools(ask, fields, flat=True)
+    _read_tools(ask, fields, flat=True)
     return ask
 
 
-def common(fields: Fields, *limits: str, flat: bool = False) -> Ask:
+def common(fields: Fields, *limits: str, holder: str = "") -> Ask:
     """What all endpoints share.
 
-    limits: the names of the token limit, the first one that is given counts. flat: as /v1/responses has its fields.
+    Args:
+        limits: the names of the token limit, the first one that is given counts.
+        holder: the object with the output format. An endpoint that has one gives one answer and no steps.
     """
     model = fields.get("model", str, "")
     given = {
@@ -169,10 +158,11 @@ def common(fields: Fields, *limits: str, flat: bool = False) -> Ask:
         given["logit_bias"] = read_bias(fields)
     if given.get("top_k") == -1:  # how vLLM switches it off
         given["top_k"] = 0
-    grammar = read_constraint(fields, fields.inner("text") if flat else fields, "format" if flat else "response_format")
+    grammar = read_constraint(fields, holder)
     if grammar is not None:
         given["grammar"] = grammar
-    refuse_unknown(fields)
+    for name, (allowed, why) in NOT_HERE.items():
+        fields.refuse(name, allowed, why)
     ignore_eos = fields.get("ignore_eos", bool, False)
     if ignore_eos and grammar is not None:
         raise wrong("ignore_eos", "does not go with a grammar or schema, whose text ends where it is complete")
@@ -180,10 +170,12 @@ def common(fields: Fields, *limits: str, flat: bool = False) -> Ask:
     steps = fields.inner("eaglet").get("steps", bool, False)  # a field of this server only
     if steps and not stream:
         raise wrong("eaglet.steps", "needs stream to be true")
+    if steps and holder:
+        raise unsupported("eaglet.steps", "use /v1/chat/completions or /v1/completions.")
     return Ask(
         given,
         model=model,
-        n=fields.integer("n", 1, MAX_CHOICES, 1),
+        n=1 if holder else fields.integer("n", 1, MAX_CHOICES, 1),
         stream=stream,
         include_usage=fields.inner("stream_options").get("include_usage", bool, False),
         steps=steps,
@@ -215,7 +207,7 @@ def _message(fields: Fields) -> dict[str, Any]:
     role = fields.required("role", str)
     if role not in ROLES:
         raise wrong(fields.name("role"), f"is {role!r:.40}; allowed: {', '.join(ROLES)}")
-    message: dict[str, Any] = {"role": ROLES[role], "content": _content(fields)}
+    message: dict[str, Any] = {"role": ROLES[role], "content": read_text(fields, "content")}
     fields.refuse("function_call", (), "use tool_calls.")
     if role == "tool":
         message |= {name: fields.get(name, str) for name in ("tool_call_id", "name") if fields.given(name)}
@@ -227,13 +219,13 @@ def _message(fields: Fields) -> dict[str, Any]:
     return message
 
 
-def _content(fields: Fields) -> str:
-    """A message's content: a text, or a list of parts that all are text."""
-    value = fields.values.get("content")
+def read_text(fields: Fields, name: str) -> str:
+    """What a field holds: a text, or a list of parts that all are text."""
+    value = fields.values.get(name)
     if isinstance(value, str):
         return value
     texts = []
-    for part in fields.items("content"):
+    for part in fields.items(name):
         kind = part.required("type", str)
         if kind not in TEXT_PARTS:
             raise unsupported(part.name("type"), f"{kind!r:.40}; this model reads text only.")
@@ -283,45 +275,50 @@ def _input_messages(fields: Fields) -> list[dict[str, Any]]:
 # ------------------------------------------------------------------ the tools of a request
 
 
-class Tools(NamedTuple):
-    """The tools that may be called, as chat templates take them, and the grammar of a call that must come."""
-
-    described: list[dict[str, Any]]
-    grammar: str | None
-
-
-def read_tools(fields: Fields, flat: bool = False) -> Tools:
+def _read_tools(ask: Ask, fields: Fields, flat: bool = False) -> None:
     """The tools that tool_choice leaves.
 
-    flat: as /v1/responses has them, where a function's fields stand in the tool itself.
+    flat: as /v1/responses has them, where a function's fields stand in the tool itself, and in tool_choice.
     """
+    ask.one_call = not fields.get("parallel_tool_calls", bool, True)
     tools = [_tool(tool, flat) for tool in fields.items("tools")]
     choice = fields.values.get("tool_choice") or "auto"
     if choice in ("none", "auto", "required"):
-        return chosen_tools(tools, choice)
+        return choose_tools(ask, tools, choice)
     named = fields.inner("tool_choice")
-    if (kind := named.required("type", str)) == "allowed_tools":
-        mode, names = allowed_tools(named, flat)
-        if unknown := set(names) - {tool["function"]["name"] for tool in tools}:
-            raise wrong("tool_choice", f"allows {min(unknown)!r:.80}, which is none of the tools")
-        return chosen_tools([tool for tool in tools if tool["function"]["name"] in names], mode)
-    if kind != "function":
+    if (kind := named.required("type", str)) not in ("function", "allowed_tools"):
         raise unsupported(named.name("type"), f"{kind!r:.40}; allowed: function, allowed_tools.")
-    holder = named if flat else named.inner("function")
-    return chosen_tools(tools, "required", holder.required("name", str), holder.name("name"))
+    holder = named if flat else named.inner(kind)
+    if kind == "function":
+        return choose_tools(ask, tools, "required", holder.required("name", str), holder.name("name"))
+    mode = holder.required("mode", str)
+    if mode not in ("auto", "required"):
+        raise wrong(holder.name("mode"), f"is {mode!r:.40}; allowed: auto, required")
+    holder.required("tools", list)
+    names = {(tool if flat else tool.inner("function")).required("name", str) for tool in holder.items("tools")}
+    if unknown := names - {tool["function"]["name"] for tool in tools}:
+        raise wrong("tool_choice", f"allows {min(unknown)!r:.80}, which is none of the tools")
+    return choose_tools(ask, [tool for tool in tools if tool["function"]["name"] in names], mode)
 
 
-def chosen_tools(tools: list[dict[str, Any]], choice: str, name: str | None = None, where: str = "") -> Tools:
-    """The tools that a choice (none, auto, required) leaves. name, where: of the only one left, and its field."""
+def choose_tools(ask: Ask, tools: list[dict[str, Any]], choice: str, name: str | None = None, where: str = "") -> None:
+    """Give a request the tools that a choice (none, auto, required) leaves; with required the answer must be a call.
+
+    name, where: of the only tool left, and the field that names it.
+    """
     if choice != "required":
-        return Tools(tools if choice == "auto" else [], None)
+        ask.tools = tools if choice == "auto" else []
+        return
     if name is not None:
         tools = [tool for tool in tools if tool["function"]["name"] == name][:1]
         if not tools:
             raise wrong(where, f"is {name!r:.80}, which is none of the tools")
     if not tools:
         raise wrong("tool_choice", "is required, and there are no tools")
-    return Tools(tools, call_grammar([tool["function"] for tool in tools]))
+    if "grammar" in ask.given or ask.ignore_eos:
+        raise wrong("tool_choice", "asks for a call, which does not go with another format or ignore_eos")
+    ask.tools, ask.forced = tools, True
+    ask.given["grammar"] = call_grammar([tool["function"] for tool in tools])
 
 
 def _tool(fields: Fields, flat: bool) -> dict[str, Any]:
@@ -351,20 +348,3 @@ def call_grammar(functions: Sequence[dict[str, Any]]) -> str:
         schema = json.dumps(function["parameters"] | {"x-guidance": {"whitespace_flexible": False}})
         rules += [f'call{i}: {quoted(begin)} arguments{i} "}}"', f"arguments{i}: %json {schema}"]
     return grammar_of("tools", checked_grammar, "\n".join(rules))
-
-
-def _take_tools(ask: Ask, fields: Fields, flat: bool = False) -> None:
-    """The tools that may or must be called. flat: as in `read_tools`."""
-    ask.one_call = not fields.get("parallel_tool_calls", bool, True)
-    ask.tools, grammar = read_tools(fields, flat)
-    force_call(ask, grammar)
-
-
-def force_call(ask: Ask, grammar: str | None) -> None:
-    """Let the answer be a call that follows this grammar; None: any answer."""
-    ask.forced = grammar is not None
-    if grammar is None:
-        return
-    if "grammar" in ask.given or ask.ignore_eos:
-        raise wrong("tool_choice", "asks for a call, which does not go with another format or ignore_eos")
-    ask.given["grammar"] = grammar

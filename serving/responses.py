@@ -8,7 +8,6 @@ from typing import Any
 from serving.answers import Part, TokenInfo, ToolCall, usage_counts
 from serving.completions import Message, Writer, new_id
 from serving.scheduler import Job
-from text.tokenizer import Tokenizer
 
 REPEATED = ("instructions", "metadata", "tools", "user")  # fields of the request that the response repeats
 
@@ -18,8 +17,8 @@ class ResponseWriter(Writer):
 
     prefix = "resp_"
 
-    def __init__(self, job: Job, model: str, tokenizer: Tokenizer | None):
-        super().__init__(job, model, tokenizer)
+    def __init__(self, job: Job):
+        super().__init__(job)
         self.answer = job.answers[0]
         self._number = 0  # of the next event
         self._message = new_id("msg_")

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from cli.steps import StepRecorder
-from decoding.params import SamplingParams, SettingError, with_suggestions
+from decoding.params import SamplingParams, SettingError, per_row, with_suggestions
 from engine.engine import Engine
 from engine.grammar import GrammarError
 from engine.ranks import RankLost
@@ -66,12 +66,14 @@ class Job:
         self,
         loop: asyncio.AbstractEventLoop,
         engine: Engine,
+        settings: ServeSettings,
         ask: Ask,
         params: SamplingParams,
         streams: Sequence[Stream],
-        max_seconds: float,
     ):
         """loop: the one whose tasks read the events."""
+        self.model = adapter_named(engine, ask.model) or settings.model  # what the answer calls the model
+        self.tokenizer = engine.tokenizer
         self.ask = ask
         self.params = params
         self.streams = streams
@@ -79,11 +81,9 @@ class Job:
         self.failure: Exception | None = None
         self.finished = asyncio.Event()  # set when nothing more will be decoded
         self.task: asyncio.Task[None] | None = None
-        tools = {tool["function"]["name"] for tool in ask.tools}
-        for_all = engine.tokenizer, engine.stop_ids(params), tools, ask.one_call, ask.logprobs is not None, ask.forced
-        self.answers = [Answer(i, *for_all) for i in range(len(streams))]
+        self.answers = [Answer(i, ask, engine.tokenizer, engine.stop_ids(params)) for i in range(len(streams))]
         self._engine = engine
-        self._max_seconds = max_seconds
+        self._max_seconds = settings.max_seconds
         self._asked = self._until = 0.0
         self._recorders: list[StepRecorder | None] = [None] * len(streams)
         self._left = len(streams)  # streams that have not ended
@@ -132,7 +132,7 @@ class Job:
                 chunk = stream.take()
                 if chunk is None:
                     if not self.cancelled:
-                        self._put(Event(index, [], stream.result), urgent=True)
+                        self._put(Event(index, [], stream.result))
                     self._close(index)
                     return
                 recorder = self._recorders[index]
@@ -154,8 +154,7 @@ class Job:
             self._engine.remove_observer(recorder)
         self._left -= 1
         if not self._left:
-            with contextlib.suppress(RuntimeError):  # the event loop has ended
-                self._loop.call_soon_threadsafe(self.finished.set)
+            self._set(self.finished)
 
     def _recorder(self, result: GenerationResult) -> StepRecorder:
         try:
@@ -166,18 +165,21 @@ class Job:
     def end(self) -> None:
         """Say that nothing more will come."""
         self._ended = True
-        self._tell(urgent=True)
+        self._set(self._some, self._urgent)
 
-    def _put(self, event: Event, urgent: bool = False) -> None:
+    def _put(self, event: Event) -> None:
+        """Tell the reader, at once if the choice has ended."""
         self._events.append(event)
-        if urgent or not self._some.is_set():
-            self._tell(urgent)
+        if event.result is not None:
+            self._set(self._some, self._urgent)
+        elif not self._some.is_set():
+            self._set(self._some)
 
-    def _tell(self, urgent: bool) -> None:
-        with contextlib.suppress(RuntimeError):  # the event loop has ended
-            self._loop.call_soon_threadsafe(self._some.set)
-            if urgent:
-                self._loop.call_soon_threadsafe(self._urgent.set)
+    def _set(self, *events: asyncio.Event) -> None:
+        """Set events of the loop. The engine's thread may call this."""
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            for event in events:
+                self._loop.call_soon_threadsafe(event.set)
 
     async def events(self) -> AsyncIterator[Event | None]:
         """What this job made, and None when that was nothing for a while. Raises what stopped the decoding.
@@ -256,31 +258,16 @@ def prepare(loop: asyncio.AbstractEventLoop, engine: Engine, settings: ServeSett
             held = f"the context holds {engine.ctx:,}"
             raise _too_long(ask, f"the prompt has {len(ids):,} tokens, and {held}, with at least one new token")
         most = min(room, given.get("max_new_tokens", room), settings.max_tokens or room)
-        try:
+        with _blamed(None):
             params, _ = with_suggestions(engine.generation, given | {"max_new_tokens": most})
-        except ValueError as error:
-            raise _bad_setting(error) from None
-        for i in range(ask.n):
-            seed = (params.seed + i) % 2**63 if i else params.seed
-            try:
-                streams.append(engine.generate(ids, replace(params, seed=seed), adapter_named(engine, ask.model)))
-            except SettingError as error:
-                raise _bad_setting(error) from None
-            except ValueError as error:
-                raise wrong(ask.source, f"cannot be used: {one_line(error, notes=False)}") from None
-    return Job(loop, engine, ask, params, streams, settings.max_seconds)
+        with _blamed(ask.source):
+            streams += [engine.generate(ids, own, adapter_named(engine, ask.model)) for own in per_row(params, ask.n)]
+    return Job(loop, engine, settings, ask, params, streams)
 
 
 def adapter_named(engine: Engine, model: str) -> str:
     """The adapter that a client means with this name of a model, "" for any other name, which is the base model."""
     return model if model in engine.adapters else ""
-
-
-def _bad_setting(error: ValueError) -> ApiError:
-    """The error for a setting that is not allowed."""
-    name = error.setting if isinstance(error, SettingError) else ""
-    param = RENAMED.get(name, name)
-    return ApiError(400, one_line(error, notes=False).replace(name, param), param or None, "invalid_value")
 
 
 def _drop_oldest(engine: Engine, ask: Ask) -> None:
@@ -309,7 +296,7 @@ def prompts_of(engine: Engine, ask: Ask) -> list[Sequence[int]]:
     longest = max(map(len, texts), default=0)
     if why := why_too_long(longest, engine.ctx):
         raise _too_long(ask, f"{ask.source} {why}")
-    try:
+    with _blamed(ask.source):
         if not ask.messages:
             return [tokenizer.encode(p) if isinstance(p, str) else p for p in ask.prompts]
         if not tokenizer.chat_template_source:
@@ -324,8 +311,6 @@ def prompts_of(engine: Engine, ask: Ask) -> list[Sequence[int]]:
         begun = messages[-1]["content"] if ask.goes_on else ""
         ids = tokenizer.encode_chat(messages[: -1 if begun else None], tools=tools or None, variables=ask.variables)
         return [ids + tokenizer.encode(begun, continuation=True) if begun else ids]
-    except ValueError as error:
-        raise wrong(ask.source, f"cannot be used: {one_line(error, notes=False)}") from None
 
 
 def why_too_long(characters: int, ctx: int) -> str:
@@ -336,12 +321,17 @@ def why_too_long(characters: int, ctx: int) -> str:
 
 
 @contextlib.contextmanager
-def _blamed(field: str) -> Iterator[None]:
-    """A ValueError becomes the error for this field of the request."""
+def _blamed(field: str | None) -> Iterator[None]:
+    """A ValueError becomes the error for the setting that it names, or else for this field of the request."""
     try:
         yield
+    except SettingError as error:
+        name = RENAMED.get(error.setting, error.setting)
+        why = one_line(error, notes=False).replace(error.setting, name)
+        raise ApiError(400, why, name, "invalid_value") from None
     except ValueError as error:
-        raise wrong(field, f"cannot be used: {one_line(error, notes=False)}") from None
+        why = one_line(error, notes=False)
+        raise ApiError(400, f"{field} cannot be used: {why}" if field else why, field, "invalid_value") from None
 
 
 def _too_long(ask: Ask, message: str) -> ApiError:

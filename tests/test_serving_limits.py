@@ -31,7 +31,7 @@ from loading.options import DEMO  # noqa: E402
 from scripts import serve  # noqa: E402
 from serving import scheduler  # noqa: E402
 from serving.requests import Ask  # noqa: E402
-from serving.scheduler import Job  # noqa: E402
+from serving.scheduler import Job, ServeSettings  # noqa: E402
 from serving.server import is_loopback, prompt_folder  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -223,7 +223,7 @@ def test_the_engine_does_not_wait_for_a_reader(engine, monkeypatch):
     """All tokens are decoded before anybody reads, and they come as one event."""
 
     async def decode() -> tuple[int, int]:
-        job = Job(asyncio.get_running_loop(), engine, Ask({}), SamplingParams(), made, 60)
+        job = Job(asyncio.get_running_loop(), engine, ServeSettings(), Ask({}), SamplingParams(), made)
         job.start()
         await job.finished.wait()
         decoded = made[0].given

@@ -50,6 +50,7 @@ def chunks_of(server: Running, path: str = "/v1/chat/completions", **body) -> It
 
 def html_data(engine, prompt: list[int], params: SamplingParams) -> dict:
     """What `--html` shows of a request, as JSON gives it."""
+    until(lambda: not engine.driver._pumping)  # else the thread of an earlier request runs ahead of the recorder
     stream = engine.generate(prompt, params)
     recorder = StepRecorder(engine)
     try:

@@ -10,6 +10,7 @@ import pytest
 from engine.results import Chunk, GenerationResult
 from loading.options import DEMO
 from serving.answers import HERMES, LLAMA, MISTRAL, Answer, Event, ToolCallParser, as_text, tool_format
+from serving.requests import Ask
 from text.tokenizer import load_tokenizer
 
 CALL = '{"name": "add", "arguments": {"a": 1, "b": "x</y"}}'
@@ -115,7 +116,7 @@ def test_a_mark_that_is_a_special_token_is_seen():
             return b"".join(self.pieces[i] for i in ids if i not in self.special_ids).decode()
 
     tokenizer = Marked()
-    answer = Answer(0, tokenizer, [0], {"add"})
+    answer = Answer(0, Ask({}, tools=[{"function": {"name": "add"}}]), tokenizer, [0])
     for ids in ([2, 1, 3], [4, 0]):
         answer.take(Event(0, [Chunk(0, ids, tokenizer.decode(ids))]))
     answer.take(Event(0, [], GenerationResult(1, 0.0, 0, stop_reason="eos")))

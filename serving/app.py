@@ -9,8 +9,7 @@ import hashlib
 import hmac
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -31,7 +30,7 @@ from serving.fields import FORBIDDEN, SERVER, ApiError, parse_object
 from serving.messages import MessageWriter, message_ask
 from serving.requests import Parse, chat_ask, completion_ask, response_ask
 from serving.responses import ResponseWriter
-from serving.scheduler import Scheduler, ServeSettings, prepare
+from serving.scheduler import Scheduler, ServeSettings
 from serving.streaming import Reply, error_response
 from support.errors import one_line
 
@@ -171,26 +170,15 @@ class Api:
         self.metrics = Metrics()
         self.created = int(time.time())
         self._page = chat_page()
-        self._preparing = ThreadPoolExecutor(1, "eaglet-prepare")
 
     def app(self) -> ASGIApp:
         """The ASGI application."""
-
-        def post(path: str, parse: Parse, writer: type[Writer]) -> Route:
-            async def endpoint(request: Request) -> ASGIApp:
-                return await self.answer(request, parse, writer)
-
-            return Route(path, endpoint, methods=["POST"])
-
-        def small(path: str, deed: Deed) -> Route:
-            async def endpoint(request: Request) -> Response:
-                return await self.small(request, deed)
-
-            return Route(path, endpoint, methods=["POST"])
-
+        posts: dict[str, Callable[[Request], Awaitable[ASGIApp]]] = {
+            **{path: functools.partial(self.small, deed=deed) for path, deed in SMALL.items()},
+            **{path: functools.partial(self.answer, kinds=kinds) for path, kinds in ENDPOINTS.items()},
+        }
         routes = [
-            *(small(path, deed) for path, deed in SMALL.items()),
-            *(post(path, *kinds) for path, kinds in ENDPOINTS.items()),
+            *(Route(path, endpoint, methods=["POST"]) for path, endpoint in posts.items()),
             Route("/", self.chat),
             Route("/v1/models", self.models),
             Route("/v1/models/{name:path}", self.model),
@@ -201,12 +189,11 @@ class Api:
         handlers = {kind: _error for kind in (ApiError, ClientDisconnect, HTTPException, Exception)}
         return Guard(Starlette(routes=routes, exception_handlers=handlers), self.settings, self.metrics)
 
-    async def answer(self, request: Request, parse: Parse, writer_class: type[Writer]) -> ASGIApp:
-        """One request, from its body to its answer."""
+    async def answer(self, request: Request, kinds: tuple[Parse, type[Writer]]) -> ASGIApp:
+        """One request, from its body to its answer. kinds: an entry of ENDPOINTS."""
         self.scheduler.check()
-        body = await read_body(request, self.settings.max_body)
-        loop = asyncio.get_running_loop()
-        job = await loop.run_in_executor(self._preparing, prepare, loop, self.engine, self.settings, parse, body)
+        parse, writer_class = kinds
+        job = await self.scheduler.job(parse, await read_body(request, self.settings.max_body))
         writer = writer_class(job)
         self.scheduler.admit(job)
         return Reply(writer, self.settings.send_seconds, functools.partial(self._ended, request.scope["path"], writer))
@@ -216,7 +203,9 @@ class Api:
         self.scheduler.check()
         body = parse_object(await read_body(request, self.settings.max_body))
         loop = asyncio.get_running_loop()
-        return JSONResponse(await loop.run_in_executor(self._preparing, deed, self.engine, self.settings, body))
+        return JSONResponse(
+            await loop.run_in_executor(self.scheduler.preparing, deed, self.engine, self.settings, body)
+        )
 
     async def properties(self, request: Request) -> Response:
         """GET /props"""

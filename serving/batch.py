@@ -7,9 +7,9 @@ import argparse
 import asyncio
 import json
 import math
+import time
 from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from loading.options import options_from, settings_given
 from serving.app import ENDPOINTS
 from serving.completions import new_id
 from serving.fields import ApiError
-from serving.scheduler import Scheduler, ServeSettings, engine_error, prepare
+from serving.scheduler import Scheduler, ServeSettings, engine_error
 from support.errors import UsageError
 from support.files import append_json_lines, read_json_lines, read_text
 from support.progress import Progress
@@ -60,15 +60,6 @@ def read_answers(path: Path, requests: Sequence[Line]) -> list[Line]:
     return answers
 
 
-def answer_file(engine: Engine, settings: ServeSettings, requests: Sequence[Line], output: Path, quiet: bool) -> str:
-    """Append the answers to these requests to a file, in their order. Returns a line about what was done.
-
-    As many requests run together as the engine has slots. A request that is wrong gets its error as an answer. Whatever
-    was answered before an interruption stays in the file.
-    """
-    return asyncio.run(_Run(engine, settings, output, quiet).answer_all(requests))
-
-
 def run_file(args: argparse.Namespace) -> int:
     """What `generate.py --input FILE --output FILE` does. Returns the exit code."""
     requests, output = read_requests(Path(args.input)), Path(args.output)
@@ -83,12 +74,16 @@ def run_file(args: argparse.Namespace) -> int:
     name = Path(args.checkpoint).resolve().name
     limits = {"max_queue": AHEAD * engine.batch_size, "max_seconds": math.inf}
     settings = ServeSettings(name, **limits, defaults={"seed": 0} | settings_given(args))
-    report.line(answer_file(engine, settings, requests[answered:], output, args.quiet))
+    report.line(asyncio.run(_Run(engine, settings, output, args.quiet).answer_all(requests[answered:])))
     return 0
 
 
 class _Run:
-    """One run over a file."""
+    """Appends the answers to requests to a file, in their order.
+
+    As many requests run together as the engine has slots. A request that is wrong gets its error as an answer. Whatever
+    was answered before an interruption stays in the file.
+    """
 
     def __init__(self, engine: Engine, settings: ServeSettings, output: Path, quiet: bool):
         self.engine = engine
@@ -96,40 +91,37 @@ class _Run:
         self.output = output
         self.progress = Progress(quiet)
         self.scheduler = Scheduler(engine, settings)
-        self.preparing = ThreadPoolExecutor(1)
         self.pending: deque[asyncio.Task[Line]] = deque()  # in the order of the requests
         self.tokens = self.wrong = self.done = 0
+        self.began = time.monotonic()
 
     async def answer_all(self, requests: Sequence[Line]) -> str:
-        """Answer the requests. Raises what keeps the engine from going on."""
-        loop = asyncio.get_running_loop()
+        """Answer the requests. Returns a line about what was done. Raises what keeps the engine from going on."""
         room = asyncio.Semaphore(AHEAD * self.engine.batch_size)
-        began = loop.time()
-
-        async def answer(request: Line) -> Line:
-            try:
-                return await self._answer(request)
-            finally:
-                room.release()
-
         try:
             for request in requests:
                 await room.acquire()
-                self.pending.append(loop.create_task(answer(request)))
-                self._write(len(requests), loop.time() - began)
+                task = asyncio.create_task(self._answer(request))
+                task.add_done_callback(lambda _: room.release())
+                self.pending.append(task)
+                self._write(len(requests))
             while self.pending:
                 await asyncio.wait([self.pending[0]])
-                self._write(len(requests), loop.time() - began)
+                self._write(len(requests))
         finally:
             self.progress.close()
             for job in self.scheduler.jobs:
                 job.cancel()
-        seconds = loop.time() - began
         refused = f"   {self.wrong:,} refused, and their lines say why" if self.wrong else ""
-        rate = self.tokens / max(seconds, 1e-9)
+        seconds, rate = self._speed()
         return f"{self.done:,} requests   {self.tokens:,} tok   {seconds:.1f} s   {rate:.1f} tok/s{refused}"
 
-    def _write(self, total: int, seconds: float) -> None:
+    def _speed(self) -> tuple[float, float]:
+        """Seconds since the start, and the tokens of each."""
+        seconds = max(time.monotonic() - self.began, 1e-9)
+        return seconds, self.tokens / seconds
+
+    def _write(self, total: int) -> None:
         """Write the answers whose turn has come."""
         answers: list[Line] = []
         while self.pending and self.pending[0].done():
@@ -137,15 +129,12 @@ class _Run:
         if answers:
             append_json_lines(self.output, *answers)
             self.done += len(answers)
-            self.progress(self.done / total, f"{self.done} of {total}, {self.tokens / max(seconds, 1e-9):.0f} tok/s")
+            self.progress(self.done / total, f"{self.done} of {total}, {self._speed()[1]:.0f} tok/s")
 
     async def _answer(self, request: Line) -> Line:
         parse, writer_class = ENDPOINTS[request["url"]]
-        loop, name = asyncio.get_running_loop(), new_id("batch_req_")
-        body = json.dumps(request["body"]).encode()
         try:
-            prepared = prepare, loop, self.engine, self.settings, parse, body
-            job = await loop.run_in_executor(self.preparing, *prepared)
+            job = await self.scheduler.job(parse, json.dumps(request["body"]).encode())
             writer = writer_class(job)
             self.scheduler.admit(job)
             await job.complete()
@@ -157,5 +146,6 @@ class _Run:
             error = engine_error(failure)
             status, answer = error.status, error.body()
             self.wrong += 1
+        name = new_id("batch_req_")
         response = {"status_code": status, "request_id": name, "body": answer}
         return {"id": name, "custom_id": request["custom_id"], "response": response, "error": None}

@@ -9,6 +9,7 @@ import secrets
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -348,6 +349,7 @@ class Scheduler:
         self.jobs: set[Job] = set()  # those that wait and those that run
         self.draining = False
         self.broken = False  # whether the GPU can no longer be used
+        self.preparing = ThreadPoolExecutor(1, "eaglet-prepare")  # reads requests, one at a time
         self._seconds = 1.0  # that a job takes, as a moving mean
 
     @property
@@ -374,6 +376,11 @@ class Scheduler:
             seconds = min(60, max(1, round(self._seconds * len(self.jobs) / self.engine.batch_size)))
             why = f"{self.waiting} requests wait already, which is the limit"
             raise ApiError(429, f"{why}; try again in {seconds} s", None, "queue_full", BUSY, seconds)
+
+    async def job(self, parse: Parse, body: bytes) -> Job:
+        """Read a request off the event loop (`prepare`)."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self.preparing, prepare, loop, self.engine, self.settings, parse, body)
 
     def admit(self, job: Job) -> None:
         """Queue a job. Raises ApiError if the queue is full, and where the job cannot be watched as it asks."""

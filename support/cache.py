@@ -92,9 +92,7 @@ def fetch(path: Path, payload: bool = True) -> Kept | None:
     """`read`, but None where there is no such file. A file that is damaged is deleted and counts as none."""
     try:
         return read(path, payload)
-    except FileNotFoundError:
-        return None
-    except OSError:  # it cannot be read now, and may be whole
+    except OSError:  # there is none, or it cannot be read now and may be whole
         return None
     except ValueError:
         with contextlib.suppress(OSError):

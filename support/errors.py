@@ -144,10 +144,6 @@ def run_command(body: Callable[[], int | None], debug: bool = False, interrupted
             code = exit_code(error)
             unexpected = code == INTERNAL and not isinstance(error, ArithmeticError)
             text = f"error  {one_line(error)}" + " (--debug shows where)" * unexpected
-        print(_line_start() + text, file=sys.stderr)
+        clear = "\r\033[K" if sys.stderr.isatty() else ""  # a progress line may still stand on the terminal
+        print(clear + text, file=sys.stderr)
     return finish(code)
-
-
-def _line_start() -> str:
-    """What clears a progress line that may still stand on the terminal."""
-    return "\r\033[K" if sys.stderr.isatty() else ""

@@ -18,14 +18,18 @@ from support.errors import BadFileError, UsageError
 from support.reader import INDEX_LIMIT, JSON_LIMIT, check, json_lines, parse_json, refusal  # noqa: F401
 
 
-def read_json(path: str | Path, limit: int = JSON_LIMIT) -> dict[str, Any]:
-    """Read a JSON object. Raises BadFileError for a missing, oversized, malformed or other file."""
+def read_bytes(path: str | Path, limit: int = -1) -> bytes:
+    """The first `limit` bytes of a file, -1: all. Raises BadFileError if it cannot be read."""
     try:
         with open(path, "rb") as file:
-            data = file.read(limit + 1)
+            return file.read(limit)
     except OSError as error:
         raise refusal(path, f"cannot be read ({error.strerror}).") from error
-    value = parse_json(data, path, limit)
+
+
+def read_json(path: str | Path, limit: int = JSON_LIMIT) -> dict[str, Any]:
+    """Read a JSON object. Raises BadFileError for a missing, oversized, malformed or other file."""
+    value = parse_json(read_bytes(path, limit + 1), path, limit)
     if not isinstance(value, dict):
         raise refusal(path, f"expected a JSON object, found {type(value).__name__}.")
     return value
@@ -234,13 +238,9 @@ def read_json_lines(path: str | Path, shape: dict[str, Any] | None = None) -> li
     A last line without its end was left by an interrupted run and does not count. Raises BadFileError for a file that
     cannot be read, or a line that is not a JSON object of this shape (`support.reader.check`).
     """
-    path = Path(path)
-    if not path.exists():
+    if not Path(path).exists():
         return []
-    try:
-        lines = path.read_bytes()
-    except OSError as error:
-        raise refusal(path, f"cannot be read ({error.strerror}).") from error
+    lines = read_bytes(path)
     whole = lines[: lines.rfind(b"\n") + 1]
     return [check(value, shape or {}, where) for where, value in json_lines(whole, path)]
 
@@ -248,8 +248,6 @@ def read_json_lines(path: str | Path, shape: dict[str, Any] | None = None) -> li
 def read_text(path: str | Path) -> str:
     """The text of a UTF-8 file with its line ends as they are. Raises BadFileError if it cannot be read."""
     try:
-        return Path(path).read_bytes().decode("utf-8")
-    except OSError as error:
-        raise refusal(path, f"cannot be read ({error.strerror}).") from error
+        return read_bytes(path).decode("utf-8")
     except UnicodeDecodeError as error:
         raise refusal(path, f"not UTF-8 text ({error}).") from error

@@ -52,11 +52,8 @@ def read_requests(path: Path) -> list[Line]:
 def read_answers(path: Path, requests: Sequence[Line]) -> list[Line]:
     """The answers that an interrupted run has left. Raises UsageError where they are not those of the first requests."""
     answers = read_json_lines(path, {"custom_id": str})
-    for answer, request in zip(answers, requests, strict=False):
-        if answer["custom_id"] != request["custom_id"]:
-            raise UsageError(f"{path} holds answers to other requests; name another --output, or delete it.")
-    if len(answers) > len(requests):
-        raise UsageError(f"{path} holds more answers than there are requests; name another --output, or delete it.")
+    if [one["custom_id"] for one in answers] != [one["custom_id"] for one in requests[: len(answers)]]:
+        raise UsageError(f"{path} holds answers to other requests; name another --output, or delete it.")
     return answers
 
 

@@ -36,6 +36,7 @@ class Writer:
 
     def __init__(self, job: Job):
         self.job = job
+        self.answer = job.answers[0]  # the only one, where an API has no choices
         self.ask = job.ask
         self.model = job.model
         self.tokenizer = job.tokenizer

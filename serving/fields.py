@@ -6,6 +6,7 @@ Also the fields that constrain the text, under the names of OpenAI, llama.cpp an
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -243,11 +244,8 @@ def _any_object(fields: Fields, name: str) -> str | None:
 
 def _regex(fields: Fields, name: str) -> str:
     pattern = fields.get(name, str).replace("\n", "\\n")
-    escaped, at = "", 0
-    while at < len(pattern):  # a slash ends a pattern in Lark's syntax, unless a backslash stands before it
-        size = 2 if pattern[at] == "\\" else 1
-        escaped += "\\/" if pattern[at] == "/" else pattern[at : at + size]
-        at += size
+    # a slash ends a pattern in Lark's syntax, unless a backslash stands before it
+    escaped = re.sub(r"\\.|/", lambda found: "\\/" if found[0] == "/" else found[0], pattern)
     return grammar_of(fields.name(name), checked_grammar, f"start: /{escaped}/")
 
 

@@ -92,7 +92,6 @@ class MessageWriter(Writer):
 
     def __init__(self, job: Job):
         super().__init__(job)
-        self.answer = job.answers[0]
         self._blocks = 0  # that have begun
         self._open = False  # whether a block of text has begun and not ended
         self._held = ""  # white space that is sent if text follows

@@ -19,7 +19,6 @@ class ResponseWriter(Writer):
 
     def __init__(self, job: Job):
         super().__init__(job)
-        self.answer = job.answers[0]
         self._number = 0  # of the next event
         self._message = new_id("msg_")
         self._items: list[dict[str, Any]] = []  # those that have begun

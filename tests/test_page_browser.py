@@ -278,9 +278,8 @@ def test_tokens_keep_their_colours_and_trees_in_markdown(engine, browser):
         const [answer, number] = span.at;
         return answer.steps[number].kept.join('').includes(span.textContent); })""")
     browser.click(".token")
-    assert browser.do(
-        "part('tree').querySelectorAll('.node').length == chosen.answer.steps[chosen.number].nodes.length"
-    )
+    nodes = "part('tree').querySelectorAll('.node').length == chosen.answer.steps[chosen.number].nodes.length"
+    assert browser.do(nodes)
     browser.do("""
         var made = new Answer(), steps = [["Some", " **b"], ["old**", " wo"], ["rds &", "amp; 1"], ["\\n\\n1. ", "1 x"]];
         steps.forEach((kept, i) => kept.forEach(text => made.piece(text, i, "token d1")));
@@ -372,9 +371,8 @@ def test_a_full_context_offers_a_new_chat(browser, engine, monkeypatch):
     monkeypatch.undo()
     browser.put(most="")
     browser.ask("x = 1\n")
-    assert "the context is full" in browser.texts(".figures")[-1] and browser.texts("#notice button") == [
-        "Start a new chat"
-    ]
+    assert "the context is full" in browser.texts(".figures")[-1]
+    assert browser.texts("#notice button") == ["Start a new chat"]
 
 
 def test_a_server_that_is_gone_is_said_once(app, engine):
@@ -387,9 +385,8 @@ def test_a_server_that_is_gone_is_said_once(app, engine):
     for _ in range(2):
         browser.ask("Still here?")
         assert browser.do("box.value") == "Still here?" and browser.texts(".user, .text") == shown
-        assert [
-            text for text in browser.texts("body *") if text.startswith("The server does not answer")
-        ] == browser.texts("#notice")
+        said = [text for text in browser.texts("body *") if text.startswith("The server does not answer")]
+        assert said == browser.texts("#notice")
     browser.shot("gone")
     browser.click(".regenerate")
     browser.until("!running")
@@ -405,12 +402,8 @@ def test_a_server_that_dies_in_the_middle_of_an_answer(app, engine, monkeypatch)
     with monkeypatch.context() as patch, running(engine) as server:
         browser = Browser(app, server.address, PHONE)
         browser.put(watch=False, most="40")
-        made = script(
-            patch,
-            engine,
-            "The beginning of an answer.",
-            gate=lambda: len(made[0].result.token_ids) < 5 or held.wait(20),
-        )
+        gate = lambda: len(made[0].result.token_ids) < 5 or held.wait(20)  # noqa: E731
+        made = script(patch, engine, "The beginning of an answer.", gate=gate)
         browser.ask("Begin?", wait=False)
         browser.until("log.querySelector('.text')?.textContent.length > 4")
         server.cut()
@@ -419,17 +412,12 @@ def test_a_server_that_dies_in_the_middle_of_an_answer(app, engine, monkeypatch)
     said = "The server went away in the middle of the answer."
     begun = browser.texts(".text")[0]
     assert browser.texts("#notice") == [said] and "The beginning of an answer.".startswith(begun) and begun
-    assert (
-        browser.texts(".user") == ["Begin?"]
-        and browser.texts(".figures") == ["stopped"]
-        and not browser.do("box.value")
-    )
+    assert browser.texts(".user, .figures") == ["Begin?", "stopped"] and not browser.do("box.value")
     browser.shot("died")
     sees(browser)
     browser.ask("And now?")
-    assert (
-        browser.texts("#notice")[0].startswith("The server does not answer") and browser.do("box.value") == "And now?"
-    )
+    assert browser.texts("#notice")[0].startswith("The server does not answer")
+    assert browser.do("box.value") == "And now?"
     assert browser.texts(".user, .text") == ["Begin?", begun]
     with running(engine, port=int(server.address.rpartition(":")[2])):
         script(monkeypatch, engine, "The whole answer.")
@@ -454,13 +442,8 @@ def test_chats_are_few_and_can_be_deleted(browser, engine, monkeypatch):
     script(monkeypatch, engine, "Yes.")
     browser.put(watch=False)
     browser.ask("Kept?")
-    assert browser.do("kept().map(one => one.messages[0].content.slice(0, 6))") == [
-        "Kept?",
-        "chat 0",
-        "chat 1",
-        "chat 2",
-        "chat 3",
-    ]
+    kept = ["Kept?", *(f"chat {i}" for i in range(4))]
+    assert browser.do("kept().map(one => one.messages[0].content.slice(0, 6))") == kept
     browser.click("#list")
     browser.do("document.querySelector('#chats [aria-label=\"delete the chat Kept?\"]').click()")
     assert browser.texts(".user") == [] and browser.do("kept().length") == 4

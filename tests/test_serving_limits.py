@@ -73,15 +73,13 @@ def refused(answer, status: int, code: str) -> dict:
 def test_200_requests_of_16_clients_of_which_a_third_are_cut_off(engine):
     """Every client that stays gets the text of its own request, no job stays in memory, and memory does not grow."""
     prompts = [f"def f{i}(x):\n" for i in range(8)]
-    params = [dict(temperature=i % 3 / 2, seed=i, max_tokens=6) for i in range(8)]
-    named = [dict(temperature=p["temperature"], seed=p["seed"], max_new_tokens=6) for p in params]
-    texts = [
-        engine.generate(prompt, SamplingParams(**p)).run()[0].text for prompt, p in zip(prompts, named, strict=True)
-    ]
+    params = [dict(temperature=i % 3 / 2, seed=i) for i in range(8)]
+    alone = [SamplingParams(**given, max_new_tokens=6) for given in params]
+    texts = [engine.generate(*pair).run()[0].text for pair in zip(prompts, alone, strict=True)]
     engine.keep_prompts(PromptCache(1))
 
     def ask(i: int) -> str:
-        body = {"prompt": prompts[i % 8], "stream": i % 2 == 0} | params[i % 8]
+        body = {"prompt": prompts[i % 8], "stream": i % 2 == 0, "max_tokens": 6} | params[i % 8]
         if i % 3 == 0:  # leaves as soon as it has sent its request, or after the first piece
             with httpx.stream("POST", server.address + PATH, json=body | {"stream": True}) as answer:
                 if i % 2:
@@ -150,8 +148,8 @@ def test_a_request_ends_at_the_limits_of_the_server(engine, small, monkeypatch):
 
 
 def test_what_is_no_request_gets_the_error_object(engine, small):
-    """Bodies that are no JSON object, too large bodies, and unknown paths and methods get the error object, and are
-    counted."""
+    """Bodies that are no JSON object, too large bodies, and unknown paths and methods get the error object, which says
+    what there is, and are counted."""
     post = lambda data, **more: httpx.post(small.address + PATH, content=data, **more)  # noqa: E731
     deep = b'{"prompt": ' + b"[" * 2000 + b"]" * 2000 + b"}"
     for data in (b"", b"{", b"[]", b"\xff\xfe", b'{"prompt": NaN}', deep, b'{"prompt": ' + b"1" * 4000 + b"}"):
@@ -160,8 +158,9 @@ def test_what_is_no_request_gets_the_error_object(engine, small):
     refused(post(b"x" * 5000), 413, "request_too_large")
     refused(post(b"x" * 60_000), 413, "request_too_large")
     refused(httpx.post(small.address + PATH, content=iter([b"x" * 3000] * 3)), 413, "request_too_large")
-    refused(httpx.get(f"{small.address}/v1/nothing"), 404, "unknown_url")
-    refused(httpx.get(small.address + PATH), 405, "method_not_allowed")
+    said = refused(httpx.get(f"{small.address}/v1/nothing"), 404, "unknown_url")["message"]
+    assert "/v1/chat/completions" in said and "/tokenize" in said
+    assert "allowed: POST" in refused(httpx.get(small.address + PATH), 405, "method_not_allowed")["message"]
     right(engine, small)
     assert small.api.metrics.requests[PATH, 413] == 3
 
@@ -169,7 +168,7 @@ def test_what_is_no_request_gets_the_error_object(engine, small):
 def test_every_path_but_the_page_and_health_needs_the_key(engine):
     """Every path but / and /health is a 401 without the exact key, and an answer with it."""
     with running(engine, api_keys=("other", "se cret")) as server:
-        paths = ("/v1/models", "/metrics", "/v1/nothing", PATH, "//v1/models", "/health/../metrics", "/health/")
+        paths = ("/v1/models", "/metrics", "/v1/nothing", PATH, "//v1/models", "//", "/health/../metrics", "/health/")
         for path in paths:
             for headers in ({}, {"authorization": "Bearer se cre"}, {"authorization": "Basic se cret"}):
                 refused(httpx.get(server.address + path, headers=headers), 401, "invalid_api_key")
@@ -200,16 +199,13 @@ def test_a_client_that_reads_nothing_is_given_up(engine, monkeypatch):
     with monkeypatch.context() as patch, running(engine, send_seconds=0.2) as server:
         steps = threading.Semaphore(0)
         made = script(patch, engine, "x " * 300, gate=steps.acquire)
-        monkeypatch.setattr(
-            "serving.completions.Message.encode", lambda message: b"data: " + b"x" * 2_000_000 + b"\n\n"
-        )
+        patch.setattr("serving.completions.Message.encode", lambda message: b"data: " + b"x" * 2_000_000 + b"\n\n")
         body = json.dumps({"prompt": "x", "stream": True})
         with socket.socket() as client:
             client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             client.connect(server.socket.getsockname())
-            client.sendall(
-                f"POST {PATH} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode()
-            )
+            head = f"POST {PATH} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
+            client.sendall(f"{head}{body}".encode())
             until(lambda: steps.release() or server.api.metrics.counts["slow_clients_total"])
             for _ in range(5):
                 steps.release()

@@ -82,18 +82,12 @@ ENDS = {
 
 @pytest.mark.parametrize("kind", ENDS)
 def test_an_error_is_one_line_and_its_exit_code(kind, capsys):
-    """Every kind of error is one line on stderr and has its own exit code."""
+    """Every kind of error is one line on stderr and has its own exit code; with --debug the error itself is raised."""
     error, code, line = ENDS[kind]
     assert run_command(raising(error)) == code
     out, err = capsys.readouterr()
     assert out == "" and err.startswith(line) and err.count("\n") == 1 and "Traceback" not in err
     assert ("--debug" in err) == ("--debug" in line)
-
-
-@pytest.mark.parametrize("kind", ENDS)
-def test_debug_raises_the_error_itself(kind, capsys):
-    """With --debug the error itself is raised."""
-    error = ENDS[kind][0]
     with pytest.raises(type(error)) as caught:
         run_command(raising(error), debug=True)
     assert caught.value is error and capsys.readouterr().err == ""
@@ -107,13 +101,8 @@ def test_a_command_that_ends_well_returns_its_code():
 
 def test_a_command_that_reads_files_says_so_with_its_exit_code():
     """Inside `bad_files` a plain ValueError has exit code 3; a usage error stays 2."""
-
-    def reads(error):
-        with bad_files():
-            raise error
-
-    assert run_command(lambda: reads(ValueError("no tensors"))) == BAD_FILE
-    assert run_command(lambda: reads(UsageError("--x"))) == USAGE
+    for error, code in ((ValueError("no tensors"), BAD_FILE), (UsageError("--x"), USAGE)):
+        assert run_command(bad_files()(raising(error))) == code
 
 
 def test_notes_and_line_ends_stay_on_the_one_line(capsys):
@@ -152,13 +141,6 @@ def test_an_option_that_does_not_exist_is_answered_with_the_nearest(capsys):
         error = capsys.readouterr().err
         assert stop.value.code == USAGE and says in error and error.count("\n") == 1
     assert parser.parse_args(["--temp", "1"]).temperature == 1
-
-
-def test_a_reader_that_has_left_is_no_error(monkeypatch):
-    """A BrokenPipeError ends the command with 0."""
-    stderr = io.StringIO()
-    monkeypatch.setattr(sys, "stderr", stderr)
-    assert run_command(raising(BrokenPipeError(32, "Broken pipe"))) == 0 and stderr.closed
 
 
 def test_a_closed_pipe_of_a_real_process_is_silent():
@@ -442,22 +424,35 @@ def test_zeros_take_memory_where_they_are_written():
     assert resident is None or machine.resident_memory() - resident < 10e6
 
 
-def test_modules_of_shapes_alone_import_no_compiler():
-    """Weights are on the meta device, and torch's compiler is not imported."""
+def test_a_start_imports_only_what_it_needs():
+    """Triton, templates and grammars cost a start a second when every request imports them, and so does torch's compiler
+    where weights on the meta device are initialised."""
     program = """
 import sys
 import torch
+import cli.once
+print(*sorted({"triton", "jinja2", "llguidance", "transformers"} & {*sys.modules}))
 from support.machine import shapes_only
 with shapes_only():
     module = torch.nn.Sequential(torch.nn.Embedding(10, 4), torch.nn.Linear(4, 1 << 40))
 assert all(p.is_meta for p in module.parameters())
 assert torch.equal(torch.nn.init.ones_(torch.empty(2)), torch.ones(2)), "outside, weights are initialised"
 from engine.load import load
-load("demo", eagle="demo/eagle3")
+load("demo", eagle="demo/eagle3", device="cpu")
 print("torch._dynamo" in sys.modules)
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
-    assert done.stdout == "False\n", done.stderr
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
+    assert done.stdout == f"{'triton' if torch.cuda.is_available() else ''}\nFalse\n", done.stderr
+
+
+def test_the_collector_is_off_inside_and_back_after_an_error():
+    """A failed load must not leave a process that never frees cycles."""
+    with pytest.raises(ValueError, match="broken"), without_collector():
+        assert not gc.isenabled()
+        raise ValueError("broken")
+    assert gc.isenabled()
 
 
 def test_freed_memory_returns_and_settings_are_restored(monkeypatch):
@@ -485,29 +480,42 @@ def test_the_peak_is_that_of_this_process():
     assert int(done.stdout) < 600e6 < held.nbytes < machine.peak_memory(torch.device("cpu"))
 
 
+GROUP, FOLDER = "/proc/self/cgroup", "/sys/fs/cgroup"
+PAIRS = {0: "0,2", 1: "1,3", 2: "0,2", 3: "1,3"}  # two threads on each of two cores
+CORES = {i: str(i) for i in range(4)}
+
+
 @pytest.mark.parametrize(
-    ("given", "cpus", "siblings", "count"),
+    "given, cpus, siblings, quota, count",
     [
-        (None, {0, 1, 2, 3}, {0: "0,2", 1: "1,3", 2: "0,2", 3: "1,3"}, 2),
-        (None, {1, 3}, {0: "0,2", 1: "1,3", 2: "0,2", 3: "1,3"}, 1),
-        (None, {0, 1}, {0: "0", 1: "1"}, 2),
-        (None, {0, 1}, {0: "0"}, 5),
-        ("3", {0, 1}, {0: "0", 1: "1"}, 3),
-        ("6,2", {0, 1}, {0: "0", 1: "1"}, 6),
-        ("many", {0, 1}, {0: "0", 1: "1"}, 2),
-        ("0", {0, 1}, {0: "0", 1: "1"}, 2),
+        (None, 4, PAIRS, {}, 2),
+        (None, 2, CORES, {}, 2),
+        (None, 2, {0: "0"}, {}, 5),
+        ("3", 2, CORES, {}, 3),
+        ("6,2", 2, CORES, {}, 6),
+        ("many", 2, CORES, {}, 2),
+        ("0", 2, CORES, {}, 2),
+        (None, 4, CORES, {GROUP: ["0::/a/b"], f"{FOLDER}/a/cpu.max": ["150000 100000"]}, 1),
+        (None, 4, CORES, {GROUP: ["0::/"], f"{FOLDER}/cpu.max": ["200000 100000"]}, 2),
+        (None, 4, CORES, {GROUP: ["0::/"], f"{FOLDER}/cpu.max": ["max 100000"]}, 4),
+        (None, 4, CORES, {f"{FOLDER}/cpu/cpu.cfs_{name}_us": [us] for name, us in
+                          (("quota", "300000"), ("period", "100000"))}, 3),
+        (None, 4, CORES, {f"{FOLDER}/cpu/cpu.cfs_{name}_us": [us] for name, us in
+                          (("quota", "-1"), ("period", "100000"))}, 4),
+        (None, 4, CORES, {GROUP: ["0::/"], f"{FOLDER}/cpu.max": ["50000 100000"]}, 1),
     ],
-)
-def test_threads_are_the_cores_of_this_process(given, cpus, siblings, count, monkeypatch):
-    """One thread per core that this process may use; OMP_NUM_THREADS comes first; without these files torch's number."""
+)  # fmt: skip
+def test_threads_are_the_cores_of_this_process(given, cpus, siblings, quota, count, monkeypatch):
+    """One thread per core that this process may use, and no more than a quota of control groups pays for (of either
+    version, of a parent group too): a container with half of a machine had a thread per core, and they were stopped in
+    turn. OMP_NUM_THREADS comes first; without these files it is torch's number."""
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     if given is not None:
         monkeypatch.setenv("OMP_NUM_THREADS", given)
-    lines = {
-        f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list": [text] for cpu, text in siblings.items()
-    }
+    topology = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
+    lines = quota | {topology.format(cpu): [text] for cpu, text in siblings.items()}
     monkeypatch.setattr(machine.sys, "platform", "linux")
-    monkeypatch.setattr(machine.os, "sched_getaffinity", lambda pid: cpus, raising=False)
+    monkeypatch.setattr(machine.os, "sched_getaffinity", lambda pid: set(range(cpus)), raising=False)
     monkeypatch.setattr(machine, "_lines_of", lambda file: lines.get(file, []))
     monkeypatch.setattr(torch, "get_num_threads", lambda: 5)
     assert machine.default_threads() == count
@@ -515,33 +523,12 @@ def test_threads_are_the_cores_of_this_process(given, cpus, siblings, count, mon
     assert machine.default_threads() == (count if given in ("3", "6,2") else 5)
 
 
-@pytest.mark.parametrize(
-    ("files", "count"),
-    [
-        ({"/proc/self/cgroup": ["0::/a/b"], "/sys/fs/cgroup/a/cpu.max": ["150000 100000"]}, 1),
-        ({"/proc/self/cgroup": ["0::/"], "/sys/fs/cgroup/cpu.max": ["200000 100000"]}, 2),
-        ({"/proc/self/cgroup": ["0::/"], "/sys/fs/cgroup/cpu.max": ["max 100000"]}, 4),
-        ({"/sys/fs/cgroup/cpu/cpu.cfs_quota_us": ["300000"], "/sys/fs/cgroup/cpu/cpu.cfs_period_us": ["100000"]}, 3),
-        ({"/sys/fs/cgroup/cpu/cpu.cfs_quota_us": ["-1"], "/sys/fs/cgroup/cpu/cpu.cfs_period_us": ["100000"]}, 4),
-        ({"/proc/self/cgroup": ["0::/"], "/sys/fs/cgroup/cpu.max": ["50000 100000"]}, 1),
-    ],
-)
-def test_threads_are_no_more_than_a_quota_pays_for(files, count, monkeypatch):
-    """With 4 cores and a quota of control groups (of either version, of a parent group too) the threads are the quota's
-    whole CPUs, at least 1. A container with half of a machine had a thread per core, and they were stopped in turn."""
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr(machine.sys, "platform", "linux")
-    monkeypatch.setattr(machine.os, "sched_getaffinity", lambda pid: {0, 1, 2, 3}, raising=False)
-    cores = {f"/sys/devices/system/cpu/cpu{i}/topology/thread_siblings_list": [str(i)] for i in range(4)}
-    monkeypatch.setattr(machine, "_lines_of", lambda file: (files | cores).get(file, []))
-    assert machine.default_threads() == count
-
-
 # ------------------------------------------------------------------ progress
 
 
 def test_progress_is_a_bar_on_a_terminal_and_a_line_in_a_log(monkeypatch):
-    """A terminal shows a bar that goes away; a log gets one line per 20 seconds, without control characters."""
+    """A terminal shows a bar that goes away; a log gets one line per 20 seconds, without control characters; a quiet bar
+    writes nothing."""
     monkeypatch.setattr(sys, "stderr", terminal := Terminal())
     progress = Progress()
     for done in range(5):
@@ -559,14 +546,8 @@ def test_progress_is_a_bar_on_a_terminal_and_a_line_in_a_log(monkeypatch):
     progress(0.75, "piece")
     progress.close()
     assert re.fullmatch(r" *75%\|.*left  piece\n", log.getvalue())
-
-
-def test_quiet_progress_prints_nothing(monkeypatch):
-    """A quiet bar writes nothing."""
     monkeypatch.setattr(sys, "stderr", terminal := Terminal())
-    progress = Progress(quiet=True)
-    for done in range(5):
-        progress.of(done, 4)
+    Progress(quiet=True)(0.5, "piece")
     assert terminal.getvalue() == ""
 
 
@@ -579,21 +560,3 @@ def test_a_cpu_is_named_with_what_its_kernels_use(monkeypatch, flags, named):
     lines = ["processor : 0", "model name\t: AMD EPYC", f"flags\t\t: {flags}"]
     monkeypatch.setattr(machine, "_lines_of", lambda file: lines)
     assert machine.describe_device(torch.device("cpu")).startswith(named)
-
-
-def test_a_start_imports_only_what_it_needs():
-    """Triton, templates and grammars cost a start a second when every request imports them."""
-    code = "import cli.once, sys; print(*sorted({'triton', 'jinja2', 'llguidance', 'transformers'} & {*sys.modules}))"
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
-    expected = "triton" if torch.cuda.is_available() else ""
-    assert done.returncode == 0 and done.stdout.strip() == expected, done.stderr
-
-
-def test_the_collector_is_off_inside_and_back_after_an_error():
-    """A failed load must not leave a process that never frees cycles."""
-    with pytest.raises(ValueError, match="broken"), without_collector():
-        assert not gc.isenabled()
-        raise ValueError("broken")
-    assert gc.isenabled()

@@ -66,8 +66,8 @@ def without_times(steps: list[dict]) -> list[dict]:
 
 
 def test_the_page_loads_nothing_and_names_its_own_script(server):
-    """The policy allows the page's own script and style by their hashes and its own server, and the page names no other
-    address."""
+    """The policy allows the page's own script and style by their hashes and its own server. The page names no other
+    address, and neither its scripts nor their library make markup of a text."""
     answer = httpx.get(server.address)
     policy, page = answer.headers["content-security-policy"], answer.text
     assert answer.status_code == 200 and answer.headers["content-type"].startswith("text/html")
@@ -79,27 +79,17 @@ def test_the_page_loads_nothing_and_names_its_own_script(server):
         digests = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in inside]
         assert rules[rule].split() == [f"'sha256-{digest}'" for digest in digests] and len(inside) == number
         assert not re.search(r"%[a-z.-]+\.(js|css)%", "".join(inside))
-    urls = set(re.findall(r"https?://[^\"')\s]+", own(page)))
-    assert urls == {"http://www.w3.org/2000/svg"}, "the name of SVG is no address that is loaded"
-    assert not re.search(r"\b(src|href|style|on\w+)=", page.split("<script>")[0]), (
-        "nothing is loaded or run from markup"
-    )
-
-
-def own(page: str) -> str:
-    """The page without the library that it has for Markdown."""
     library = (VENDOR / "markdown-it.min.js").read_text(encoding="utf-8")
     assert "MIT" in library[:100] and "Permission" in (VENDOR / "LICENSE").read_text() and page.count(library) == 1
-    return page.replace(library, "")
-
-
-def test_the_page_makes_no_markup_of_texts(server):
-    """The page's scripts and their library use no function that makes markup of a text, and no cookie."""
-    page = httpx.get(server.address).text
     words = ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", "Function(", "DOMParser",
              "createContextualFragment", "setHTML", "document.cookie")  # fmt: skip
-    assert not [word for word in words if word in page]
-    assert "html: false" in page and ".render(" not in own(page)
+    assert not [word for word in words if word in page], "what makes markup of a text, and cookies"
+    own = page.replace(library, "")
+    assert "html: false" in own and ".render(" not in own
+    urls = set(re.findall(r"https?://[^\"')\s]+", own))
+    assert urls == {"http://www.w3.org/2000/svg"}, "the name of SVG is no address that is loaded"
+    markup = page.split("<script>")[0]
+    assert not re.search(r"\b(src|href|style|on\w+)=", markup), "nothing is loaded or run from markup"
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

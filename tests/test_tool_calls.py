@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from types import SimpleNamespace
 
 import pytest
 
@@ -68,16 +69,9 @@ def test_text_before_a_call_is_shown_at_once():
 
 def test_the_format_is_the_one_of_the_template():
     """The format is the one whose mark the template holds, and Hermes' without a mark."""
-
-    class Written:
-        def __init__(self, template: str):
-            self.template = template
-
-        def template_writes(self, text: str) -> bool:
-            return text in self.template
-
+    written = lambda text: SimpleNamespace(template_writes=text.__contains__)  # noqa: E731
     texts = ("x <tool_call> y", "[TOOL_CALLS]", "<|python_tag|>", '{"name": n, "parameters": p}', "nothing")
-    assert [tool_format(Written(text)) for text in texts] == [HERMES, MISTRAL, LLAMA, LLAMA, HERMES]
+    assert [tool_format(written(text)) for text in texts] == [HERMES, MISTRAL, LLAMA, LLAMA, HERMES]
 
 
 def test_the_template_gets_tools_and_no_control_tokens(tmp_path):

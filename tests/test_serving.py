@@ -413,13 +413,18 @@ class Person(pydantic.BaseModel):
 
 
 def test_an_answer_follows_a_schema_on_every_endpoint(client, engine):
-    """With a schema the text parses as it on both chat endpoints and in a stream; a grammar holds for its own request
-    alone."""
+    """With a schema the text parses as it on all chat endpoints and in a stream; a grammar holds for its own request
+    alone, and a second constraint is refused and not dropped."""
     pytest.importorskip("llguidance")
     parsed = client.chat.completions.parse(model="demo", messages=ASK, response_format=Person, seed=3, temperature=1)
     assert isinstance(parsed.choices[0].message.parsed, Person)
     answer = client.responses.parse(model="demo", input=ASK[0]["content"], text_format=Person, extra_body={"seed": 3})
     assert isinstance(answer.output_parsed, Person)
+    asked = {"messages": ASK, "max_tokens": 60, "output_config": {"format": {"type": "json_schema",
+             "schema": Person.model_json_schema()}}}  # fmt: skip
+    assert Person.model_validate_json(client.post("/messages", body=asked, cast_to=object)["content"][0]["text"])
+    with pytest.raises(openai.BadRequestError, match="grammar does not go with output_config.format"):
+        client.post("/messages", body=asked | {"grammar": "start: /a/"}, cast_to=object)
     schema = {"type": "json_schema", "json_schema": {"name": "person", "schema": Person.model_json_schema()}}
     asked = dict(model="demo", messages=ASK, response_format=schema, seed=3, temperature=1)
     chunks = client.chat.completions.create(**asked, stream=True)

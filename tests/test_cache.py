@@ -43,7 +43,6 @@ def test_folder_is_keyed_by_versions_device_and_source(monkeypatch):
     assert cache.use("NVIDIA X")[0] != folder
     monkeypatch.setattr(cache, "version", lambda package: "99.0")
     assert cache.use("a CPU, 4 threads")[0] != folder
-    monkeypatch.undo()
 
 
 def test_source_changes_the_key(tmp_path, monkeypatch):
@@ -140,11 +139,8 @@ def test_an_entry_is_kept_whole_and_read_back(tmp_path):
     """Payload and values come back as they were, the values also without the payload, and nothing else is left behind."""
     path = tmp_path / "folder" / "entry"
     assert cache.fetch(path) is None
-    for payload, about in (
-        (b"", {"a": [1, "é"]}),
-        (bytes(range(256)) * 100, None),
-        (memoryview(b"abc"), {"ids": [1, 2]}),
-    ):
+    kept = ((b"", {"a": [1, "é"]}), (bytes(range(256)) * 100, None), (memoryview(b"abc"), {"ids": [1, 2]}))
+    for payload, about in kept:
         cache.store(path, payload, about, 0o600)
         assert cache.fetch(path) == cache.read(path) == (about or {}, bytes(payload))
         assert cache.fetch(path, payload=False) == (about or {}, b"")

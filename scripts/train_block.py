@@ -22,7 +22,7 @@ from weights.block_heads import MARKOV
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     """The options of the command line."""
-    p = drafter_parser(__doc__, steps=1500, length=512, eval_every=250)
+    p = drafter_parser("scripts.train_block", __doc__, steps=1500, length=512, eval_every=250)
     add = p.add_argument
     add("--kind", choices=KINDS, required=True)
     add("--keep-features", action="store_true", help="keep the target's features: only the first epoch runs it")
@@ -37,10 +37,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--taps", type=tap_list, help="layers whose input is read (default: spread over the target)")
     add("--markov", choices=MARKOV, default=MARKOV[0], help="dspark: how the token before corrects a slot")
     add("--rank", type=at_least(1), default=64, help="dspark, dflash2: of these corrections")
-    add("--mask-id", type=at_least(0), help="the token that stands for a mask (default: the last one)")
-    add("--rope-theta", type=float, default=10000.0)
     p.set_defaults(tree=None)
-    return parsed(p, argv, runs="runs/train_block")
+    return parsed(p, argv)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -137,13 +137,12 @@ def train(args: argparse.Namespace) -> None:
     init_weights(model, torch.Generator().manual_seed(args.seed))
     model.rotary.build("cpu")
     optims = optimizers(model, RECIPE)
-    loss_fn = torch.compile(loss_of) if args.compile else loss_of
 
     def train_step(step: int) -> tuple[float, list[float], int]:
         rng = np.random.default_rng((args.seed, step))
         length = LENGTHS[step >= 0.6 * args.steps]
         tokens = batch(corpus, rng, args.batch_tokens // length, length)
-        loss = loss_fn(model, tokens)
+        loss = loss_of(model, tokens)
         loss.backward()
         update(optims, RECIPE.factor(step, args.steps))
         return float(loss.detach()), [], args.batch_tokens
@@ -179,11 +178,10 @@ def export(model: Transformer, run: Run, args: argparse.Namespace) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit code (2 usage, 3 bad work directory or file, 130 Ctrl-C)."""
-    parser = run_parser(__doc__, steps=1250)
+    parser = run_parser("scripts.train_demo", __doc__, steps=1250)
     parser.add_argument("--out", default="demo")
     parser.add_argument("--work", default="runs/train_demo", help="tokenizer, training state")
     parser.add_argument("--batch-tokens", type=at_least(max(LENGTHS)), default=4096)
-    parser.add_argument("--compile", action="store_true", help="compile the loss (faster after a minute)")
     return run(parser.parse_args(argv), train)
 
 

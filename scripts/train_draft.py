@@ -24,7 +24,7 @@ from training.loop import run
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     """The options of the command line."""
-    p = distillation_parser(__doc__)
+    p = distillation_parser("scripts.train_draft", __doc__)
     p.add_argument("--layers", type=at_least(1), default=2)
     p.add_argument("--hidden", type=at_least(1), default=128)
     p.add_argument("--intermediate", type=at_least(1), help="default: 3 x --hidden")

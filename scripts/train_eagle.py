@@ -19,15 +19,15 @@ from __future__ import annotations
 import argparse
 import sys
 from functools import partial
+from typing import Any
 
 from support.errors import at_least
 from training.drafters import drafter_parser, parsed, tap_list, train
-from training.eagle import INPUTS, EagleTraining
+from training.eagle import FEATURE_NOISE, INPUTS, EagleTraining
 from training.loop import recipe_options, run
-from training.losses import FEATURE_NOISE
 
 # Options of one generation of heads: which one, and their defaults.
-ONE_VERSION: dict[str, tuple[int, float | None]] = {
+ONE_VERSION: dict[str, tuple[int, Any]] = {
     "noise": (1, FEATURE_NOISE),
     "feature_weight": (1, 1.0),
     "token_weight": (1, 0.1),
@@ -35,15 +35,15 @@ ONE_VERSION: dict[str, tuple[int, float | None]] = {
     "row_share": (3, 1.0),
     "taps": (3, None),
     "norm_before_residual": (3, None),
+    "inputs": (1, INPUTS[0]),
 }
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     """The options of the command line."""
-    p = drafter_parser(__doc__, steps=1500, length=512, eval_every=250)
+    p = drafter_parser("scripts.train_eagle", __doc__, steps=1500, length=512, eval_every=250)
     add = p.add_argument
     add("--version", type=int, choices=(1, 3), required=True)
-    add("--compile", action="store_true", help="compile the forwards (faster after some minutes)")
     add("--start", metavar="HEAD", help="go on from the weights of a head; it keeps its shape")
     add("--average", type=float, default=0.0, help="share of --start in the written weights; 0.5 often beats both")
     add("--keep-features", action="store_true", help="keep the target's features: only the first epoch runs it")
@@ -53,7 +53,6 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add = group.add_argument
     add("--recipe", choices=("small", "paper"), default="small", help="defaults of the options below")
     recipe_options(group)
-    add("--clip", type=float, help="gradients: by value (version 1) or norm (version 3)")
 
     add = p.add_argument_group("loss").add_argument
     add("--noise", type=float, help=f"version 1: noise on features, its width at 512 tokens (default: {FEATURE_NOISE})")
@@ -65,29 +64,21 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
     add = p.add_argument_group("head").add_argument
     add("--draft-vocab", type=int, help="draft only the N most frequent tokens of the data (default: all)", metavar="N")
-    add("--inputs", choices=INPUTS, default=INPUTS[0], help="the paper's input ablation")
-    add("--intermediate-size", type=at_least(1), help="of the head's MLP (default: the target's)")
-    add("--heads", type=at_least(1), help="attention heads of the head (default: the target's)")
+    add("--inputs", choices=INPUTS, help=f"version 1: the paper's input ablation (default: {INPUTS[0]})")
     add("--taps", type=tap_list, help="version 3: layers whose input is read (default: 2, L/2, L-3)")
     normed = "version 3: the residual is the normalised feature (default: on; off in --recipe paper, as SafeAILab's)"
     add("--norm-before-residual", choices=("on", "off"), help=normed)
-    add("--rope-theta", type=float, help="RoPE base of the head (default: 10000)")
     add("--max-positions", type=at_least(1), help="max_position_embeddings to write (default: --length)")
 
-    args = parsed(p, argv, runs="runs/train_eagle")
-    _settle_version(p, args)
-    args.ttt_steps = args.ttt_steps or (1 if args.version == 1 else 7)
-    args.norm_before_residual = args.norm_before_residual or ("off" if args.recipe == "paper" else "on")
-    return args
-
-
-def _settle_version(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """Give the options of one generation their defaults, and refuse those of the other one."""
+    args = parsed(p, argv)
     for name, (version, default) in ONE_VERSION.items():
         if vars(args)[name] is None:
             vars(args)[name] = default
         elif version != args.version:
-            parser.error(f"--{name.replace('_', '-')} is for --version {version}; leave it out.")
+            p.error(f"--{name.replace('_', '-')} is for --version {version}; leave it out.")
+    args.ttt_steps = args.ttt_steps or (1 if args.version == 1 else 7)
+    args.norm_before_residual = args.norm_before_residual or ("off" if args.recipe == "paper" else "on")
+    return args
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -22,7 +22,7 @@ from training.loop import run
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     """The options of the command line."""
-    p = distillation_parser(__doc__)
+    p = distillation_parser("scripts.train_medusa", __doc__)
     p.add_argument("--medusa-heads", type=at_least(1), default=5)
     p.add_argument("--own-lm-head", action="store_true", help="as published: an LM head per head (large)")
     return parsed(p, argv)

@@ -29,9 +29,9 @@ from training import data as training_data
 from training import eagle, losses
 from training.data import Batch, TokenData, chat_row, read_messages, step_batches
 from training.drafters import Evaluation, train
-from training.eagle import INPUTS, TrainHead
+from training.eagle import FEATURE_NOISE, INPUTS, TrainHead
 from training.loop import Muon, World
-from training.losses import FEATURE_NOISE, KeptFeatures, TargetRows, loss_eagle1, loss_eagle3, noise_loss
+from training.losses import KeptFeatures, TargetRows, loss_eagle1, loss_eagle3, noise_loss
 from weights.checkpoint import load_config, load_model
 from weights.heads import read_eagle, save_eagle, save_quantized
 from weights.hf import save_hf
@@ -70,7 +70,7 @@ def files(tmp_path_factory):
 def options(files, out, *more, version=1, steps=6, **given):
     argv = ["--checkpoint", str(files / "target"), "--data", str(files / "data.npz"), "--out", str(out)]
     argv += ["--work", f"{out}-work", "--version", str(version), "--steps", str(steps), "--length", "64"]
-    argv += ["--eval-prompts", "4", "--eval-tokens", "32", "--prompt-length", "16", "--eval-every", "0", *more]
+    argv += ["--eval-prompts", "3", "--eval-tokens", "24", "--prompt-length", "16", "--eval-every", "0", *more]
     for name, value in given.items():
         argv += [f"--{name.replace('_', '-')}", str(value)]
     return argv
@@ -104,11 +104,10 @@ def tiny_head(files, version=1, inputs=INPUTS[0], draft_vocab=None, seed=3):
 @pytest.fixture(scope="module")
 def trained(files):
     """version -> (folder of a head after a real short training, its card)."""
-    more = ["--eval-prompts", "3", "--eval-tokens", "24"]
-    third = [*more, "--ttt-steps", "3", "--draft-vocab", "60", "--noise-share", "0.25"]
+    third = ["--ttt-steps", "3", "--draft-vocab", "60", "--noise-share", "0.25"]
     return {
-        version: (files / f"head{version}", run(files, files / f"head{version}", *extra, version=version, steps=110))
-        for version, extra in ((1, more), (3, third))
+        version: (files / f"head{version}", run(files, files / f"head{version}", *more, version=version, steps=110))
+        for version, more in ((1, []), (3, third))
     }
 
 
@@ -143,40 +142,20 @@ def test_resume_is_exact(files, tmp_path, version):
     assert all(torch.equal(a[name], b[name]) for name in a)
 
 
-def test_resume_refuses_other_settings(files, tmp_path):
-    """A state that was written with other settings is refused in one line.
+@pytest.mark.parametrize("version, more", [(1, []), (3, ["--draft-vocab", "48"])])
+def test_accumulation_equals_a_bigger_batch(files, tmp_path, version, more):
+    """Micro-batches of conversations of different lengths have the losses of one large batch.
 
-    Catches: a state of another run silently continued with other settings.
-    """
-    run(files, tmp_path / "a", "--pause-at", "1", steps=2)
-    with pytest.raises(ValueError, match="--lr"):
-        run(files, tmp_path / "a", steps=2, lr=0.5)
-
-
-@pytest.mark.parametrize("version", [1, 3])
-def test_accumulation_equals_a_bigger_batch(files, tmp_path, version):
-    """Four micro-batches have the losses of one batch that is four times as large.
-
-    Catches: micro-batches normalised by their own counts, or noise that depends on how rows are dealt out.
-    """
-    more = ["--optimizer", "adamw", "--draft-vocab", "48"] if version == 3 else ["--optimizer", "adamw"]
-    big = run(files, tmp_path / "a", *more, version=version, batch=4)["loss_curve"]
-    small = run(files, tmp_path / "b", *more, version=version, batch=1, accumulate=4)["loss_curve"]
-    assert small == pytest.approx(big, rel=1e-4)
-
-
-def test_accumulation_with_rows_of_different_lengths(files, tmp_path):
-    """With conversations of different lengths, too, micro-batches have the losses of one batch.
-
-    Catches: padding or unequal counts per micro-batch that change the sum.
+    Catches: micro-batches normalised by their own counts, padding that counts, or noise that depends on how rows are
+    dealt out.
     """
     rng, rows = np.random.default_rng(1), []
     for n in rng.integers(8, 60, 40):
         rows.append((rng.integers(0, V, n).tolist(), (np.arange(n) >= n // 3).tolist()))
     TokenData.from_rows(rows).save(tmp_path / "chats.npz")
-    more = ["--data", str(tmp_path / "chats.npz"), "--optimizer", "adamw"]
-    big = run(files, tmp_path / "a", *more, batch=6)["loss_curve"]
-    small = run(files, tmp_path / "b", *more, batch=2, accumulate=3)["loss_curve"]
+    more = [*more, "--data", str(tmp_path / "chats.npz"), "--optimizer", "adamw"]
+    big = run(files, tmp_path / "a", *more, version=version, batch=6)["loss_curve"]
+    small = run(files, tmp_path / "b", *more, version=version, batch=2, accumulate=3)["loss_curve"]
     assert small == pytest.approx(big, rel=1e-4)
 
 
@@ -196,7 +175,7 @@ def test_two_processes_equal_one_with_the_doubled_batch(files, tmp_path):
 
 
 def evaluation_of(files, target, *more):
-    args = parse(options(files, "unused", "--eval-prompts", "3", "--eval-tokens", "24", *more))
+    args = parse(options(files, "unused", *more))
     return Evaluation(target, (), training_data.load_data(args, target, None)[1], args)
 
 
@@ -224,7 +203,7 @@ def test_exported_head_drafts_the_same(files, trained, version):
 def test_an_eagle1_head_may_bring_a_draft_vocabulary(files, tmp_path):
     """A vocabulary that is lost in the file, drafts ids that are not its own, or counts a token outside as a hit."""
     out = tmp_path / "head"
-    run(files, out, "--draft-vocab", "48", "--eval-prompts", "3", "--eval-tokens", "24", steps=4)
+    run(files, out, "--draft-vocab", "48", steps=4)
     card = json.loads((out / "CARD.json").read_text())
     target = load_model(files / "target", dtype=torch.float32)
     found = read_eagle(out, target.config)
@@ -289,32 +268,27 @@ def test_chain_tau_without_the_engine_equals_the_engine(files, trained, version)
 
 
 def test_a_worse_head_is_refused(files, trained, tmp_path, capsys):
-    """A head that is worse than the one at --out does not replace it, and with --force it does.
+    """A head that is worse than the one at --out does not replace it, and with --force it does. What others put beside
+    it stays, and a folder that holds no head is refused.
 
-    Catches: a good head overwritten by a bad run.
+    Catches: a good head overwritten by a bad run, and a folder (of notes, or a typo in --out) that is lost or filled.
     """
     out = tmp_path / "head"
     shutil.copytree(trained[1][0], out)
+    (out / "notes").mkdir()
+    (out / "notes" / "thesis.txt").write_text("years of work")
     good = (out / "model.safetensors").read_bytes()
     assert train_eagle.main(options(files, out, work=tmp_path / "w", steps=1)) == 1
     assert "is better" in capsys.readouterr().err
     assert (out / "model.safetensors").read_bytes() == good
     assert train_eagle.main(options(files, out, "--force", work=tmp_path / "w", steps=1)) == 0
     assert (out / "model.safetensors").read_bytes() != good
+    assert (out / "notes" / "thesis.txt").read_text() == "years of work"
+    assert sorted(p.name for p in out.iterdir()) == ["CARD.json", "config.json", "model.safetensors", "notes"]
+    assert train_eagle.main(options(files, out / "notes", steps=1)) == 2
 
 
-def test_something_else_at_out_is_not_replaced(files, tmp_path):
-    """A folder at --out that holds no head is refused and stays as it is.
-
-    Catches: a folder that is no head (a typo in --out) filled with one.
-    """
-    (tmp_path / "head").mkdir()
-    (tmp_path / "head" / "thesis.txt").write_text("years of work")
-    assert train_eagle.main(options(files, tmp_path / "head")) == 2
-
-
-@pytest.mark.parametrize("version", [1, 3])
-@pytest.mark.parametrize("rounded", [False, True])
+@pytest.mark.parametrize("version, rounded", [(1, False), (3, True)])
 def test_training_goes_on_from_a_head(files, trained, tmp_path, version, rounded):
     """Training that forgets the head it starts from, gives it another draft vocabulary, or cannot read an int8 one."""
     path, card = trained[version]
@@ -323,7 +297,7 @@ def test_training_goes_on_from_a_head(files, trained, tmp_path, version, rounded
         config, tensors, _ = quantize_head(path, target, QuantSpec("int8"))
         save_quantized(config, tensors, QuantSpec("int8"), tmp_path / "int8")
         path = tmp_path / "int8"
-    more = ["--start", str(path), "--eval-prompts", "3", "--eval-tokens", "24", "--ttt-steps", str(card["ttt_steps"])]
+    more = ["--start", str(path), "--ttt-steps", str(card["ttt_steps"])]
     went_on = run(files, tmp_path / "next", *more, version=version, steps=2, lr=1e-6)
     first = card["loss_curve"]
     assert abs(went_on["loss_curve"][0] - first[-1]) < (first[0] - first[-1]) / 10
@@ -353,7 +327,7 @@ def test_a_start_may_get_more_tokens_to_draft(files, trained, tmp_path):
     assert (new - wanted).norm() < 0.5 * (rows[~kept] - wanted).norm()
 
 
-@pytest.mark.parametrize("known", [4, 33, 60])
+@pytest.mark.parametrize("known", [4, 60])
 def test_new_rows_of_an_lm_head_are_never_wild(files, known):
     """A map that is fitted to few known tokens, and throws the new rows far away."""
     head, _ = tiny_head(files, version=3, draft_vocab=31)
@@ -369,14 +343,7 @@ def test_new_rows_of_an_lm_head_are_never_wild(files, known):
 
 
 @pytest.mark.parametrize(
-    ("version", "more"),
-    [
-        (1, ["--row-share", "0.5"]),
-        (1, ["--noise-share", "0.5"]),
-        (1, ["--taps", "0,1,2"]),
-        (3, ["--noise", "0"]),
-        (3, ["--token-weight", "1"]),
-    ],
+    ("version", "more"), [(1, ["--noise-share", "0.5"]), (3, ["--noise", "0"]), (3, ["--inputs", "token"])]
 )
 def test_an_option_of_the_other_generation_is_refused(files, tmp_path, capsys, version, more):
     """An option that does nothing, and stands in the card as if it had."""
@@ -426,19 +393,12 @@ def test_a_start_that_does_not_fit_is_one_line(files, trained, tmp_path):
     """A head of another generation, or options that the head to start from would silently override."""
     for more, words in (
         ([], "is an EAGLE-3 head"),
-        (["--heads", "2"], "--heads does not go with --start"),
+        (["--taps", "1,2,3"], "--taps does not go with --start"),
         (["--draft-vocab", "8"], "can only get more"),
     ):
         version = 1 if "EAGLE-3" in words else 3
         with pytest.raises(UsageError, match=words):
             run(files, tmp_path / "head", "--start", str(trained[3][0]), *more, version=version)
-
-
-def test_feature_paired_with_the_wrong_token(files, trained, tmp_path, monkeypatch):
-    """A mutant that pairs feature i with token i instead of i + 1 has less than half the accuracy."""
-    monkeypatch.setattr(TrainHead, "shown", lambda self, tokens: tokens.roll(1, 1))
-    wrong = run(files, tmp_path / "mutant", steps=110)["held_out_accuracy"][0]
-    assert wrong < trained[1][1]["held_out_accuracy"][0] / 2
 
 
 def test_muon_takes_nearly_the_same_step_in_half_precision():
@@ -477,9 +437,10 @@ def test_loss_eagle1_is_the_papers(files, steps, chunk, monkeypatch):
     features, _ = target.forward_train(tokens)
     mask = torch.rand(2, 12, generator=torch.Generator().manual_seed(1)) < 0.6
     noise = torch.rand(2, 12, 32, dtype=torch.float64) * 2 - 1
-    loss, hits = loss_eagle1(head, Batch(tokens, mask), TargetRows(features, features), steps, noise=noise)
+    count = int(mask[:, 1:].sum())
+    loss, hits = loss_eagle1(head, Batch(tokens, mask), TargetRows(features, features), steps, count, noise)
     total, agreed, memory = 0.0, [0] * steps, [] if steps > 1 else None
-    out = (features + noise * (FEATURE_NOISE / 2) * 512 / 12)[:, :-1]
+    out = (features + noise)[:, :-1]
     for s in range(steps):
         out = head.forward_train(F.pad(tokens[:, 1 + s :], (0, s)), out, s, memory)
         for b in range(2):
@@ -492,7 +453,6 @@ def test_loss_eagle1_is_the_papers(files, steps, chunk, monkeypatch):
                     q = target.logits(out[b, i]).log_softmax(-1)
                     total += 0.8**s * (smooth - 0.1 * (p * q).sum())
                     agreed[s] += int(p.argmax() == q.argmax())
-    count = int(mask[:, 1:].sum())
     assert loss.item() == pytest.approx((total / count).item(), rel=1e-9)
     assert hits.tolist() == pytest.approx([a / count for a in agreed])
     same_gradients(head, loss, total / count)
@@ -511,7 +471,8 @@ def test_loss_eagle3_is_the_papers(files, draft_vocab, chunk, share, monkeypatch
     mask = torch.rand(2, T, generator=torch.Generator().manual_seed(1)) < 0.7
     generator, again = (torch.Generator().manual_seed(2) for _ in range(2))
     batch, rows = Batch(tokens, mask), TargetRows(hidden_states, taps)
-    loss, hits = loss_eagle3(head, batch, rows, steps, row_share=share, generator=generator)
+    count = int(mask[:, 1:].sum())
+    loss, hits = loss_eagle3(head, batch, rows, steps, count, row_share=share, generator=generator)
     logits = target.logits(hidden_states)
     judged = torch.zeros_like(mask)
     judged[:, 1:][mask[:, 1:]] = torch.rand(int(mask[:, 1:].sum()), generator=again) < share
@@ -526,7 +487,7 @@ def test_loss_eagle3_is_the_papers(files, draft_vocab, chunk, share, monkeypatch
                     q = head.predict(feature[b, i]).softmax(-1)
                     total -= 0.8**s * (p * q.log()).sum()
                     agreed[s] += int(ids[q.argmax()] == logits[b, j].argmax())
-    count = int(mask[:, 1:].sum()) * share
+    count = count * share
     assert loss.item() == pytest.approx((total / count).item(), rel=1e-9)
     assert hits.tolist() == pytest.approx([a / count for a in agreed])
     same_gradients(head, loss, total / count)
@@ -540,10 +501,9 @@ def test_a_batch_in_which_no_row_counts_has_no_loss(files, version):
     hidden_states, taps = target.forward_train(tokens, head.config.taps)
     mask = torch.zeros(2, 8, dtype=torch.bool)
     if version == 1:
-        loss, hits = loss_eagle1(head, Batch(tokens, mask), TargetRows(hidden_states, hidden_states), 2)
+        loss, hits = loss_eagle1(head, Batch(tokens, mask), TargetRows(hidden_states, hidden_states), 2, 1.0)
     else:
-        rows = TargetRows(hidden_states, taps)
-        loss, hits = loss_eagle3(head, Batch(tokens, mask), rows, 2, noise_share=0.5, row_share=0.5)
+        loss, hits = loss_eagle3(head, Batch(tokens, mask), TargetRows(hidden_states, taps), 2, 1.0, 0.5, 0.5)
     loss.backward()
     assert loss.item() == 0 and hits.tolist() == [0, 0]
 
@@ -566,8 +526,7 @@ def test_noise_loss_is_about_shared_noise():
     assert loss(logits) < 0.6 * entropy and loss(logits) < loss(logits * 0.3) < loss(-logits)  # the noise says the rest
 
 
-@pytest.mark.parametrize("share", [0.0, 0.25, 1.0])
-def test_noise_share_weighs_two_losses(files, share):
+def test_noise_share_weighs_two_losses(files):
     """A share that is not used, or that takes the place of the paper's loss."""
     head, target = tiny_head(files, 3)
     tokens = torch.randint(0, V, (2, 8), generator=torch.Generator().manual_seed(0))
@@ -576,9 +535,9 @@ def test_noise_share_weighs_two_losses(files, share):
 
     def loss(share: float) -> float:
         generator = torch.Generator().manual_seed(4)
-        return loss_eagle3(head, batch, rows, 2, noise_share=share, generator=generator)[0].item()
+        return loss_eagle3(head, batch, rows, 2, 14.0, share, generator=generator)[0].item()
 
-    assert loss(share) == pytest.approx((1 - share) * loss(0.0) + share * loss(1.0), rel=1e-9)
+    assert loss(0.25) == pytest.approx(0.75 * loss(0.0) + 0.25 * loss(1.0), rel=1e-9)
     assert loss(1.0) != pytest.approx(loss(0.0), rel=1e-3)
 
 
@@ -613,11 +572,10 @@ def first_change(a, b):
     return changed[0] if changed else None
 
 
-@pytest.mark.parametrize("version", [1, 3])
 @pytest.mark.parametrize("inputs, token, feature", list(zip(INPUTS, (4, 5, None, 4), (5, 5, 5, None), strict=True)))
-def test_input_ablation_sees_what_its_name_says(files, version, inputs, token, feature):
+def test_input_ablation_sees_what_its_name_says(files, inputs, token, feature):
     """An ablation that leaks the input it is meant to leave out, or shifts the wrong way."""
-    head, target = tiny_head(files, version, inputs)
+    head, target = tiny_head(files, inputs=inputs)
     tokens = torch.arange(12)[None]
     features = torch.randn(1, 12, head.feature_size, dtype=torch.float64)
 
@@ -634,34 +592,22 @@ def test_input_ablation_sees_what_its_name_says(files, version, inputs, token, f
 
 def test_input_ablation_drafts_in_the_engine_as_it_was_trained(files, trained, tmp_path):
     """An ablated head that drafts with an input it never saw, or with a token one place off; an ablation's drafting that
-    leaks the right token; the marker of an unshifted head lost on disk."""
+    leaks the right token; the marker of an unshifted head lost on disk; a floor of the accuracy that a head reaches whose
+    features are paired with the wrong tokens."""
     best, best_tau = trained[1][1], chain_tau(trained[1][0], files)
-    for inputs in INPUTS:
+    prompt, params = list(range(4, 14)), SamplingParams(max_new_tokens=20)
+    plain = load.load(files / "target", ctx=64).generate(prompt, params).run()[0].token_ids
+    for inputs in INPUTS[1:]:
         out = tmp_path / inputs
-        card = run(
-            files, out, "--eval-prompts", "3", "--eval-tokens", "24", "--tree", "chain:5", steps=50, inputs=inputs
-        )
+        card = run(files, out, "--tree", "chain:5", steps=50, inputs=inputs)
         assert json.loads((out / "CARD.json").read_text())["inputs"] == inputs
         assert card["tau_greedy"] == pytest.approx(chain_tau(out, files, inputs), rel=0.02)  # the engine's
-        if inputs == INPUTS[0]:
-            continue
         assert card["tau_greedy"] < best_tau
         if inputs != "token":  # a token says nearly all about this target's next state
             assert card["held_out_accuracy"][0] < best["held_out_accuracy"][0] / 2
         engine = load.load(files / "target", eagle=str(out), tree="paper25", ctx=64, eagle_always=True)
         assert engine.drafter.head.config.unshifted == (inputs == INPUTS[1])
-        prompt = list(range(4, 14))
-        tokens = engine.generate(prompt, SamplingParams(max_new_tokens=20)).run()[0].token_ids
-        plain = load.load(files / "target", ctx=64).generate(prompt, SamplingParams(max_new_tokens=20)).run()
-        assert tokens == plain[0].token_ids
-
-
-def test_eagle3_ablation_exports_nothing(files, tmp_path):
-    """An ablated EAGLE-3 head, which no engine drafts with, written as if one could."""
-    out = tmp_path / "head"
-    card = run(files, out, "--eval-prompts", "2", "--eval-tokens", "8", version=3, steps=2, inputs="token")
-    assert not out.exists() and "tau_greedy" not in card
-    assert json.loads((tmp_path / "head-work" / "CARD.json").read_text())["inputs"] == "token"
+        assert engine.generate(prompt, params).run()[0].token_ids == plain
 
 
 # ----------------------------------------------------------------------------------------------------- data
@@ -709,23 +655,18 @@ OPENAI = {
 }
 
 
-@pytest.mark.parametrize("record", [SHAREGPT, OPENAI])
-def test_only_the_answers_count(tokenizer_files, record):
-    """A loss mask off by the template's tags, without the end-of-turn token, or on the user's words."""
+def test_only_the_answers_count(tokenizer_files):
+    """A loss mask off by the template's tags, without the end-of-turn token, or on the user's words; the space behind
+    `ASSISTANT:` of a built-in template counted or lost."""
     tokenizer = load_tokenizer(tokenizer_files)
-    ids, mask = chat_row(tokenizer, read_messages(record))
-    counted = [i for i, m in zip(ids, mask, strict=True) if m]
-    assert tokenizer.decode(counted, skip_special=False) == "hello<|im_end|>no!<|im_end|>"
-    assert tokenizer.decode(ids).count("<|im_end|>") == 1  # the user's, still text
-
-
-def test_only_the_answers_count_with_a_built_in_template(tokenizer_files):
-    """A template without generation prompt tags of its own (the space behind `ASSISTANT:`) counted or lost."""
-    tokenizer = load_tokenizer(tokenizer_files)
-    tokenizer.use_template("vicuna")
-    ids, mask = chat_row(tokenizer, read_messages(SHAREGPT))
-    counted = [i for i, m in zip(ids, mask, strict=True) if m]
-    assert tokenizer.decode(counted, skip_special=False) == " hello</s> no!</s>"
+    chatml = "hello<|im_end|>no!<|im_end|>"
+    for record, said in ((SHAREGPT, chatml), (OPENAI, chatml), (SHAREGPT, " hello</s> no!</s>")):
+        if said != chatml:
+            tokenizer.use_template("vicuna")
+        ids, mask = chat_row(tokenizer, read_messages(record))
+        counted = [i for i, m in zip(ids, mask, strict=True) if m]
+        assert tokenizer.decode(counted, skip_special=False) == said
+        assert tokenizer.decode(ids).count("<|im_end|>") == 1  # the user's, still text
 
 
 def test_bad_conversations_are_named_and_left_out(tokenizer_files, tmp_path, capsys):
@@ -831,8 +772,9 @@ def test_noise_belongs_to_the_row():
     tokens = torch.zeros(2, 16, dtype=torch.int64)
     both = eagle.feature_noise(Batch(tokens, tokens, [4, 7], [slice(0, 16), slice(16, 24)]), 6, FEATURE_NOISE, 0)
     alone = eagle.feature_noise(Batch(tokens[:1, :8], tokens, [7], [slice(16, 24)]), 6, FEATURE_NOISE, 0)
-    torch.testing.assert_close(both[1, :8] / 16, alone[0] / 8)  # after loss_eagle1's 512 / T the same
-    assert both[0].abs().max() <= 1 and both[0].std() == pytest.approx(1 / math.sqrt(3), abs=0.1)
+    torch.testing.assert_close(both[1, :8], alone[0])
+    half = FEATURE_NOISE / 2 * 512 / 16
+    assert both[0].abs().max() <= half and both[0].std() == pytest.approx(half / math.sqrt(3), rel=0.2)
     assert not both[1, 8:].any()
 
 
@@ -845,7 +787,7 @@ def dialogues(files):
     return TokenData.load(files / "rows.npz")
 
 
-@pytest.mark.parametrize("version, draft_vocab", [(1, None), (1, 20), (3, 20)])
+@pytest.mark.parametrize("version, draft_vocab", [(1, None), (3, 20)])
 def test_kept_features_are_the_targets(files, dialogues, tmp_path, version, draft_vocab):
     """Features of another row or token, a wrong most likely token, or a target that runs again after one epoch."""
     head, target = tiny_head(files, version, draft_vocab=draft_vocab)
@@ -905,7 +847,7 @@ def test_the_card_says_who_can_read_the_head(files, trained, tmp_path, capsys):
     assert json.loads((trained[1][0] / "CARD.json").read_text())["format"] == "EAGLE-1 (SafeAILab layout)"
     said = json.loads((trained[3][0] / "CARD.json").read_text())["format"]
     assert "norm_before_residual = true" in said and "aux" not in said and "own code does not" in said
-    args = ["--recipe", "paper", "--eval-prompts", "1", "--eval-tokens", "4"]
+    args = ["--recipe", "paper"]
     for taps, plain in (("2,3,4", True), ("1,3,5", False)):
         card = run(files, tmp_path / taps, *args, "--taps", taps, version=3, steps=1)
         config = json.loads((tmp_path / taps / "config.json").read_text())
@@ -1029,17 +971,3 @@ def test_a_kept_feature_with_a_flipped_bit_is_computed_again(files, dialogues, t
             path.write_bytes(damaged)
     assert len(calls) == 2, "once for the first use, once after the damage"
     assert all(torch.equal(found[0][0], features) for two in found for features in two)
-
-
-def test_publishing_keeps_what_others_put_beside_a_head(files, tmp_path):
-    """Files that others put beside a head are still there after the head was replaced.
-
-    Catches: a folder of notes that is deleted because a head is replaced as a whole.
-    """
-    out = tmp_path / "head"
-    run(files, out, steps=1)
-    (out / "notes").mkdir()
-    (out / "notes" / "thesis.txt").write_text("years of work")
-    run(files, out, "--force", work=tmp_path / "w", steps=1)
-    assert (out / "notes" / "thesis.txt").read_text() == "years of work"
-    assert sorted(p.name for p in out.iterdir()) == ["CARD.json", "config.json", "model.safetensors", "notes"]

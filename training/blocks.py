@@ -18,16 +18,15 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from decoding.drafter import Drafter
 from drafters.block import BlockHead, attend_blocks, slot_masks
 from families.config import ModelConfig, RopeConfig
-from loading.drafting import block_tree, build_head, head_drafter
+from loading.drafting import block_tree
 from model import Attention, Transformer
 from training.data import Batch, TokenData
-from training.drafters import DrafterTraining, Evaluation, check_shares
+from training.drafters import HeadTraining, check_shares
 from training.loop import Recipe, init_weights, recipe_with
-from training.losses import Rows, TargetRows, in_chunks, keep_features, noise_loss
-from weights.block_heads import MARKOV, BlockConfig, read_block, save_block
+from training.losses import Rows, TargetRows, in_chunks, with_noise
+from weights.block_heads import MARKOV, BlockConfig, save_block
 from weights.quantized import lm_head_rows
 
 KINDS = ("dflash", "jetspec", "dspark", "dflash2")
@@ -126,8 +125,9 @@ class TrainBlockHead(BlockHead):
         return x if config.slot0 else x[:, :, 1:]
 
 
-def slot_loss(kind: str, head: TrainBlockHead, labels: Tensor, noise_share: float,
-              generator: torch.Generator | None = None) -> Callable[[Rows], Tensor]:  # fmt: skip
+def slot_loss(
+    kind: str, head: TrainBlockHead, labels: Tensor, noise_share: float, generator: torch.Generator
+) -> Callable[[Rows], Tensor]:
     """The loss of a kind, summed over rows. labels [M]: the token of the text that is to be predicted, of every row.
 
     DFlash: the cross-entropy with the text. JetSpec: with the target's distribution. DSpark: 0.1 of the first, 0.9 of the
@@ -149,9 +149,7 @@ def slot_loss(kind: str, head: TrainBlockHead, labels: Tensor, noise_share: floa
             elif head.confidence is not None:
                 accepted = 1 - distance.detach() / 2
                 total = total + F.binary_cross_entropy_with_logits(confidence[:, 0], accepted, reduction="sum")
-        if noise_share:
-            return total * (1 - noise_share) + noise_loss(rows.logits, rows.distribution, generator) * noise_share
-        return total
+        return with_noise(total, rows, noise_share, generator)
 
     return loss
 
@@ -165,20 +163,13 @@ def selector_loss(logits: Tensor, factor: Tensor, head: TrainBlockHead, label: T
     return F.cross_entropy(scores, (best == label[:, None]).int().argmax(-1), reduction="sum")
 
 
-def draw_anchors(
-    keep: Tensor, share: float, generator: torch.Generator | None = None, every: int = 0
-) -> tuple[Tensor, Tensor]:
+def draw_anchors(keep: Tensor, share: float, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """Rows behind which blocks are drafted, int64 [B, A] ascending, and which of these numbers count, bool [B, A].
 
-    keep [B, T]: the rows that may be drawn. share: of them that are drawn at random. every: all whose number it divides
-    instead, whatever the share is.
+    keep [B, T]: the rows that may be drawn. share: of them that are drawn at random.
     """
     order = torch.rand(keep.shape, generator=generator, device=keep.device).masked_fill(~keep, 2.0)
-    if every:
-        there = keep & (torch.arange(keep.shape[1], device=keep.device) % every == 0)
-        order, wanted = (~there).to(order.dtype), there.sum(1)
-    else:
-        wanted = (keep.sum(1) * share).ceil().long()
+    wanted = (keep.sum(1) * share).ceil().long()
     most = max(1, int(wanted.max()))
     drawn = order.argsort(dim=1, stable=True)[:, :most]
     drawn = drawn.where(torch.arange(most, device=keep.device) < wanted[:, None], keep.shape[1])
@@ -188,17 +179,16 @@ def draw_anchors(
 
 def loss_blocks(
     head: TrainBlockHead, batch: Batch, target: TargetRows, args: argparse.Namespace, count: float,
-    generator: torch.Generator | None = None,
+    generator: torch.Generator,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The loss of blocks behind random anchors (every fourth one without a generator), divided by the weights that count
-    anchors would have, and by slot the share that agrees with the target's most likely token.
+    """The loss of blocks behind random anchors, divided by the weights that `count` anchors would have, and by slot the
+    share that agrees with the target's most likely token.
 
     A slot is corrected by the true token before it. An anchor and the token after it count.
     """
     tokens, mask, T = batch.tokens, batch.mask.bool(), batch.tokens.shape[1]
     keep = F.pad(mask[:, :-1] & mask[:, 1:], (0, 1))
-    share = args.anchor_share if generator else 0.25
-    anchors, counted = draw_anchors(keep, share, generator, 0 if generator else 4)
+    anchors, counted = draw_anchors(keep, args.anchor_share, generator)
     hidden = head.forward_blocks(tokens, target.features, anchors)
     depth = head.config.depth
     places = (anchors[..., None] + torch.arange(depth + 1, device=tokens.device)).clamp(max=T - 1)
@@ -214,8 +204,8 @@ def loss_blocks(
     best = None if target.best is None else target.best.flatten()
     decay = math.exp(-1 / args.gamma)
     total, hits = in_chunks(head, outputs, target.hidden_states.flatten(0, 1), best, loss, True, decay)
-    weights = sum(decay**d for d in range(depth))
-    return total / (count * share * weights), hits / (count * share)
+    weights, count = sum(decay**d for d in range(depth)), count * args.anchor_share
+    return total / (count * weights), hits / count
 
 
 def block_config(target: ModelConfig, args: argparse.Namespace) -> BlockConfig:
@@ -225,12 +215,10 @@ def block_config(target: ModelConfig, args: argparse.Namespace) -> BlockConfig:
     taps = args.taps or tuple(min(max(tap, 0), L - 1) for tap in default)
     if list(taps) != sorted(set(taps)) or not set(taps) <= set(range(L)):
         raise ValueError(f"--taps {taps}: must be distinct, ascending, 0 to {L - 1}.")
-    if not 0 <= args.mask_id < V:
-        raise ValueError(f"--mask-id {args.mask_id}: allowed are 0 to {V - 1}.")
     sizes = "hidden_size intermediate_size num_attention_heads num_key_value_heads head_dim rms_norm_eps".split()
     layer = ModelConfig(
         "qwen3", num_hidden_layers=n, vocab_size=V, max_position_embeddings=target.max_position_embeddings, qk_norm=True,
-        rope=RopeConfig(theta=args.rope_theta), dtype="bfloat16", **{name: vars(target)[name] for name in sizes},
+        rope=RopeConfig(theta=10000.0), dtype="bfloat16", **{name: vars(target)[name] for name in sizes},
     )  # fmt: skip
     how = {
         "dflash": {},
@@ -243,38 +231,31 @@ def block_config(target: ModelConfig, args: argparse.Namespace) -> BlockConfig:
             f"--kind dflash2 shares kernels in groups of 16 channels, and this model has {target.hidden_size}."
         )
     return BlockConfig(
-        layer, target.hidden_size, taps, args.slots, args.mask_id, shortlist=min(16, V), target_vocab_size=V, **how
+        layer, target.hidden_size, taps, args.slots, mask_id=V - 1, shortlist=min(16, V), target_vocab_size=V, **how
     )
 
 
-class BlockTraining(DrafterTraining):
+class BlockTraining(HeadTraining):
     """A published block head in training."""
 
     def __init__(self, args: argparse.Namespace, target: Transformer):
         super().__init__(args, target)
         check_shares(args, "noise_share", "anchor_share", positive=("anchor_share",))
-        args.mask_id = target.config.vocab_size - 1 if args.mask_id is None else args.mask_id
         self.config = block_config(target.config, args)
-        args.gamma = args.gamma or (
-            4.0 if args.kind == "dspark" else next(g for s, g in GAMMA.items() if args.slots >= s)
-        )
+        published = 4.0 if args.kind == "dspark" else next(g for s, g in GAMMA.items() if args.slots >= s)
+        args.gamma = args.gamma or published
         args.tree = args.tree or block_tree(self.config)
         self.title = self.format = f"{self.config.kind} head"
         self.recipe = recipe_with(args, Recipe("muon", lr=0.02, side_lr=1e-3, warmup=20, cooldown=0.6))
-        self.kept = None
 
     def build(self, data: TokenData) -> TrainBlockHead:
-        if self.args.keep_features:
-            self.kept = keep_features(self.args, data, self.target.config.hidden_size, self.config.taps)
         head = TrainBlockHead(self.config, self.target, self.args.kind == "dspark")
         head.init(self.args.seed)
-        head.to(self.target.device)
-        head.rotary.build(self.target.device, self.target.rotary.length)
-        return head
+        return self.ready(head, data)
 
     def loss(self, module: TrainBlockHead, batch: Batch, count: float) -> tuple[Tensor, Tensor]:
         generator = torch.Generator(batch.tokens.device).manual_seed(self.args.seed + batch.numbers[0])
-        rows = self.kept.of(batch, module.run_on, self.target.logits) if self.kept else module.run_on(batch.tokens)
+        rows = self.rows(module, batch)
         rows = rows._replace(features=rows.features.to(module.fc.weight.dtype))
         return loss_blocks(module, batch, rows, self.args, count, generator)
 
@@ -284,12 +265,6 @@ class BlockTraining(DrafterTraining):
             {name: tensors.pop(f"confidence.{name}") for name in ("weight", "bias")} if module.confidence else {}
         )
         save_block(self.config, tensors, directory, confidence)
-
-    def read(self, directory: Path) -> BlockHead:
-        return build_head(read_block(directory, self.target.config), self.target)
-
-    def drafter(self, module: BlockHead, evaluation: Evaluation) -> Drafter:
-        return head_drafter(module)(module, evaluation.tree, len(evaluation.prompts), evaluation.slots)
 
     def card(self) -> dict[str, Any]:
         names = "kind gamma noise_share anchor_share".split()

@@ -267,16 +267,15 @@ def tokenise(tokenizer: Tokenizer, conversations: list, texts: list[str]) -> tup
         ids = [i for text in texts for i in (*bos, *tokenizer.encode(text, add_bos=False), *eos)]
         return TokenData.from_stream(ids), []
 
-    def attempt(messages: list[dict]) -> tuple[list[int], list[bool]] | str:
+    rows: list[tuple[list[int], list[bool]]] = []
+    left_out: list[str] = []
+    for messages in conversations:
         try:
-            return chat_row(tokenizer, messages)
+            rows.append(chat_row(tokenizer, messages))
         except ValueError as error:
-            return str(error)
-
-    attempts = [attempt(messages) for messages in conversations]
-    rows = [row for row in attempts if not isinstance(row, str)]
+            left_out.append(str(error))
     rows += [(ids, [True] * len(ids)) for ids in map(tokenizer.encode, texts)]
-    return TokenData.from_rows(rows), [reason for reason in attempts if isinstance(reason, str)]
+    return TokenData.from_rows(rows), left_out
 
 
 def groups(count: int, size: int, title: str, first: int = 0) -> Iterator[range]:

@@ -25,9 +25,9 @@ from weights.quantized import lm_head_rows
 MEDUSA_DECAY = 0.8  # of the loss, from one head to the next
 
 
-def distillation_parser(doc: str) -> argparse.ArgumentParser:
+def distillation_parser(name: str, doc: str) -> argparse.ArgumentParser:
     """The options of the commands that distil a draft LLM or Medusa heads."""
-    p = drafter_parser(doc, steps=600, length=256, eval_every=0)
+    p = drafter_parser(name, doc, steps=600, length=256, eval_every=0)
     p.add_argument("--lr", type=float, default=1.0, help="factor on the learning rates")
     p.add_argument("--loss", choices=("kl", "ce"), default="kl", help="the target's distribution, or text")
     return p

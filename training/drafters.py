@@ -1,6 +1,6 @@
 """Training any kind of drafter for a target: from the data to a published drafter with its CARD.json.
 
-`DrafterTraining` names what a kind of drafter provides: EAGLE heads, draft LLMs and Medusa heads are its subclasses.
+`DrafterTraining` names what a kind of drafter provides: draft heads, draft LLMs and Medusa heads are its subclasses.
 `train` is the course of every run.
 """
 
@@ -24,21 +24,25 @@ import kernels
 from decoding.drafter import Drafter
 from decoding.params import SamplingParams
 from engine.engine import Engine, EngineConfig
+from engine.results import acceptance
 from families.config import DTYPES
+from loading.drafting import build_head, head_drafter
 from loading.options import LoadOptions
 from model import Transformer
 from support.errors import UsageError, UserError, at_least, bad_files
 from support.files import clean_up, directory_written_whole, write_json
 from support.machine import describe_device
 from text.tokenizer import Tokenizer, load_tokenizer
-from training.data import Batch, TokenData, load_data, step_batches, written_by_models
+from training.data import Batch, TokenData, fingerprint, load_data, step_batches, written_by_models
 from training.loop import Recipe, Run, World, optimizers, run_parser, update
+from training.losses import KeptFeatures, TargetRows
 from tree import DynamicTree, parse_tree, tree_tables
+from weights.block_heads import read_head
 from weights.quantized import pack_
 
 # Options that do not decide the weights. A state is not resumed with other values of the others.
 FREE = """out work eval_every eval_prompts eval_tokens prompt_length tree save_every pause_at device dtype threads debug
-    force compile autocast max_positions average""".split()
+    force autocast max_positions average""".split()
 CARD_OPTIONS = "steps length seed tree eval_prompts eval_tokens".split()
 LABELS = {"held_out_accuracy": "accuracy", "tau_greedy": "tau", "tau_t1": "tau at T = 1"}
 TEMPERATURES = {"greedy": 0.0, "t1": 1.0}  # that tau is measured at
@@ -49,9 +53,7 @@ class Evaluation:
 
     def __init__(self, target: Transformer, stop_ids: tuple[int, ...], held_out: TokenData, args: argparse.Namespace):
         """Raises ValueError in one line if the held-out data or --tree cannot be used."""
-        self.target = target
-        self.held_out = held_out
-        self.args = args
+        self.target, self.held_out, self.args = target, held_out, args
         self.prompts = self._prompts()
         longest = max(map(len, self.prompts))
         self.ctx = min(target.rotary.length, longest + args.eval_tokens)
@@ -65,9 +67,7 @@ class Evaluation:
 
     def _prompts(self) -> list[list[int]]:
         """Evenly spaced windows of held-out text, or held-out conversations up to their first answer."""
-        data = self.held_out
-        count = self.args.eval_prompts
-        length = self.args.prompt_length
+        data, count, length = self.held_out, self.args.eval_prompts, self.args.prompt_length
         if data.stream:
             starts = [k * max(0, len(data.ids) - length) // count for k in range(count)]
             return [data.ids[start : start + length].tolist() for start in starts]
@@ -86,10 +86,8 @@ class Evaluation:
     def tau(self, drafter: Drafter, temperature: float = 0.0) -> dict[str, Any]:
         """tau and accepted_by_depth of the engine with `drafter` over the held-out prompts."""
         results = self._generate(drafter, temperature)
-        emitted = [len(ids) for result in results for ids in result.tokens_per_step]
-        steps = max(1, len(emitted))
-        depths = [sum(count > d for count in emitted) / steps for d in range(1, drafter.D + 1)]
-        return {"tau": sum(emitted) / steps, "accepted_by_depth": depths}
+        tau, by_depth = acceptance([len(ids) for result in results for ids in result.tokens_per_step])
+        return {"tau": tau, "accepted_by_depth": by_depth}
 
 
 class WorseHead(UserError):
@@ -106,7 +104,6 @@ class DrafterTraining(ABC):
     recipe: Recipe
     autocast = False  # train in bfloat16 where torch.autocast allows it
     clip_by_value = False  # clip gradients by value instead of by norm
-    drafts = True  # False: no engine can draft with it, so only its numbers are written
     note = ""  # printed when the drafter was written
 
     def __init__(self, args: argparse.Namespace, target: Transformer):
@@ -147,6 +144,32 @@ class DrafterTraining(ABC):
         return {}
 
 
+class HeadTraining(DrafterTraining):
+    """A draft head in training. It learns from the target's features, which --keep-features stores."""
+
+    kept: KeptFeatures | None = None
+
+    def ready(self, head: nn.Module, data: TokenData) -> nn.Module:
+        """The head on the target's device, and a store for the features that it reads."""
+        if self.args.keep_features:
+            size, taps = self.target.config.hidden_size, self.config.taps
+            name = "-".join(map(str, ("features", fingerprint(self.args), *taps)))
+            self.kept = KeptFeatures(Path(self.args.work) / f"{name}.bin", data, size, size * len(taps))
+        head.to(self.target.device)
+        head.rotary.build(self.target.device, self.target.rotary.length)
+        return head
+
+    def rows(self, head: nn.Module, batch: Batch) -> TargetRows:
+        """What the target computes for a batch, or computed in an earlier epoch."""
+        return self.kept.of(batch, head.run_on, self.target.logits) if self.kept else head.run_on(batch.tokens)
+
+    def read(self, directory: Path) -> nn.Module:
+        return build_head(read_head(directory, self.target.config), self.target)
+
+    def drafter(self, module: nn.Module, evaluation: Evaluation) -> Drafter:
+        return head_drafter(module)(module, evaluation.tree, len(evaluation.prompts), evaluation.slots)
+
+
 def train(kind: type[DrafterTraining], args: argparse.Namespace) -> dict[str, Any]:
     """Train a drafter, measure what is written, and publish it to args.out.
 
@@ -164,7 +187,7 @@ def train(kind: type[DrafterTraining], args: argparse.Namespace) -> dict[str, An
         target, tokenizer, backend = open_target(args, world.device)
         stack.enter_context(backend.active())
         training = kind(args, target)
-        old = existing(training, Path(args.out)) if world.chief and training.drafts and not args.force else None
+        old = existing(training, Path(args.out)) if world.chief and not args.force else None
         if not world.chief:
             world.barrier()  # the first process leaves tokenised data for the others
         with bad_files():
@@ -176,7 +199,7 @@ def train(kind: type[DrafterTraining], args: argparse.Namespace) -> dict[str, An
         if world.chief:
             stops = target.config.eos_token_ids if tokenizer is None else tuple(tokenizer.eos_ids)
             evaluation = Evaluation(target, stops, held_out, args)
-            for drafting in (m for m in (module, old) if m is not None and training.drafts):
+            for drafting in (m for m in (module, old) if m is not None):
                 training.drafter(drafting, evaluation)  # refuses what does not fit before time is spent
         card = describe(training, module, data, held_out, world)
         world.say(
@@ -244,8 +267,7 @@ def train_step(
     training: DrafterTraining, module: nn.Module, optims: list[Optimizer], data: TokenData, world: World, step: int
 ) -> tuple[float, list[float], int]:
     """One update from --accumulate micro-batches on every process. Returns (loss, accuracies, tokens)."""
-    args = training.args
-    recipe = training.recipe
+    args, recipe = training.args, training.recipe
     batches, count = step_batches(data, step, world, args)
     value = torch.zeros(1, device=world.device)
     hits: Tensor | float = 0.0
@@ -267,13 +289,12 @@ def measure(
 ) -> dict[str, Any]:
     """Held-out numbers of the drafter as it would be published; it is written to --work/export for that."""
     numbers = training.numbers(module, evaluation)
-    if training.drafts:
-        export = Path(training.args.work) / "export"
-        training.write(module, export)
-        written = training.read(export)
-        for label, temperature in temperatures.items():
-            measured = evaluation.tau(training.drafter(written, evaluation), temperature)
-            numbers |= {f"{name}_{label}": value for name, value in measured.items()}
+    export = Path(training.args.work) / "export"
+    training.write(module, export)
+    written = training.read(export)
+    for label, temperature in temperatures.items():
+        measured = evaluation.tau(training.drafter(written, evaluation), temperature)
+        numbers |= {f"{name}_{label}": value for name, value in measured.items()}
     return numbers
 
 
@@ -286,11 +307,6 @@ def summary(numbers: dict[str, Any]) -> str:
 def publish(training: DrafterTraining, module: nn.Module, card: dict[str, Any], old_tau: float, world: World) -> None:
     """Write the drafter and its CARD.json to --out. Raises WorseHead if the one there has a better tau, `old_tau`."""
     out = Path(training.args.out)
-    if not training.drafts:
-        place = Path(training.args.work) / "CARD.json"
-        write_json(place, card)
-        world.say(f"no engine drafts with such a {training.title}: nothing was exported; numbers in {place}")
-        return
     if old_tau > card["tau_greedy"]:
         raise WorseHead(
             f"what is at {out} is better (held-out tau {old_tau:.3f}, the new one {card['tau_greedy']:.3f}); "
@@ -306,8 +322,7 @@ def describe(
     training: DrafterTraining, module: nn.Module, data: TokenData, held_out: TokenData, world: World
 ) -> dict[str, Any]:
     """What CARD.json says about the drafter and its training, without what is measured at the end."""
-    args = training.args
-    c = training.target.config
+    args, c = training.args, training.target.config
     return {
         "target": {"layers": c.num_hidden_layers, "hidden_size": c.hidden_size, "vocab_size": c.vocab_size},
         "parameters": sum(p.numel() for p in module.parameters()),
@@ -328,15 +343,17 @@ def describe(
 # ---- the command line -------------------------------------------------------------------------------------
 
 
-def drafter_parser(doc: str, steps: int, length: int, eval_every: int) -> argparse.ArgumentParser:
+def drafter_parser(name: str, doc: str, steps: int, length: int, eval_every: int) -> argparse.ArgumentParser:
     """The options of every command that trains a drafter. The numbers are defaults."""
-    p = run_parser(doc, steps)
+    p = run_parser(name, doc, steps)
     add = p.add_argument
     add("--checkpoint", required=True, help="the target: anything that generate.py takes")
     add("--data", required=True, help="JSON/JSONL, text file, directory, `stdlib`, `docstrings`, or tokenised .npz")
     add("--held-out", help="the same kinds (default: 5 %% of --data; of stdlib, the modules held out)")
     add("--out", required=True, help="folder to write")
-    add("--work", help="tokenised data and training state (default: in runs/, by the name of --out)")
+    add(
+        "--work", help="tokenised data and training state (default: in runs/, by the names of the command and of --out)"
+    )
     add("--batch", type=at_least(1), default=8, help="sequences of a micro-batch, per process")
     add("--accumulate", type=at_least(1), default=1, help="micro-batches per optimizer step")
     add("--length", type=at_least(8), default=length, help="tokens of a training window")
@@ -371,8 +388,8 @@ def check_shares(args: argparse.Namespace, *names: str, positive: Sequence[str])
             raise UsageError(f"--{name.replace('_', '-')} is {share}; {rule}.")
 
 
-def parsed(p: argparse.ArgumentParser, argv: list[str] | None, runs: str = "runs") -> argparse.Namespace:
-    """The options of a command that trains a drafter; --work is by default a folder in `runs`."""
+def parsed(p: argparse.ArgumentParser, argv: list[str] | None) -> argparse.Namespace:
+    """The options of a command that trains a drafter, --work among them."""
     args = p.parse_args(argv)
-    args.work = args.work or f"{runs}/{Path(args.out).name}"
+    args.work = args.work or f"runs/{p.prog.rpartition('.')[2]}/{Path(args.out).name}"
     return args

@@ -13,39 +13,29 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from decoding.drafter import Drafter, take_rows
+from decoding.drafter import take_rows
 from eagle_draft import EagleHead
 from families.config import ModelConfig, RopeConfig
-from loading.drafting import build_head, head_drafter
 from model import Transformer
 from support.errors import UsageError, bad_files
 from training.data import Batch, TokenData
-from training.drafters import DrafterTraining, Evaluation, check_shares
+from training.drafters import Evaluation, HeadTraining, check_shares
 from training.loop import Recipe, recipe_with
-from training.losses import (
-    FEATURE_NOISE,
-    KeptFeatures,
-    TargetRows,
-    keep_features,
-    loss_eagle1,
-    loss_eagle3,
-)  # fmt: skip
+from training.losses import TargetRows, loss_eagle1, loss_eagle3
 from weights.heads import EagleConfig, EagleFile, default_taps, read_card, read_eagle, save_eagle
 from weights.quantized import QuantLinear, lm_head_rows
 from weights.quantizer import digest
 
+FEATURE_NOISE = 0.2  # width of the uniform noise on training features at 512 tokens (EAGLE paper)
 INPUTS = ("feature+shifted-token", "feature+unshifted-token", "feature", "token")
 
 
 class TrainHead(EagleHead):
     """An EAGLE head in training: the paper's input ablation, and an LM head that passes gradients when quantized."""
 
-    def __init__(self, config: EagleConfig, target: Transformer, draft_ids: Tensor | None, inputs: str, compiled=False):
-        """With `compiled`, the forwards over whole sequences are compiled: the target's and the head's."""
+    def __init__(self, config: EagleConfig, target: Transformer, draft_ids: Tensor | None, inputs: str):
         super().__init__(config, target, draft_ids)
         self.inputs = inputs
-        self.run_head = torch.compile(super().forward_train) if compiled else super().forward_train
-        self.run_target = torch.compile(target.forward_train) if compiled else target.forward_train
         rows = None  # of the target's LM head: for a trimmed draft vocabulary, and where gradients need a copy
         if draft_ids is not None:
             rows = lm_head_rows(target, draft_ids.to(target.device)).to(target.dtype)
@@ -63,7 +53,7 @@ class TrainHead(EagleHead):
 
     def forward_train(self, tokens: Tensor, feature: Tensor, shift: int = 0, memory: list | None = None) -> Tensor:
         feature = feature * 0 if self.inputs == "token" else feature
-        return self.run_head(tokens, feature, shift, memory)
+        return super().forward_train(tokens, feature, shift, memory)
 
     def joined(self, tokens: Tensor, feature: Tensor, source: Tensor | None = None) -> tuple[Tensor, Tensor]:
         return self.joined_train(tokens, feature if source is None else take_rows(feature, source))  # with this `embed`
@@ -84,7 +74,7 @@ class TrainHead(EagleHead):
     @torch.no_grad()
     def run_on(self, tokens: Tensor) -> TargetRows:
         """What the target computes for tokens [B, T]."""
-        hidden_states, taps = self.run_target(tokens, self.config.taps)
+        hidden_states, taps = self.target.forward_train(tokens, self.config.taps)
         return TargetRows(hidden_states, (hidden_states if taps is None else taps).to(self.fc.weight.dtype))
 
 
@@ -93,10 +83,6 @@ def head_config(target: ModelConfig, args: argparse.Namespace) -> EagleConfig:
 
     Raises ValueError in one line for options that do not fit the target.
     """
-    heads = args.heads or target.num_attention_heads
-    kv_heads = min(heads, target.num_key_value_heads)
-    if heads % kv_heads:
-        raise ValueError(f"--heads {heads} is not a multiple of the {kv_heads} key-value heads.")
     vocab = args.draft_vocab or target.vocab_size
     if not 8 <= vocab <= target.vocab_size:
         raise ValueError(f"--draft-vocab {vocab}: allowed are 8 to {target.vocab_size}.")
@@ -105,20 +91,16 @@ def head_config(target: ModelConfig, args: argparse.Namespace) -> EagleConfig:
     if list(taps) != sorted(set(taps)) or not set(taps) <= set(range(L + 1)):
         rule = f"must be distinct, ascending, 0 to {L}; pass --taps a,b,c."
         raise ValueError(f"taps {taps} of a target with {L} layers {rule}")
+    sizes = "hidden_size intermediate_size num_attention_heads num_key_value_heads head_dim rms_norm_eps".split()
     layer = ModelConfig(
         model_type="llama",
-        hidden_size=target.hidden_size,
-        intermediate_size=args.intermediate_size or target.intermediate_size,
         num_hidden_layers=1,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        head_dim=target.head_dim,
         vocab_size=vocab if args.version == 3 else target.vocab_size,  # EAGLE-1 has the target's LM head, or rows of it
         max_position_embeddings=args.max_positions or args.length,
-        rms_norm_eps=target.rms_norm_eps,
-        rope=RopeConfig(theta=args.rope_theta or 10000.0),
+        rope=RopeConfig(theta=10000.0),
         qkv_bias=target.model_type == "qwen2" and args.version == 1,
         dtype="bfloat16",
+        **{name: vars(target)[name] for name in sizes},
     )
     common = {"layer": layer, "target_hidden_size": target.hidden_size, "target_vocab_size": target.vocab_size}
     if args.version == 1:
@@ -137,9 +119,8 @@ def start_config(file: EagleFile, args: argparse.Namespace) -> EagleConfig:
         raise UsageError(f"--start {args.start} is an EAGLE-{config.version} head, and --version is {args.version}.")
     if config.unshifted != (args.inputs == "feature+unshifted-token"):
         raise UsageError(f"--start {args.start} was not trained with --inputs {args.inputs}.")
-    for name in ("intermediate_size", "heads", "taps", "rope_theta"):
-        if vars(args)[name] is not None:
-            raise UsageError(f"--{name.replace('_', '-')} does not go with --start, which keeps the shape of its head.")
+    if args.taps is not None:
+        raise UsageError("--taps does not go with --start, which keeps the shape of its head.")
     ids = file.tensors.get("draft_ids")
     held = config.target_vocab_size if ids is None else len(ids)
     wanted = args.draft_vocab or held
@@ -216,13 +197,12 @@ def init_head(head: TrainHead, seed: int) -> None:
 
 
 def feature_noise(batch: Batch, size: int, width: float, seed: int) -> Tensor:
-    """Uniform noise [B, T, size] that depends on (seed, row number) alone; `loss_eagle1` scales it for the length T."""
-    B, T = batch.tokens.shape
-    noise = torch.zeros(B, T, size)
+    """Uniform noise [B, T, size] that depends on (seed, row number) alone. Its width at 512 tokens is `width`."""
+    noise = torch.zeros(*batch.tokens.shape, size)
     for b, (number, length) in enumerate(zip(batch.numbers, batch.lengths, strict=True)):
         rng = np.random.default_rng((seed, number, 1))
         own = torch.from_numpy(rng.random((length, size), dtype=np.float32)) * 2 - 1
-        noise[b, :length] = own * (width / FEATURE_NOISE) * (T / length)
+        noise[b, :length] = own * (width / 2) * 512 / length
     return noise.to(batch.tokens.device)
 
 
@@ -266,7 +246,7 @@ def recipe_for(args: argparse.Namespace) -> Recipe:
     return recipe_with(args, base)
 
 
-class EagleTraining(DrafterTraining):
+class EagleTraining(HeadTraining):
     """An EAGLE head in training."""
 
     def __init__(self, args: argparse.Namespace, target: Transformer):
@@ -276,9 +256,8 @@ class EagleTraining(DrafterTraining):
             raise UsageError("--average is the share of --start in the head that is written; add --start HEAD.")
         with bad_files():
             self.start = read_eagle(args.start, target.config) if args.start else None
-        self.known_ids = (
-            self.start.tensors.get("draft_ids") if self.start else None
-        )  # what --start can draft, if not all
+        # What --start can draft, if not all tokens.
+        self.known_ids = self.start.tensors.get("draft_ids") if self.start else None
         held = target.config.vocab_size if self.known_ids is None else len(self.known_ids)
         self.draft_vocab = args.draft_vocab or held  # how many tokens the head can draft
         self.config = head_config(target.config, args) if self.start is None else start_config(self.start, args)
@@ -286,33 +265,27 @@ class EagleTraining(DrafterTraining):
         self.recipe = recipe_for(args)
         # As the authors of the two generations do it.
         self.clip_by_value = args.version == 1
-        self.drafts = args.version == 1 or args.inputs == INPUTS[0]
         self.format = self.config.layout(target.config.num_hidden_layers)
         self.note = self.format if "tensor names" in self.format else ""  # not every engine reads it
         half = target.device.type == "cuda" or target.dtype != torch.float32
         self.autocast = args.autocast == "on" or (args.autocast == "auto" and half)
-        self.kept: KeptFeatures | None = None
         self.first: dict[str, Tensor] | None = None  # the tensors that training begins with, if --start gives them
 
     def build(self, data: TokenData) -> TrainHead:
-        if self.args.keep_features:
-            self.kept = keep_features(self.args, data, self.target.config.hidden_size, self.config.taps)
         ids = frequent_tokens(data, self.draft_vocab, self.target.config.vocab_size, self.known_ids)
-        head = TrainHead(self.config, self.target, ids, self.args.inputs, self.args.compile)
+        head = TrainHead(self.config, self.target, ids, self.args.inputs)
         init_head(head, self.args.seed)
         if self.start:
             self.first = widened(self.start.floats(), head)
             head.load_state_dict(self.first)
-        head.to(self.target.device)
-        head.rotary.build(self.target.device, self.target.rotary.length)
-        return head
+        return self.ready(head, data)
 
     def loss(self, module: TrainHead, batch: Batch, count: float) -> tuple[Tensor, Tensor]:
         args = self.args
         noisy = args.version == 1 and args.noise > 0
         noise = feature_noise(batch, module.feature_size, args.noise, args.seed) if noisy else None
         # The target computes as it does when it decodes. Only the head's own products may be rounded.
-        rows = self.kept.of(batch, module.run_on, self.target.logits) if self.kept else module.run_on(batch.tokens)
+        rows = self.rows(module, batch)
         with torch.autocast(self.target.device.type, torch.bfloat16, enabled=self.autocast):
             return head_loss(module, batch, rows, count, noise, args)
 
@@ -337,15 +310,9 @@ class EagleTraining(DrafterTraining):
     def write(self, module: TrainHead, directory: Path) -> None:
         save_eagle(self.config, self.exported(module), directory)
 
-    def read(self, directory: Path) -> EagleHead:
-        return build_head(read_eagle(directory, self.target.config), self.target)
-
-    def drafter(self, module: EagleHead, evaluation: Evaluation) -> Drafter:
-        return head_drafter(module)(module, evaluation.tree, len(evaluation.prompts), evaluation.slots)
-
     def numbers(self, module: TrainHead, evaluation: Evaluation) -> dict[str, Any]:
-        """The accuracy of the head as it is written, also of heads that no engine drafts with."""
-        rounded = type(module)(self.config, self.target, module.draft_ids, module.inputs)
+        """The accuracy of the head as it is written."""
+        rounded = TrainHead(self.config, self.target, module.draft_ids, module.inputs)
         rounded.load_state_dict(self.exported(module))
         rounded.to(self.target.device, self.target.dtype).requires_grad_(False)
         rounded.rotary.build(self.target.device, self.target.rotary.length)

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from support.errors import BadFileError, Parser, UsageError, at_least, run_command
+from support.errors import BadFileError, UsageError, at_least, command_parser, run_command
 from support.files import written_whole
 from support.machine import default_device
 from support.progress import Progress, say
@@ -253,9 +253,7 @@ def recipe_options(p: argparse.ArgumentParser) -> None:
     add("--optimizer", choices=("muon", "adamw"))
     add("--lr", type=float, help="of the matrices of the layer, and of all with adamw")
     add("--side-lr", type=float, help="muon: of the LM head and the norms, which AdamW trains")
-    add("--warmup", type=at_least(0), help="steps")
     add("--cooldown", type=float, help="share of the steps over which the rate falls to zero")
-    add("--weight-decay", type=float)
 
 
 def recipe_with(args: argparse.Namespace, base: Recipe) -> Recipe:
@@ -336,13 +334,12 @@ def update(optims: Iterable[torch.optim.Optimizer], factor: float) -> None:
 # ---- the command line -------------------------------------------------------------------------------------
 
 
-def run_parser(doc: str, steps: int) -> argparse.ArgumentParser:
+def run_parser(name: str, doc: str, steps: int) -> argparse.ArgumentParser:
     """The options of every training command. `steps` is the default of --steps."""
-    p = Parser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = command_parser(name, doc)
     p.add_argument("--steps", type=at_least(1), default=steps)
     p.add_argument("--seed", type=at_least(0), default=0)
     p.add_argument("--threads", type=at_least(0), default=0, help="CPU threads (0 = torch's default)")
-    p.add_argument("--debug", action="store_true", help="tracebacks")
     return p
 
 

@@ -7,7 +7,6 @@ and its gradients are computed together, and the logits of one chunk exist at a 
 
 from __future__ import annotations
 
-import argparse
 import shutil
 import zlib
 from collections.abc import Callable, Iterator
@@ -22,9 +21,8 @@ from torch.autograd.function import once_differentiable
 from drafters.block import BlockHead
 from eagle_draft import EagleHead
 from support.machine import size_text
-from training.data import Batch, TokenData, fingerprint
+from training.data import Batch, TokenData
 
-FEATURE_NOISE = 0.2  # width of the uniform noise on training features at 512 tokens (EAGLE paper)
 DECAY = 0.8  # of the weight of a loss, from one step on the head's own outputs to the next
 CHUNK = 1 << 22  # logits of a chunk at most; so many stay in the caches of a CPU
 
@@ -104,12 +102,6 @@ class KeptFeatures:
         return TargetRows(hidden_states, taps if taps.shape[-1] else hidden_states, best.to(batch.tokens.device))
 
 
-def keep_features(args: argparse.Namespace, data: TokenData, hidden_size: int, taps: tuple[int, ...]) -> KeptFeatures:
-    """The features that --keep-features stores in --work."""
-    name = "-".join(map(str, ("features", fingerprint(args), *taps)))
-    return KeptFeatures(Path(args.work) / f"{name}.bin", data, hidden_size, hidden_size * len(taps))
-
-
 # ---- losses -----------------------------------------------------------------------------------------------
 
 
@@ -127,8 +119,8 @@ def loss_eagle1(
     head: EagleHead,
     batch: Batch,
     target: TargetRows,
-    steps: int = 1,
-    count: float | None = None,
+    steps: int,
+    count: float,
     noise: Tensor | None = None,
     weights: tuple[float, float] = (1.0, 0.1),
 ) -> tuple[Tensor, Tensor]:
@@ -141,19 +133,16 @@ def loss_eagle1(
         batch: its tokens are those that the head is shown. Row i of step s sees (feature i or the output of step s - 1,
             token i + 1 + s). It counts where the mask holds for that token.
         target: what the target computed for the same rows.
-        count: what the sums are divided by, so that parts of a batch add up to the whole. Default: the rows of step 0.
-        noise: [B, T, H] uniform in [-1, 1] and scaled here, or None.
+        count: what the sums are divided by, so that parts of a batch add up to the whole: the rows of step 0.
+        noise: [B, T, H], added to the features that the head sees, or None.
         weights: of the two parts of the loss.
 
     Returns:
         The loss, and by step [steps] the share of rows that agree with the target's most likely token. One host sync per
         chunk and step.
     """
-    if noise is not None:
-        noise = noise * (FEATURE_NOISE / 2) * 512 / batch.tokens.shape[1]
     feature = (target.features if noise is None else target.features + noise)[:, :-1]
     keep = batch.mask[:, 1:].bool()
-    count = max(1.0, float(keep.sum()) if count is None else count)
     outputs = [*_on_own_outputs(head, batch.tokens, feature, keep, steps, [] if steps > 1 else None)]
 
     def loss(rows: Rows) -> Tensor:
@@ -170,8 +159,8 @@ def loss_eagle3(
     head: EagleHead,
     batch: Batch,
     target: TargetRows,
-    steps: int = 7,
-    count: float | None = None,
+    steps: int,
+    count: float,
     noise_share: float = 0.0,
     row_share: float = 1.0,
     generator: torch.Generator | None = None,
@@ -182,7 +171,7 @@ def loss_eagle3(
         batch: its tokens are those that the head is shown. Row i of step s embeds token i + 1 + s. It counts where the
             mask holds for that token and the target's most likely token is in the draft vocabulary.
         target: what the target computed for the same rows.
-        count: what the sums are divided by, so that parts of a batch add up to the whole. Default: the rows of step 0.
+        count: what the sums are divided by, so that parts of a batch add up to the whole: the rows of step 0.
         noise_share: the weight of `noise_loss`; the cross-entropy with the target's distribution has the rest.
         row_share: of the rows, which are drawn at random, whose logits are computed. They stand for all rows.
         generator: of the random numbers for `noise_loss` and `row_share`.
@@ -192,7 +181,6 @@ def loss_eagle3(
         the draft vocabulary is a miss. One host sync per chunk and step.
     """
     keep = batch.mask[:, 1:].bool()
-    count = max(1.0, float(keep.sum()) if count is None else count)
     outputs = [*_on_own_outputs(head, batch.tokens, head.fuse(target.features[:, :-1]), keep, steps, [])]
     truth = target.hidden_states[:, 1:][keep]
     known = None if target.best is None else target.best[:, 1:][keep]
@@ -203,18 +191,17 @@ def loss_eagle3(
         truth, known = truth[drawn], None if known is None else known[drawn]
         count = count * row_share
 
-    total, hits = in_chunks(head, outputs, truth, known, soft_loss(noise_share, generator), outside=False)
+    def loss(rows: Rows) -> Tensor:
+        soft = F.cross_entropy(rows.logits, rows.distribution, reduction="sum")
+        return with_noise(soft, rows, noise_share, generator)
+
+    total, hits = in_chunks(head, outputs, truth, known, loss, outside=False)
     return total / count, hits / count
 
 
-def soft_loss(noise_share: float, generator: torch.Generator | None) -> Callable[[Rows], Tensor]:
-    """The cross-entropy with the target's distribution, and `noise_loss` with the weight noise_share, summed."""
-
-    def loss(rows: Rows) -> Tensor:
-        soft = F.cross_entropy(rows.logits, rows.distribution, reduction="sum") * (1 - noise_share)
-        return soft + noise_loss(rows.logits, rows.distribution, generator) * noise_share if noise_share else soft
-
-    return loss
+def with_noise(loss: Tensor, rows: Rows, share: float, generator: torch.Generator | None) -> Tensor:
+    """A loss of these rows, of whose weight `noise_loss` has taken a share."""
+    return loss * (1 - share) + noise_loss(rows.logits, rows.distribution, generator) * share if share else loss
 
 
 def noise_loss(logits: Tensor, distribution: Tensor, generator: torch.Generator | None = None) -> Tensor:

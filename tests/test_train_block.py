@@ -109,8 +109,6 @@ def test_anchors_are_drawn_anew_and_only_where_they_count():
             assert row[ids].all() and ids == sorted(set(ids)) and len(ids) == math.ceil(int(row.sum()) / 4)
         drawn.append(anchors.tolist())
     assert drawn[0] == drawn[1] != drawn[2]
-    every, counted = draw_anchors(keep, 0.0, every=4)
-    assert set(every[0][counted[0]].tolist()) == {i for i in range(0, 40, 4) if keep[0, i]}
 
 
 def options(files, out, kind, *more, steps=100):  # noqa: F811
@@ -127,23 +125,25 @@ def test_training_from_scratch_drafts_well(files, tmp_path, kind):  # noqa: F811
     card = train(BlockTraining, train_block.parse(options(files, out, kind)))
     assert card["tau_greedy"] > 2.5 and card["tau_t1"] > 2.5
     assert np.mean(card["loss_curve"][-5:]) < 0.6 * card["loss_curve"][0]
-    names = {"dflash": "DFlash", "jetspec": "JetSpec", "dspark": "DSpark", "dflash2": "DFlash2"}
-    assert card["format"] == f"{names[kind]} head"
+    name, architecture = {
+        "dflash": ("DFlash", "DFlashDraftModel"), "jetspec": ("JetSpec", "DFlashDraftModel"),
+        "dspark": ("DSpark", "Qwen3DSparkModel"), "dflash2": ("DFlash2", "DFlash2DraftModel"),
+    }[kind]  # fmt: skip
     written = json.loads((out / "config.json").read_text())
-    assert written["architectures"] == [
-        f"{'Qwen3DSparkModel' if kind == 'dspark' else names[kind] + 'DraftModel'}".replace("JetSpec", "DFlash")
-    ]
+    assert card["format"] == f"{name} head" and written["architectures"] == [architecture]
     assert written.get("enable_confidence_head", False) == (kind == "dspark")
 
 
-@pytest.mark.parametrize("kind", ("dspark", "dflash2"))
-def test_resume_is_exact(files, tmp_path, kind):  # noqa: F811
+def test_resume_is_exact(files, tmp_path):  # noqa: F811
     """Anchors or noise that depend on more than the step, or a state that misses a part of the head."""
-    more = ["--noise-share", 0.5]
-    whole = train(BlockTraining, train_block.parse(options(files, tmp_path / "a", kind, *more, steps=6)))
-    train(BlockTraining, train_block.parse(options(files, tmp_path / "b", kind, *more, "--pause-at", 3, steps=6)))
-    rest = train(BlockTraining, train_block.parse(options(files, tmp_path / "b", kind, *more, steps=6)))
-    assert rest["loss_curve"] == whole["loss_curve"]
+
+    def run(name, *more):
+        argv = options(files, tmp_path / name, "dspark", "--noise-share", 0.5, *more, steps=4)
+        return train(BlockTraining, train_block.parse(argv))["loss_curve"]
+
+    whole = run("a")
+    run("b", "--pause-at", 2)
+    assert run("b") == whole
     a, b = ((tmp_path / name / "model.safetensors").read_bytes() for name in "ab")
     assert a == b
 

@@ -31,12 +31,10 @@ from weights.checkpoint import load_config
 from weights.files import local_path, read_entries
 
 SAME_TOKENS, SAME_DISTRIBUTION, OTHER_ENGINE = "same tokens", "same distribution", "other engine"
-LABELS = (SAME_TOKENS, SAME_DISTRIBUTION, OTHER_ENGINE)  # from the strongest promise to none
 NO_STOP = (2**31 - 1,)  # no token has this id, so decoding goes on to the length limit
-# Fields of LoadOptions that all arms share, and those that name files (looked up in the checkpoint's folder too).
-COMMON = (
-    "checkpoint", "lora", "device", "dtype", "quant", "threads", "ctx", "slots", "kernels", "activations",
-    "compile", "compile_mode", "tp",
+# Options of the command that all arms share, and those that name files (looked up in the checkpoint's folder too).
+SHARED = (
+    "checkpoint", "lora", "compile", "compile_mode", "kernels", "device", "dtype", "quant", "threads", "ctx", "tp",
 )  # fmt: skip
 PATHS = ("eagle", "draft_checkpoint", "medusa")
 DYNAMIC = "dynamic:16,4,4"  # the default dynamic tree on a CPU, where no row is free
@@ -152,23 +150,20 @@ def parse_arm(text: str) -> tuple[str, dict[str, str]]:
 
 def arm_options(name: str, given: dict[str, str], directory: Path | None) -> tuple[str, dict[str, Any]]:
     """Label and typed LoadOptions of an arm's text options. Raises UsageError for what an arm cannot set."""
-    known = [f.name for f in fields(LoadOptions) if f.name not in COMMON]
+    common = (*SHARED, "slots", "activations")
+    known = [f.name for f in fields(LoadOptions) if f.name not in common]
     options: dict[str, Any] = {}
-    for key, text in ((k.replace("-", "_"), text) for k, text in given.items() if k != "label"):
+    for key, text in ((k.replace("-", "_"), text) for k, text in given.items()):
         if key not in known:
-            why = "is the same for all arms" if key in COMMON else "is unknown"
-            raise UsageError(f"--arm {name}: option {key} {why}; allowed: {', '.join(known)}, label.")
+            why = "is the same for all arms" if key in common else "is unknown"
+            raise UsageError(f"--arm {name}: option {key} {why}; allowed: {', '.join(known)}.")
         if key in PATHS and directory and not Path(text).exists() and (directory / text).exists():
             text = str(directory / text)
         try:
             options[key] = read_option(key, text)
         except UsageError as error:
             raise UsageError(f"--arm {name}: {error}") from None
-    promised = SAME_DISTRIBUTION if options.get("verify", "match") != "match" else SAME_TOKENS
-    label = given.get("label", promised).replace("-", " ")
-    if label not in LABELS:
-        raise UsageError(f"--arm {name}: label {label!r:.40}; allowed: {', '.join(LABELS)}.")
-    return max(label, promised, key=LABELS.index), options
+    return SAME_TOKENS if options.get("verify", "match") == "match" else SAME_DISTRIBUTION, options
 
 
 def find_drafters(directory: Path, config: ModelConfig) -> Iterator[tuple[str, Path]]:
@@ -293,7 +288,7 @@ def arms_of(args: argparse.Namespace, base: Engine, ctx: int) -> list[Arm]:
     for name, given in specs:
         label, options = arm_options(name, given, directory)
         if cuda and base.compiled:  # torch.compile rounds in its own way at each width
-            label = max(label, SAME_DISTRIBUTION, key=LABELS.index)
+            label = SAME_DISTRIBUTION
         if isinstance(base, RankedEngine) and not options.get("eagle_always", True):
             raise UsageError(f"--arm {name}: with --tp an arm drafts in every step; leave eagle_always out.")
         arms.append(EngineArm(name, label, options, base.together(build_engine, options, ctx)))

@@ -35,18 +35,16 @@ from weights.hf import config_to_hf, hf_views, unpacked
 from weights.quantized import QuantLinear
 
 # What --baseline takes, and what each is imported and installed as.
-LIBRARIES = {"hf": ("transformers", "transformers"), "llama.cpp": ("llama_cpp", "llama-cpp-python")}
-LIBRARIES |= {name: (name, name) for name in ("torch", "torchao", "gemlite")}
+LIBRARIES = {
+    "hf": ("transformers", "transformers"), "llama.cpp": ("llama_cpp", "llama-cpp-python"), "torch": ("torch", "torch"),
+}  # fmt: skip
 Q4_0, Q4_1 = 2, 3  # llama.cpp's numbers of files that are mostly of these types
-ON_TORCH = ("torch", "torchao", "gemlite")  # whose int4 kernels a `TorchArm` runs on
 
 
 def need_library(baseline: str) -> None:
     """Raise UsageError if the library of a baseline is not installed."""
     module, package = LIBRARIES[baseline]
-    needed = (module, "torchao") if baseline == "gemlite" else (module,)  # torchao rounds for its kernels
-    if None in map(importlib.util.find_spec, needed):
-        package = " ".join(needed) if baseline == "gemlite" else package
+    if importlib.util.find_spec(module) is None:
         raise UsageError(f"--baseline {baseline} needs {package}: pip install {package}")
 
 
@@ -55,16 +53,11 @@ def check_peers(baselines: Sequence[str], gguf: bool, device: str | None) -> Non
 
     gguf: whether the model is a GGUF file.
     """
-    on_cpu = (device or default_device()) == "cpu"
     for baseline in baselines:
         need_library(baseline)
-        if baseline in ("torchao", "gemlite") and on_cpu:
-            raise UsageError(f"--baseline {baseline} has int4 kernels for GPUs only; leave it out.")
-    if "llama.cpp" not in baselines:
-        return
-    if not gguf:
+    if "llama.cpp" in baselines and not gguf:
         raise UsageError("--baseline llama.cpp reads GGUF files only; add --checkpoint FILE.gguf.")
-    if not on_cpu:
+    if "llama.cpp" in baselines and (device or default_device()) != "cpu":
         raise UsageError("--baseline llama.cpp is measured on CPUs only; add --device cpu.")
 
 
@@ -84,11 +77,10 @@ def peers_of(args: argparse.Namespace, base: Engine, ctx: int) -> list[Arm]:
         arms.append(LlamaCppArm(args.checkpoint, ctx))
         if GGUFFile.open(Path(args.checkpoint)).metadata.get("general.file_type") == Q4_1:
             arms.append(repacked_llama_cpp(args.checkpoint, ctx))
-    for library in (name for name in ON_TORCH if name in args.baseline):
+    if "torch" in args.baseline:
         if any(args.temperature):
-            raise UsageError(f"--baseline {library} decodes greedily; add --temperature 0.")
-        int4 = library if base.model.quant == "int4" or library != "torch" else ""
-        arms.append(TorchArm(base.model, ctx, int4, base.model.device.type == "cuda"))
+            raise UsageError("--baseline torch decodes greedily; add --temperature 0.")
+        arms.append(TorchArm(base.model, ctx, base.model.quant == "int4", base.model.device.type == "cuda"))
     return arms
 
 
@@ -316,50 +308,27 @@ class PackedInt4(nn.Module):
         return kernel(x, self.packed, self.group, self.scales)
 
 
-def rounded_by_torchao(weight: Tensor, kernels: str) -> nn.Linear:
-    """A linear that torchao rounds to int4: for torch's kernel, or for those of gemlite (kernels)."""
-    import torchao.quantization as ao
-
-    linear = nn.Linear(*weight.shape[::-1], bias=False, device="meta")
-    linear.weight = nn.Parameter(weight, requires_grad=False)
-    if kernels == "gemlite":
-        config = importlib.import_module("torchao.prototype.quantization").UIntxWeightOnlyConfig(group_size=128)
-    else:
-        config = ao.Int4WeightOnlyConfig(group_size=128, int4_packing_format="tile_packed_to_4d")
-    ao.quantize_(linear, config)
-    return linear
-
-
 class TorchArm:
     """Greedy decoding by torch alone: a static cache, attention over all of it, and a compiled step in a CUDA graph.
 
     It is what gpt-fast showed to be fast on a GPU, written anew, and runs plain LLaMA models. int4: its weights are
-    rounded again, from the floats that ours stand for: for torch's int4 kernel by us ("torch") or by torchao, in
-    bfloat16, or for the kernels of gemlite, in float16. Otherwise ("") they are ours.
+    rounded again for torch's int4 kernel, from the floats that ours stand for. Otherwise they are ours.
     """
 
     label = OTHER_ENGINE
 
-    def __init__(self, model: Transformer, ctx: int, int4: str, compiled: bool):
+    def __init__(self, model: Transformer, ctx: int, int4: bool, compiled: bool):
         """Raises UsageError for a model that is no plain LLaMA."""
         c = self.config = model.config
         if c.model_type != "llama" or c.qkv_bias or c.o_bias or c.mlp_bias or model.lm_head is None:
             raise UsageError("--baseline torch runs LLaMA models without biases and tied embeddings; leave it out.")
-        self.name = f"{int4 or 'torch'}{' compiled' * compiled}{' int4' if int4 else ''}"
+        self.name = f"torch{' compiled' * compiled}{' int4' * int4}"
         self.options = {"torch": torch.__version__, "int4": int4, "compiled": compiled}
-        if int4 not in ("", "torch"):
-            self.options |= {name: importlib.metadata.version(name) for name in {int4, "torchao"}}
-        half = torch.float16 if int4 == "gemlite" else torch.bfloat16
-        self.model, self.dtype = model, half if int4 and model.device.type == "cuda" else model.dtype
-
+        self.model, self.dtype = model, torch.bfloat16 if int4 and model.device.type == "cuda" else model.dtype
         static: list[Tensor] = [model.embed_tokens.weight, model.rotary.cos, model.rotary.sin]
 
         def linear(owner: nn.Module) -> Callable[[Tensor], Tensor]:
             weight = owner.dequantize(self.dtype) if isinstance(owner, QuantLinear) else owner.weight
-            if int4 in ("torchao", "gemlite"):
-                linear = rounded_by_torchao(weight, int4)
-                static.append(linear.weight)
-                return linear
             made = PackedInt4(weight) if int4 else partial(F.linear, weight=weight.to(self.dtype))
             static.extend((made.packed, made.scales) if int4 else made.keywords.values())
             return made

@@ -27,7 +27,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from bench.arms import NO_STOP, SUITES, arms_of
+from bench.arms import NO_STOP, SHARED, SUITES, arms_of
 from bench.measure import Bench, run_session
 from bench.paper import SUITE_TABLES
 from bench.peers import LIBRARIES, check_peers, is_gguf, peers_of
@@ -44,11 +44,6 @@ from support.errors import INTERRUPTED, UsageError, command_parser, run_command
 from support.machine import copy_bandwidth
 from support.progress import Progress
 from weights.quantized import weights_digest
-
-# options that all arms share
-SHARED = (
-    "checkpoint", "lora", "compile", "compile_mode", "kernels", "device", "dtype", "quant", "threads", "ctx", "tp",
-)  # fmt: skip
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -27,6 +27,7 @@ from support.progress import say
 from weights.heads import read_card
 
 CARD = ("inputs", "regenerated", "data", "loss", "parameters", "steps")  # what is kept of a head's CARD.json
+KEPT = {"step": "steps", "clients": "clients", "failed": "failed"}  # where the summary has lines of these types
 UNJUDGED: Line = dict.fromkeys(("same", "fork", "margin", "margin_ulps"))  # of the baseline, which is not compared
 
 
@@ -225,11 +226,8 @@ def run_session(
             emit(line)
             if line["type"] == "step":
                 say("step of {arm}, batch {batch}, context {context}: {ms:.3f} ms".format_map(line))
-                done["steps"].append(line)
-            elif line["type"] == "clients":
-                done["clients"].append(line)
-            elif line["type"] == "failed":
-                done["failed"].append(line)
+            if kind := KEPT.get(line["type"]):
+                done[kind].append(line)
     except KeyboardInterrupt:
         done["interrupted"] = True
     rows = summarise(runs, settings) if any(r["baseline"] for r in runs) else []

@@ -197,11 +197,11 @@ def total_rate(lines: Sequence[Line], whole: bool = False) -> float | None:
     return tokens / seconds if tokens and seconds else None
 
 
-def bootstrap(ratios: Sequence[float], seed: int = 0, resamples: int = RESAMPLES) -> tuple[float, float]:
+def bootstrap(ratios: Sequence[float], seed: int) -> tuple[float, float]:
     """95 % interval of the median: the 2.5 and 97.5 percentiles of medians of `random.Random(seed).choices`."""
     rng = random.Random(seed)
-    medians = sorted(statistics.median(rng.choices(ratios, k=len(ratios))) for _ in range(resamples))
-    return medians[int(0.025 * resamples)], medians[math.ceil(0.975 * resamples) - 1]
+    medians = sorted(statistics.median(rng.choices(ratios, k=len(ratios))) for _ in range(RESAMPLES))
+    return medians[int(0.025 * RESAMPLES)], medians[math.ceil(0.975 * RESAMPLES) - 1]
 
 
 def question_of(line: Line) -> tuple:
@@ -214,12 +214,7 @@ def pair_of(line: Line) -> tuple:
     return *question_of(line), line["rep"], line["temperature"]
 
 
-def runs_of(runs: Sequence[Line], suite: str, temperature: float) -> list[Line]:
-    """The runs at one temperature over one suite, or over all of them (`all`)."""
-    return [r for r in runs if r["temperature"] == temperature and suite in ("all", r["suite"])]
-
-
-def summarise(runs: Sequence[Line], settings: Settings, resamples: int = RESAMPLES) -> list[Row]:
+def summarise(runs: Sequence[Line], settings: Settings) -> list[Row]:
     """One row per (suite, temperature, arm), the baseline first; with several suites also a suite "all"."""
     suites = list(dict.fromkeys(r["suite"] for r in runs))
     suites += ["all"] if len(suites) > 1 else []
@@ -227,11 +222,11 @@ def summarise(runs: Sequence[Line], settings: Settings, resamples: int = RESAMPL
     arms = dict.fromkeys(r["arm"] for r in sorted(runs, key=lambda r: not r["baseline"]))
     rows = []
     for suite, T, arm in itertools.product(suites, temperatures, arms):
-        here = runs_of(runs, suite, T)
+        here = [r for r in runs if r["temperature"] == T and suite in ("all", r["suite"])]
         if lines := [r for r in here if r["arm"] == arm]:
             plain = [r for r in here if r["baseline"]]
             row = {"suite": suite, "temperature": T} | _measured(lines, plain)
-            rows.append(row | _compared(row, lines, plain, settings, resamples))
+            rows.append(row | _compared(row, lines, plain, settings.seed))
     return rows
 
 
@@ -268,9 +263,7 @@ def _step_seconds(lines: Sequence[Line]) -> float | None:
     return sum(r["decode_seconds"] for r in lines) / steps if steps else None
 
 
-def _compared(
-    row: Row, lines: Sequence[Line], plain: Sequence[Line], settings: Settings, resamples: int
-) -> dict[str, Any]:
+def _compared(row: Row, lines: Sequence[Line], plain: Sequence[Line], seed: int) -> dict[str, Any]:
     """An arm's speedup over plain decoding, or in `blocked` why there is none. The baseline has neither."""
     if row["baseline"]:
         return {"speedup": None, "blocked": None}
@@ -286,7 +279,7 @@ def _compared(
         return {"speedup": None, "blocked": blocked}
     per_prompt = [statistics.median(values) for values in ratios.values()]
     mine, theirs = zip(*pairs, strict=True)
-    low, high = bootstrap(per_prompt, settings.seed, resamples)
+    low, high = bootstrap(per_prompt, seed)
     speedup = {
         "median": statistics.median(per_prompt),
         "low": low,

@@ -12,12 +12,12 @@ import os
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import islice, zip_longest
 from pathlib import Path
 from typing import Any
 
 from engine.engine import Engine
-from support.errors import UsageError
+from support.errors import UsageError, at_least
 from support.files import read_text
 from support.reader import check, json_lines, refusal
 from support.texts import read_source, stdlib_files
@@ -54,13 +54,11 @@ def read_suite(path: str | Path, limit: int = 0) -> list[Question]:
     questions: list[Question] = []
     shape = {"turns": [str], "question_id?": (str, int, None)}
     try:
-        for number, (where, item) in enumerate(json_lines(read_text(path), path), 1):
+        for number, (where, item) in enumerate(islice(json_lines(read_text(path), path), limit or None), 1):
             turns = check(item, shape, where, "the question")["turns"]
             if not turns or not all(turns):
                 raise refusal(where, '"turns" must be a list of non-empty strings.')
             questions.append(Question(name, str(item.get("question_id", number)), tuple(turns)))
-            if len(questions) == limit:
-                break
     except ValueError as error:
         raise UsageError(f"--questions {error} Expected are questions in MT-bench layout.") from None
     if not questions:
@@ -95,6 +93,16 @@ def find_questions(files: Sequence[str], count: int, tokenizer, vocab_size: int,
         return [Question("random", str(i), (row,)) for i, row in enumerate(rows)]
     suites = [builtin_suite(count) if file == "stdlib" else read_suite(file, count) for file in files or ["stdlib"]]
     return sum(suites, [])
+
+
+def add_questions(parser: Any, limit: str) -> None:
+    """The options that choose the questions, and how they become prompts. limit: the name of what --limit is here."""
+    add = parser.add_argument
+    add("--questions", action="append", default=[], metavar="FILE", help="questions in MT-bench layout (repeatable)")
+    add(limit, type=at_least(0), default=0, dest="limit", metavar="N", help="the first N questions of every file")
+    add("--format", default="auto", choices=("auto", "chat", "text"), help="auto: chat if there is a template")
+    add("--template", metavar="NAME", help="vicuna, llama-2-chat, mixtral (as the paper used them), or the model's own")
+    add("--system", metavar="TEXT", help='"paper": the 508 characters of the EAGLE evaluation')
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ from bench.random_models import SHAPES, random_engine
 from bench.records import Line, Lines, Settings, broken, environment
 from bench.report import check_outputs, report, write_plot
 from bench.steps import SLACK, client_lines, numbers, step_lines
-from bench.suites import ask
+from bench.suites import add_questions, ask
 from cli.report import ranks_json
 from decoding.params import SamplingParams
 from engine.load import load
@@ -59,12 +59,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--only", default="", metavar="A,B", help=only)
     what = "hf: transformers, dynamic and static cache; llama.cpp: on the same GGUF file; torch: on its int4 kernel"
     add("--baseline", **many, choices=tuple(LIBRARIES), help=what)
-    add = parser.add_argument_group("questions").add_argument
-    add("--questions", **many, metavar="FILE", help="questions in MT-bench layout (repeatable)")
-    add("--limit", type=int, default=0, metavar="N", help="the first N questions of every file")
-    add("--format", default="auto", choices=("auto", "chat", "text"), help="auto: chat if there is a template")
-    add("--template", metavar="NAME", help="vicuna, llama-2-chat, mixtral (as the paper used them), or the model's own")
-    add("--system", metavar="TEXT", help='"paper": the 508 characters of the EAGLE evaluation')
+    add_questions(parser.add_argument_group("questions"), "--limit")
     add_sampling(parser, "top_k", "top_p", "seed", "max_new_tokens", max_new_tokens=64)
     add = parser.add_argument_group("measuring").add_argument
     add("--temperature", type=float, nargs="+", default=[0.0, 1.0])

@@ -9,6 +9,7 @@ compiled. Then the benchmarks run again, one at a time, and their times count. E
 time limit. One that takes too long is interrupted as by Ctrl-C, and killed a little later. What it wrote until then is
 kept. A part that lacks a package or memory, or that the time does not suffice for, is named. Torch and numpy are enough
 for the step times and for torch's own int4 kernel. SmolLM2 is measured where its wheel or $EAGLET_SMOLLM2 has its file.
+The records name the commit that $EAGLET_COMMIT says, where Git cannot.
 
 Three files are written to the folder --out, again after each part, so that a visit that is cut short loses nothing:
 
@@ -41,7 +42,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from bench.records import COMMIT, environment
+from bench.records import environment
 from bench.suites import find_model
 from support.errors import UsageError, at_least, command_parser, run_command
 from support.files import write_json, written_whole
@@ -61,7 +62,8 @@ SKIPPED, UNDONE = "skipped", "not begun"
 
 class Part(NamedTuple):
     """A command with a limit in seconds (of a visit of USUAL seconds), the modules that it needs, and gigabytes of the
-    device's memory that it may take. `{records}` in the command stands for the folder of its records."""
+    device's memory that it may take. `{records}` in the command stands for the folder of its records, and `{work}` for
+    one that is deleted after the visit."""
 
     name: str
     command: tuple[str, ...]
@@ -94,13 +96,14 @@ def checks(tiny: bool, workers: int) -> list[Part]:
 
 
 def timed(device: str, tiny: bool) -> list[Part]:
-    """What measures, the most important first. SmolLM2 is measured if its file is there."""
-    usual, small, experts = ("tiny", "tiny", "tiny-moe") if tiny else ("llama-3-8b", "llama-2-7b", "mixtral-8x7b")
+    """What measures, the most important first. SmolLM2 is measured if its file is there. The last two parts are one short
+    request with an empty cache folder, and one that finds what the first one compiled and compared."""
+    usual, experts = ("tiny", "tiny-moe") if tiny else ("llama-3-8b", "mixtral-8x7b")
     contexts, ctx = ("32", "128") if tiny else ("128,2048", "4096")
     trees = {"e3-16": "dynamic:16,5,8", "e3-60": "dynamic:60,7,10"}
     heads = [word for name, tree in trees.items() for word in ("--arm", f"{name}=eagle=random:3;tree={tree}")]
-    short = "--limit 1 --reps 1 --max-new-tokens 8 --temperature 0".split()
-    texts = short if tiny else "--limit 4 --reps 2 --max-seconds 40".split()
+    texts = "--limit 1 --reps 1 --max-new-tokens 8 --temperature 0" if tiny else "--limit 4 --reps 2 --max-seconds 40"
+    texts = texts.split()
     compiled = () if tiny else ("--compile",)
 
     def bench(name: str, seconds: float, gigabytes: float, *arguments: str, needs: tuple[str, ...] = ()) -> Part:
@@ -112,35 +115,26 @@ def timed(device: str, tiny: bool) -> list[Part]:
         random = ("--shape", shape, *(("--quant", quant) if quant else ()))
         return bench(name, 40, gigabytes, *random, *(arms or ("--only", "plain")), "--steps", contexts, "--ctx", ctx)
 
-    plain = "--only", "plain", "--temperature", "0"
     parts = [
         steps("int4", usual, "int4", 8, *heads),
         bench("demo", 70, 2, *compiled, *texts, *["--only", "plain"] * tiny, needs=FILES),
     ]
-    if smollm2 := find_model():
-        head = f"e3=eagle={ROOT / 'heads' / 'smollm2-eagle3'}"
-        parts.append(
-            bench("smollm2", 70, 3, *compiled, "--checkpoint", str(smollm2), "--arm", head, *texts, needs=FILES)
-        )
-    random = ("--shape", usual, "--quant", "int4")
-    parts += [
-        bench("torch-int4", 70, 16, *compiled, *random, "--baseline", "torch", *(short if tiny else texts), *plain)
-    ]
-    formats = () if tiny else (("bf16", "", 20.0), ("int8", "int8", 12.0))
-    parts += [steps(name, usual, quant, gigabytes, *heads) for name, quant, gigabytes in formats]
-    parts += [] if tiny else [steps("l2-7b-int4", small, "int4", 7, *heads)]
-    parts += [steps("mixtral-int4", experts, "int4", 28)]
+    if file := find_model():
+        smollm2 = ("--checkpoint", str(file), "--arm", f"e3=eagle={ROOT / 'heads' / 'smollm2-eagle3'}")
+        parts.append(bench("smollm2", 70, 3, *compiled, *smollm2, *texts, needs=FILES))
+    beside = ("--shape", usual, "--quant", "int4", "--baseline", "torch", "--only", "plain")
+    parts.append(bench("torch-int4", 70, 16, *compiled, *beside, *texts, "--temperature", "0"))
+    if not tiny:
+        parts.append(steps("bf16", usual, "", 20, *heads))
+        parts.append(steps("int8", usual, "int8", 12, *heads))
+        parts.append(steps("l2-7b-int4", "llama-2-7b", "int4", 7, *heads))
+    parts.append(steps("mixtral-int4", experts, "int4", 28))
     tilings = ["--help"] if tiny else ["--models", usual, "--seconds", "50", "--tuned", "{records}/tilings"]
-    parts += [Part("tilings", python("scripts.tune_kernels", *tilings), 70, ("triton",), 4)]
-    return parts
-
-
-def starts(device: str, tiny: bool, caches: Path) -> list[Part]:
-    """One short request with an empty cache folder, and one that finds what the first one compiled and compared."""
-    request = ["-p", "The", "--max-new-tokens", "8", "--device", device, *["--compile"] * (not tiny)]
+    parts.append(Part("tilings", python("scripts.tune_kernels", *tilings), 70, ("triton",), 4))
     cache = "TRITON_CACHE_DIR" if tiny else "EAGLET_CACHE"  # the latter has the C++ kernels of CPUs, too
-    command = ("env", f"{cache}={caches}", sys.executable, "generate.py", "--eagle", "demo/eagle3", *request)
-    return [Part(f"start-{kind}", command, 60, FILES) for kind in ("cold", "warm")]
+    request = ["--eagle", "demo/eagle3", "-p", "The", "--max-new-tokens", "8", "--device", device, *compiled]
+    command = ("env", f"{cache}={{work}}/caches", sys.executable, "generate.py", *request)
+    return [*parts, *(Part(f"start-{kind}", command, 60, FILES) for kind in ("cold", "warm"))]
 
 
 # ---- running them -------------------------------------------------------------------------------------------
@@ -165,7 +159,6 @@ class Visit:
     summary: dict[str, Any]
     gigabytes: float  # of the device
     scale: float  # of the parts' limits
-    variables: dict[str, str]  # of the environment of all parts
     work: Path = field(default_factory=lambda: Path(tempfile.mkdtemp(prefix="eaglet-gpu-")))
     saved: float = 0.0
 
@@ -210,10 +203,12 @@ class Visit:
 
     def _start(self, part: Part, phase: str, until: float) -> Running:
         log = self.work / "logs" / f"{phase}-{part.name}.log"
-        command = [word.replace("{records}", str(self.work / phase)) for word in part.command]
+        records, work = str(self.work / phase), str(self.work)
+        command = [word.replace("{records}", records).replace("{work}", work) for word in part.command]
         with log.open("w") as file:
             how = {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": file, "cwd": ROOT}
-            process = subprocess.Popen(command, env=os.environ | self.variables, start_new_session=True, **how)
+            how["env"] = os.environ | {"PYTHONUNBUFFERED": "1"}
+            process = subprocess.Popen(command, start_new_session=True, **how)
         now = time.monotonic()
         return Running(part, process, log, now, min(until, now + part.seconds * self.scale))
 
@@ -282,16 +277,13 @@ def run(args: argparse.Namespace) -> int:
     began, device, cores = time.monotonic(), torch.device(args.device), os.cpu_count() or 1
     cuda = device.type == "cuda"
     name = re.sub(r"[^A-Za-z0-9]+", "-", torch.cuda.get_device_name(device) if cuda else "cpu-tiny")
-    variables = {"PYTHONUNBUFFERED": "1"} | ({COMMIT: args.commit} if args.commit else {})
     args.out.mkdir(parents=True, exist_ok=True)
-    where = environment(device) | ({"git": {"commit": args.commit, "dirty": None}} if args.commit else {})
-    summary: dict[str, Any] = {"environment": where, "seconds": args.seconds, "parts": []}
+    summary: dict[str, Any] = {"environment": environment(device), "seconds": args.seconds, "parts": []}
     gigabytes = torch.cuda.get_device_properties(device).total_memory / 1e9 if cuda else math.inf
-    visit = Visit(args.out, name, summary, gigabytes, max(1.0, args.seconds / USUAL), variables)
-    benches = timed(args.device, args.tiny)
+    visit = Visit(args.out, name, summary, gigabytes, max(1.0, args.seconds / USUAL))
+    alone = timed(args.device, args.tiny)
     untimed = checks(args.tiny, max(1, cores // 4))
-    untimed += [p._replace(command=(*p.command, *COMPILE)) for p in benches if "scripts.bench" in p.command]
-    alone = benches + starts(args.device, args.tiny, visit.work / "caches")
+    untimed += [p._replace(command=(*p.command, *COMPILE)) for p in alone if "scripts.bench" in p.command]
     known = list(dict.fromkeys(part.name for part in untimed + alone))
     if unknown := [part for part in args.only if part not in known]:
         raise UsageError(f"--only {' '.join(unknown)}: the parts are {', '.join(known)}.")
@@ -319,7 +311,6 @@ def main(argv: list[str] | None = None) -> int:
     add("--device", default="cuda", choices=("cuda", "cpu"))
     add("--tiny", action="store_true", help="small shapes and few repetitions")
     add("--only", nargs="+", default=[], metavar="PART", help="these parts alone")
-    add("--commit", default="", metavar="HASH", help="what the records name as this project's commit, if Git cannot")
     add("--out", type=Path, default=ROOT / "results", help="folder of the results")
     args = parser.parse_args(argv)
     return run_command(lambda: run(args), args.debug)

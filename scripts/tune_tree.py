@@ -20,7 +20,7 @@ from bench.arms import NO_STOP, SAME_TOKENS, EngineArm, build_engine
 from bench.measure import Bench
 from bench.records import Settings, environment, summarise
 from bench.report import result_table
-from bench.suites import ask
+from bench.suites import add_questions, ask
 from decoding.params import SamplingParams
 from engine.load import load
 from loading.drafting import tuned_tree_path
@@ -45,13 +45,10 @@ def build_parser() -> argparse.ArgumentParser:
     parser = command_parser("scripts.tune_tree", __doc__)
     add = parser.add_argument
     add_options(parser, *TUNED_FOR, ctx=512)
-    add("--questions", action="append", default=[], metavar="FILE.jsonl", help="questions in MT-bench layout")
-    add("--format", default="auto", choices=("auto", "chat", "text"), help="how questions are rendered")
-    add("--template", metavar="NAME", help="chat template: vicuna, llama-2-chat, mixtral, ...")
-    add("--system", help="system message; `paper`: LLaMA-2-chat's")
+    add_questions(parser, "--prompts")
+    parser.set_defaults(limit=8)
     add("--trees", nargs="+", metavar="TREE", help="race these trees instead of the ten that are built in")
     add("--out", metavar="FILE", help="write here, whatever won, instead of where --tree auto looks")
-    add("--prompts", type=at_least(1), default=8, dest="limit", help="questions, or parts of the standard library")
     add("--max-new-tokens", type=at_least(2), default=64)
     add("--temperature", nargs="+", type=float, default=[0.0, 1.0])
     add("--seed", type=int, default=1)

@@ -10,7 +10,7 @@ import argparse
 import contextlib
 import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -26,7 +26,7 @@ from loading.drafting import DraftFiles, block_tree, build_drafter, build_head, 
 from loading.options import LoadOptions, read_option
 from support.errors import UsageError
 from support.machine import synchronize
-from weights.block_heads import is_block_head, read_head
+from weights.block_heads import BlockConfig, read_head
 from weights.checkpoint import load_config
 from weights.files import local_path, read_entries
 
@@ -166,48 +166,34 @@ def arm_options(name: str, given: dict[str, str], directory: Path | None) -> tup
     return SAME_TOKENS if options.get("verify", "match") == "match" else SAME_DISTRIBUTION, options
 
 
-def find_drafters(directory: Path, config: ModelConfig) -> Iterator[tuple[str, Path]]:
-    """(option of LoadOptions, folder) of every drafter in a folder of the checkpoint, in the order of the names.
+def default_arms(directory: Path, config: ModelConfig, cuda: bool) -> list[tuple[str, dict[str, str]]]:
+    """Plain decoding, n-grams, and every drafter that lies in a folder of the checkpoint; heads with two trees.
 
     Beside a GGUF file none is looked for, because its folder often holds files of other models.
     """
     directory = local_path(directory)
-    for folder in sorted(p for p in directory.iterdir() if p.is_dir()) if directory.is_dir() else ():
-        if any((folder / name).is_file() for name in MEDUSA_FILES):
-            yield "medusa", folder
-            continue
-        for kind, reader, more in (("eagle", read_head, (config,)), ("draft_checkpoint", load_config, ())):
-            with contextlib.suppress(ValueError):
-                reader(folder, *more)
-                yield kind, folder
-                break
-
-
-def medusa_tree(path: Path) -> str:
-    """The tree to draft with these Medusa heads (a file, or the folder that holds it): paper25 if they are enough."""
-    file = path if path.is_file() else next(path / n for n in MEDUSA_FILES if (path / n).is_file())
-    heads = len({name.split(".")[0] for name in read_entries([file])})
-    return "paper25" if heads >= 5 else f"chain:{heads}"
-
-
-def default_arms(directory: Path, config: ModelConfig, cuda: bool) -> list[tuple[str, dict[str, str]]]:
-    """Plain decoding, n-grams, and every drafter that lies in a folder of the checkpoint; heads with two trees."""
     heads: list[tuple[str, dict[str, str]]] = [("plain", {})]
     others = [("n-gram", {"drafter": "ngram", "tree": "chain:15" if cuda else "chain:7"})]
-    for kind, folder in find_drafters(directory, config):
+    for folder in sorted(p for p in directory.iterdir() if p.is_dir()) if directory.is_dir() else ():
         name = folder.name
-        block = read_head(folder, config).config if is_block_head(folder) else None
-        if block is not None:
-            heads.append((f"{name} tree", {kind: name, "tree": block_tree(block)}))
-            heads.append((f"{name} chain", {kind: name, "tree": f"chain:{block.depth}"}))
-        elif kind == "eagle":
-            heads.append((f"{name} paper25", {kind: name, "tree": "paper25"}))
-            heads.append((f"{name} dynamic", {kind: name, "tree": DYNAMIC_GPU if cuda else DYNAMIC}))
-            heads += [] if cuda else [(f"{name} chain", {kind: name, "tree": CHAIN})]
-        elif kind == "medusa":
-            others.append((name, {kind: name, "tree": medusa_tree(folder)}))
+        if medusa := [folder / file for file in MEDUSA_FILES if (folder / file).is_file()]:
+            count = len({tensor.split(".")[0] for tensor in read_entries(medusa[:1])})
+            others.append((name, {"medusa": name, "tree": "paper25" if count >= 5 else f"chain:{count}"}))
+            continue
+        head = None
+        with contextlib.suppress(ValueError):
+            head = read_head(folder, config).config
+        if head is None:
+            with contextlib.suppress(ValueError):
+                load_config(folder)
+                others.append((f"{name} LLM", {"draft_checkpoint": name, "tree": "chain:4"}))
+        elif isinstance(head, BlockConfig):
+            heads.append((f"{name} tree", {"eagle": name, "tree": block_tree(head)}))
+            heads.append((f"{name} chain", {"eagle": name, "tree": f"chain:{head.depth}"}))
         else:
-            others.append((f"{name} LLM", {kind: name, "tree": "chain:4"}))
+            heads.append((f"{name} paper25", {"eagle": name, "tree": "paper25"}))
+            heads.append((f"{name} dynamic", {"eagle": name, "tree": DYNAMIC_GPU if cuda else DYNAMIC}))
+            heads += [] if cuda else [(f"{name} chain", {"eagle": name, "tree": CHAIN})]
     return heads + others
 
 

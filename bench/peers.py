@@ -165,12 +165,8 @@ def floats_of(base: Engine, source: str | None) -> Transformer:
 def hf_model(model: Transformer):
     """A transformers model on weights of ours: its parameters are views of them.
 
-    Where ours lie column by column they are copies, laid out as transformers would load them. Raises UsageError for
-    quantized weights and without transformers.
+    Where ours lie column by column they are copies, laid out as transformers would load them.
     """
-    need_library("hf")
-    if model.quant:
-        raise UsageError("transformers needs unquantized weights; this checkpoint is quantized.")
     from transformers import AutoConfig, AutoModelForCausalLM
 
     values = config_to_hf(model.config)

@@ -24,7 +24,7 @@ from typing import Any, TextIO
 
 import torch
 
-from bench.arms import NO_STOP, OTHER_ENGINE, SAME_TOKENS
+from bench.arms import OTHER_ENGINE, SAME_TOKENS
 from decoding.params import SamplingParams
 from engine.results import acceptance, n_alpha
 from support.errors import UsageError
@@ -52,7 +52,6 @@ class Settings:
     seed: int = 0
     top_k: int = 0
     top_p: float = 1.0
-    ignore_eos: bool = False
     warmup_runs: int = 4
     max_seconds: float = 0.0  # past it no repetition starts, nor a question of the first one; 0: no limit
     random_weights: bool = False
@@ -65,7 +64,7 @@ class Settings:
             top_p=self.top_p if temperature else 1.0,
             seed=self.seed + rep,
             max_new_tokens=self.max_new_tokens,
-            stop_ids=NO_STOP if self.ignore_eos else stop_ids,
+            stop_ids=stop_ids,
         )
 
 

@@ -7,6 +7,7 @@ runs a few more steps and says which kernels the time went to.
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import time
 import traceback
@@ -23,7 +24,6 @@ from bench.records import Line
 from decoding.params import SamplingParams
 from engine.engine import Engine
 from engine.runner import capture_graph
-from support.errors import UsageError
 from support.machine import synchronize
 
 CLIENT_ROUNDS = 5
@@ -33,11 +33,11 @@ PROFILED = 5  # steps under the profiler
 LONGEST = 24  # of the kernels that a line names
 
 
-def numbers(flag: str, text: str) -> list[int]:
-    """A list such as 1,8,60. Raises UsageError for anything else."""
+def numbers(text: str) -> list[int]:
+    """An argparse type: a list such as 1,8,60."""
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdecimal() and 0 < int(part) < 1 << 20 for part in parts):
-        raise UsageError(f"{flag} {text!r:.40}: expected numbers like 1,8,60.")
+        raise argparse.ArgumentTypeError(f"{text!r:.40}: expected numbers like 1,8,60")
     return [int(part) for part in parts]
 
 
@@ -95,12 +95,6 @@ def ready_step(engine: Engine, context: int) -> Callable[[], Any]:
     return graph.replay if graph is not None else captured(partial(engine.step, params.mode), engine.model.device)
 
 
-def engine_of(arm: EngineArm, batch: int, ctx: int) -> Engine:
-    """The arm's own engine if it has `batch` sequences, or another one that has."""
-    engine = arm.engine
-    return engine if engine.batch_size == batch else build_engine(engine, arm.options | {"slots": batch}, ctx)
-
-
 class Ready(NamedTuple):
     """An engine whose step can be timed."""
 
@@ -134,7 +128,9 @@ def step_lines(
         for name, arm, width in [(arm.name, arm, 0) for arm in ours] + wide:
             place = {"arm": name, "batch": batch}
             try:
-                engine = plain.engine.twin(width) if plain and width else engine_of(arm, batch, ctx)
+                engine = plain.engine.twin(width) if plain and width else arm.engine
+                if engine.batch_size != batch:
+                    engine = build_engine(engine, arm.options | {"slots": batch}, ctx)
                 with engine.backend.active():
                     ready = Ready(engine, ready_step(engine, contexts[0]))
                 plain = plain or ready

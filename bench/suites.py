@@ -95,11 +95,12 @@ def find_questions(files: Sequence[str], count: int, tokenizer, vocab_size: int,
     return sum(suites, [])
 
 
-def add_questions(parser: Any, limit: str) -> None:
-    """The options that choose the questions, and how they become prompts. limit: the name of what --limit is here."""
+def add_questions(parser: Any, limit: str, default: int = 0) -> None:
+    """The options that choose the questions, and how they become prompts. limit: the flag of their number."""
     add = parser.add_argument
     add("--questions", action="append", default=[], metavar="FILE", help="questions in MT-bench layout (repeatable)")
-    add(limit, type=at_least(0), default=0, dest="limit", metavar="N", help="the first N questions of every file")
+    what = f"the first N questions of every file, or parts of the standard library (0: all; default: {default})"
+    add(limit, type=at_least(0), default=default, dest="limit", metavar="N", help=what)
     add("--format", default="auto", choices=("auto", "chat", "text"), help="auto: chat if there is a template")
     add("--template", metavar="NAME", help="vicuna, llama-2-chat, mixtral (as the paper used them), or the model's own")
     add("--system", metavar="TEXT", help='"paper": the 508 characters of the EAGLE evaluation')

@@ -63,17 +63,19 @@ def build_parser() -> argparse.ArgumentParser:
     add_sampling(parser, "top_k", "top_p", "seed", "max_new_tokens", max_new_tokens=64)
     add = parser.add_argument_group("measuring").add_argument
     add("--temperature", type=float, nargs="+", default=[0.0, 1.0])
-    add("--ignore-eos", action="store_true", help="decode to the length limit")
     add("--reps", type=int, default=3)
     add("--max-seconds", type=float, default=80, help="no repetition starts that would end later (0: no limit)")
     add("--warmup-runs", type=int, default=3, help="at most this many per arm, until two agree within 1 %%")
     add = parser.add_argument_group("engine alone").add_argument
     add("--shape", choices=tuple(SHAPES), help="random weights of this shape, for --steps and peers")
-    add("--steps", default="", metavar="128,2048", help="the time of a step of every arm behind so many tokens")
-    add("--widths", default="", metavar="8,60", help="with --steps: also plain steps of so many nodes")
-    add("--batches", default="1", metavar="1,4", help="with --steps: with so many sequences")
-    add("--clients", default="", metavar="1,8", help="decode for so many clients together, llama.cpp too; greedily")
-    add("--prompt-tokens", default="200", metavar="64,2000", help="with --clients: tokens of every client's prompt")
+    for name, default, example, what in (
+        ("--steps", [], "128,2048", "the time of a step of every arm behind so many tokens"),
+        ("--widths", [], "8,60", "with --steps: also plain steps of so many nodes"),
+        ("--batches", [1], "1,4", "with --steps: with so many sequences"),
+        ("--clients", [], "1,8", "decode for so many clients together, llama.cpp too; greedily"),
+        ("--prompt-tokens", [200], "64,2000", "with --clients: tokens of every client's prompt"),
+    ):
+        add(name, type=numbers, default=default, metavar=example, help=what)
     add = parser.add_argument_group("output").add_argument
     add("--json", metavar="FILE", help="JSON lines: every run, then the summary; -: the summary on stdout")
     add("--plot", metavar="PNG", help="speed and acceptance by depth (needs matplotlib)")
@@ -83,34 +85,30 @@ def build_parser() -> argparse.ArgumentParser:
 
 def settings_of(args: argparse.Namespace) -> Settings:
     """Settings from the flags. Raises UsageError for values that make no sense."""
-    for name, least in (("reps", 1), ("max_new_tokens", 2), ("warmup_runs", 1)):
-        if vars(args)[name] < least:
-            raise UsageError(f"--{name.replace('_', '-')} is too small; allowed: {least} or more.")
-    if args.suite and (args.shape or args.arm):
-        raise UsageError("--suite has arms of its own; leave --shape and --arm out.")
-    if args.head and not args.suite:
-        raise UsageError("--head belongs to --suite; another arm is --arm NAME=eagle=HEAD.")
-    if (args.tp or 1) > 1 and (args.shape or args.baseline):
-        raise UsageError("--tp splits a checkpoint among our own engines; leave --shape and --baseline out.")
-    if args.lora and (args.shape or args.baseline):
-        raise UsageError("--lora changes a checkpoint of ours; leave --shape and --baseline out.")
-    if (args.tp or 1) > 1 and args.clients:
-        raise UsageError("--clients measures one process; leave --tp out.")
+    several, foreign = (args.tp or 1) > 1, args.shape or args.baseline
+    for wrong, message in (
+        (args.reps < 1 or args.warmup_runs < 1, "--reps and --warmup-runs: allowed are 1 or more."),
+        (args.max_new_tokens < 2, "--max-new-tokens is too small; allowed: 2 or more."),
+        (args.suite and (args.shape or args.arm), "--suite has arms of its own; leave --shape and --arm out."),
+        (args.head and not args.suite, "--head belongs to --suite; another arm is --arm NAME=eagle=HEAD."),
+        (several and foreign, "--tp splits a checkpoint among our own engines; leave --shape and --baseline out."),
+        (args.lora and foreign, "--lora changes a checkpoint of ours; leave --shape and --baseline out."),
+        (several and args.clients, "--clients measures one process; leave --tp out."),
+    ):
+        if wrong:
+            raise UsageError(message)
     given = {f.name: vars(args)[f.name] for f in fields(Settings) if f.name in vars(args)}
     return Settings(tuple(dict.fromkeys(args.temperature)), random_weights=bool(args.shape), **given)
 
 
-def prepare(args: argparse.Namespace, contexts: list[int], progress: Progress) -> tuple[Bench, dict[str, Any]]:
-    """The arms and questions that the flags ask for, and what the JSON says of the model.
-
-    contexts: of --steps, which the context must hold.
-    """
+def prepare(args: argparse.Namespace, progress: Progress) -> tuple[Bench, dict[str, Any]]:
+    """The arms and questions that the flags ask for, and what the JSON says of the model."""
     settings = settings_of(args)
     if args.shape:
         base = random_engine(args.shape, **options_from(args, *SHARED[1:]))
     else:
         base = load(**options_from(args, *SHARED))
-    least = max((context + SLACK for context in contexts), default=0)
+    least = max((context + SLACK for context in args.steps), default=0)
     questions, prompts, ctx = ask(args, base, 128, args.ctx, least)
     if least > ctx:
         raise UsageError(f"--steps needs {least} of {ctx} tokens of context.")
@@ -133,22 +131,17 @@ def run(args: argparse.Namespace) -> int:
     """Measure what the flags ask for, write the files and print the report. Returns the exit code."""
     check_outputs(args)
     check_peers(args.baseline, not args.shape and is_gguf(args.checkpoint), args.device)
-    contexts = numbers("--steps", args.steps) if args.steps else []
-    widths = numbers("--widths", args.widths) if args.widths else []
-    batches = numbers("--batches", args.batches)
-    clients = numbers("--clients", args.clients) if args.clients else []
-    lengths = numbers("--prompt-tokens", args.prompt_tokens)
     lines, progress = Lines(args.json), Progress(args.quiet)
-    bench, model = prepare(args, contexts, progress)
+    bench, model = prepare(args, progress)
     bandwidth = copy_bandwidth(bench.arms[0].engine.model.device)
     alone: list[Iterable[Line]] = []
-    if contexts:
-        alone.append(step_lines(bench.arms, contexts, widths, batches, bench.ctx, bandwidth))
-    if clients:
+    if args.steps:
+        alone.append(step_lines(bench.arms, args.steps, args.widths, args.batches, bench.ctx, bandwidth))
+    if args.clients:
         text = [token for question in bench.questions for token in bench.prompts.first(question)]
         params = SamplingParams(max_new_tokens=args.max_new_tokens, stop_ids=NO_STOP)
-        alone.append(client_lines(bench.arms, clients, lengths, text, params))
-    compared = bool(args.questions or not alone) and not clients
+        alone.append(client_lines(bench.arms, args.clients, args.prompt_tokens, text, params))
+    compared = bool(args.questions or not alone) and not args.clients
     summary = run_session(bench, itertools.chain(*alone), compared, model, bandwidth, lines.write)
     progress.close()
     lines.write(summary)

@@ -170,8 +170,7 @@ def tune_device(
     with ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("spawn")) as pool:
         for done in [pool.submit(compile_tiling, *job) for job in jobs]:
             done.result()
-    count = 0
-    for shape in shapes:
+    for count, shape in enumerate(shapes):
         if time.monotonic() - began > seconds:
             print(f"out of time: {len(shapes) - count} shapes keep their default tilings", flush=True)
             break
@@ -179,8 +178,7 @@ def tune_device(
         for key, config in best.items():
             print(json.dumps({"shape": key} | config._asdict()), flush=True)
         write_tuned(properties.name, best, path)
-        count += 1
-    print(f"{count} tilings of {properties.name} written to {path}", file=sys.stderr)
+    print(f"the tilings of {properties.name} are in {path}", file=sys.stderr)
 
 
 def build_parser() -> argparse.ArgumentParser:

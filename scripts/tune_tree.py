@@ -45,8 +45,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = command_parser("scripts.tune_tree", __doc__)
     add = parser.add_argument
     add_options(parser, *TUNED_FOR, ctx=512)
-    add_questions(parser, "--prompts")
-    parser.set_defaults(limit=8)
+    add_questions(parser, "--prompts", 8)
     add("--trees", nargs="+", metavar="TREE", help="race these trees instead of the ten that are built in")
     add("--out", metavar="FILE", help="write here, whatever won, instead of where --tree auto looks")
     add("--max-new-tokens", type=at_least(2), default=64)

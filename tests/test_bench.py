@@ -66,11 +66,15 @@ def scripted(model, name, shift):
     return ScriptedArm(name, bench_arms.SAME_TOKENS, {}, Engine(model, None, drafter))
 
 
+def plain_arm(model=None):
+    return bench_arms.EngineArm("plain", bench_arms.SAME_TOKENS, {}, Engine(model or tiny_model()))
+
+
 def arms_on(model):
     head = tiny_head(model)
     multi = eagle_engine(head, tree.chain(3), multi_round="without")
     return [
-        bench_arms.EngineArm("plain", bench_arms.SAME_TOKENS, {}, Engine(model)),
+        plain_arm(model),
         scripted(model, "oracle", 0),
         scripted(model, "hostile", 1),
         bench_arms.EngineArm("eagle", bench_arms.SAME_TOKENS, {}, eagle_engine(head, tree.DynamicTree(8, 2, 3))),
@@ -81,6 +85,13 @@ def arms_on(model):
 def bench_of(arms, questions=QUESTIONS, settings=SETTINGS, **more):
     prompts = more.pop("prompts", suites.Prompts(None, False))
     return measure.Bench(arms, questions, prompts, settings, more.pop("stop_ids", (V - 1,)), CTX, **more)
+
+
+def compared(*arms, questions=QUESTIONS, **more):
+    """The lines of one repetition at T = 0, and the row of the last arm."""
+    settings = replace(SETTINGS, temperatures=(0.0,), reps=1)
+    runs = list(bench_of(list(arms), questions, settings, **more).measure())
+    return runs, records.summarise(runs, settings)[-1]
 
 
 @pytest.fixture(scope="module")
@@ -96,30 +107,69 @@ def measured():
 def line(arm="fast", question="a", rep=0, baseline=False, new=11, decode=1.0, steps=None, same="same", **more):
     """A made-up run line."""
     base = {
-        "type": "run",
-        "suite": "s",
-        "question": question,
-        "turn": 1,
-        "prompt_sha256": question,
-        "prompt_tokens": 7,
-        "arm": arm,
-        "label": bench_arms.SAME_TOKENS,
-        "baseline": baseline,
-        "temperature": 0.0,
-        "seed": 0,
-        "rep": rep,
-        "new_tokens": new,
-        "ids_sha256": f"{question}{new}",
-        "ttft_seconds": 0.1,
-        "decode_seconds": decode,
-        "tokens_per_step": steps or [1] * (new - 1),
-        "same": None if baseline else same,
+        "suite": "s", "question": question, "turn": 1, "prompt_tokens": 7, "arm": arm, "baseline": baseline,
+        "label": bench_arms.SAME_TOKENS, "temperature": 0.0, "rep": rep, "new_tokens": new, "ttft_seconds": 0.1,
+        "decode_seconds": decode, "tokens_per_step": steps or [1] * (new - 1), "same": None if baseline else same,
         "random_weights": False,
-    }
+    }  # fmt: skip
     return base | more
 
 
 # ---- numbers ----------------------------------------------------------------------------------------------
+
+
+def rate_of(lines, whole=False):
+    """Tokens per second of lines: of decoding, or of whole requests."""
+    tokens = sum(r["new_tokens"] - (not whole) for r in lines)
+    return tokens / sum(r["decode_seconds"] + whole * r["ttft_seconds"] for r in lines)
+
+
+def recount(runs, rows, seed):
+    """Compare rows of a summary with its run lines, by code of its own."""
+    which = ("suite", "question", "turn", "rep", "temperature")
+    plain = {tuple(r[key] for key in which): r for r in runs if r["arm"] == "plain"}
+    for row in rows:
+        mine = [
+            r
+            for r in runs
+            if (r["arm"], r["temperature"]) == (row["arm"], row["temperature"]) and row["suite"] in (r["suite"], "all")
+        ]
+        assert row["runs"] == len(mine) and row["new_tokens"] == sum(r["new_tokens"] for r in mine)
+        assert row["tokens_per_second"] == pytest.approx(rate_of(mine))
+        assert row["ttft_ms"] == pytest.approx(1e3 * statistics.median(r["ttft_seconds"] for r in mine))
+        for r in mine:
+            assert r["tokens_per_step"] is None or r["new_tokens"] == 1 + sum(r["tokens_per_step"])
+        if row["tau"] is not None:
+            counts = [n for r in mine for n in r["tokens_per_step"]]
+            assert row["tau"] == pytest.approx(sum(counts) / len(counts))
+            assert row["tau"] == pytest.approx(1 + sum(row["accepted_by_depth"]))
+            for d, share in enumerate(row["accepted_by_depth"], 1):
+                assert share == pytest.approx(sum(n >= d + 1 for n in counts) / len(counts))
+            assert row["step_ms"] == pytest.approx(1e3 * sum(r["decode_seconds"] for r in mine) / len(counts))
+        if row["baseline"]:
+            assert row["speedup"] is None and row["same"] is None
+            continue
+        assert row["same"]["differs"] == sum(r["same"] == "differs" for r in mine)
+        if row["label"] == bench_arms.SAME_TOKENS and row["same"]["differs"]:
+            assert row["speedup"] is None and "DIFFERS" in row["blocked"]
+        elif row["tau"] == 1.0:
+            assert row["speedup"] is None and row["blocked"].startswith("ACCEPTED NOTHING")
+        else:
+            ratios = defaultdict(list)
+            pairs = [(r, plain[key]) for r in mine if (key := tuple(r[name] for name in which)) in plain]
+            for ours, theirs in pairs:
+                if min(ours["new_tokens"], theirs["new_tokens"]) > 1:
+                    ratio = rate_of([ours]) / rate_of([theirs])
+                    ratios[ours["suite"], ours["question"], ours["turn"]].append(ratio)
+            per_prompt = [statistics.median(v) for v in ratios.values()]
+            gain, draw = row["speedup"], random.Random(seed)
+            assert gain["median"] == pytest.approx(statistics.median(per_prompt))
+            for name, whole in (("total", False), ("request", True)):
+                ours, theirs = (rate_of(lines, whole) for lines in zip(*pairs, strict=True))
+                assert gain[name] == pytest.approx(ours / theirs)
+            medians = sorted(statistics.median(draw.choices(per_prompt, k=len(per_prompt))) for _ in range(2000))
+            assert (gain["low"], gain["high"]) == pytest.approx((medians[50], medians[1949]))
+            assert gain["low"] <= gain["median"] <= gain["high"]
 
 
 def test_summary_recounts_from_the_raw_lines(measured):
@@ -128,113 +178,25 @@ def test_summary_recounts_from_the_raw_lines(measured):
     rows = records.summarise(runs, settings)
     assert {(r["suite"], r["temperature"]) for r in rows} == {(s, t) for s in ("one", "two", "all") for t in (0.0, 1.0)}
     assert [r["arm"] for r in rows[:5]] == ["plain", "oracle", "hostile", "eagle", "multi"]
-    for row in rows:
-        mine = [
-            r
-            for r in runs
-            if r["arm"] == row["arm"] and r["temperature"] == row["temperature"] and row["suite"] in (r["suite"], "all")
-        ]
-        plain = {
-            (r["suite"], r["question"], r["turn"], r["rep"]): r
-            for r in runs
-            if r["baseline"] and r["temperature"] == row["temperature"]
-        }
-        assert row["runs"] == len(mine) and row["prompts"] == len(mine) / settings.reps
-        assert row["new_tokens"] == sum(r["new_tokens"] for r in mine)
-        for r in mine:
-            assert r["new_tokens"] == 1 + sum(r["tokens_per_step"])
-        tokens, seconds = sum(r["new_tokens"] - 1 for r in mine), sum(r["decode_seconds"] for r in mine)
-        assert row["tokens_per_second"] == pytest.approx(tokens / seconds)
-        counts = [n for r in mine for n in r["tokens_per_step"]]
-        assert row["tau"] == pytest.approx(sum(counts) / len(counts))
-        assert row["tau"] == pytest.approx(1 + sum(row["accepted_by_depth"]))
-        for d, share in enumerate(row["accepted_by_depth"], 1):
-            assert share == pytest.approx(sum(n >= d + 1 for n in counts) / len(counts))
-        assert row["ttft_ms"] == pytest.approx(1e3 * statistics.median(r["ttft_seconds"] for r in mine))
-        assert row["step_ms"] == pytest.approx(1e3 * seconds / len(counts))
-        if row["baseline"]:
-            assert row["speedup"] is None and row["same"] is None
-            continue
-        if row["tau"] == 1.0:
-            assert row["speedup"] is None and row["blocked"].startswith("ACCEPTED NOTHING")
-            continue
-        ratios = defaultdict(list)
-        paired = []
-        for r in mine:
-            p = plain[r["suite"], r["question"], r["turn"], r["rep"]]
-            paired.append(p)
-            ratio = (r["new_tokens"] - 1) / r["decode_seconds"] * p["decode_seconds"] / (p["new_tokens"] - 1)
-            ratios[r["suite"], r["question"], r["turn"]].append(ratio)
-        per_prompt = [statistics.median(v) for v in ratios.values()]
-        gain = row["speedup"]
-        assert gain["median"] == pytest.approx(statistics.median(per_prompt))
-        plain_rate = sum(p["new_tokens"] - 1 for p in paired) / sum(p["decode_seconds"] for p in paired)
-        assert gain["total"] == pytest.approx(tokens / seconds / plain_rate)
-        whole = [
-            sum(r["new_tokens"] for r in g) / sum(r["ttft_seconds"] + r["decode_seconds"] for r in g)
-            for g in (mine, paired)
-        ]
-        assert gain["request"] == pytest.approx(whole[0] / whole[1])
-        draw = random.Random(settings.seed)
-        medians = sorted(statistics.median([draw.choices(per_prompt, k=len(per_prompt)), None][0]) for _ in range(2000))
-        assert (gain["low"], gain["high"]) == pytest.approx((medians[50], medians[1949]))
-        assert gain["low"] <= gain["median"] <= gain["high"]
+    assert all(row["prompts"] == row["runs"] / settings.reps for row in rows)
+    recount(runs, rows, settings.seed)
 
 
 RESULTS = Path(bench.__file__).resolve().parent.parent / "results"
-COMMITTED = [p for p in sorted(RESULTS.glob("*.jsonl")) if '"type": "summary"' in p.read_text(encoding="utf-8")]
 
 
-@pytest.mark.parametrize("path", COMMITTED, ids=lambda p: p.name)
-def test_committed_results_recount(path):
+def test_committed_results_recount():
     """A published figure that its own runs do not give, or an arm with other tokens that got a speedup all the same."""
-    runs, summary = records.read_lines(path)
-    if not runs:
-        pytest.skip("carried over from an earlier program: its runs are not kept")
-    rates = defaultdict(lambda: defaultdict(dict))
-    steps = defaultdict(list)
-    for r in runs:
-        rate = (r["new_tokens"] - 1) / r["decode_seconds"] if r["new_tokens"] > 1 else None
-        key = r["suite"], r["temperature"]
-        rates[key][r["arm"]][r["question"], r["turn"], r["rep"]] = rate
-        steps[(*key, r["arm"])] += r["tokens_per_step"] or []
-        assert r["tokens_per_step"] is None or r["new_tokens"] == 1 + sum(r["tokens_per_step"])
-        assert r["environment"]["device"] == summary["environment"]["device"]
-    for row in (r for r in summary["rows"] if r["suite"] != "all"):
-        key = row["suite"], row["temperature"]
-        emitted = steps[(*key, row["arm"])]
-        assert row["tau"] is None or row["tau"] == pytest.approx(sum(emitted) / len(emitted))
-        mine, base = (
-            [r for r in runs if (r["suite"], r["temperature"], r["arm"]) == (*key, arm)]
-            for arm in (row["arm"], "plain")
-        )
-        whole = [sum(r["new_tokens"] - 1 for r in x) / sum(r["decode_seconds"] for r in x) for x in (mine, base)]
-        assert row["tokens_per_second"] == pytest.approx(whole[0])
-        assert row["ttft_ms"] == pytest.approx(1e3 * statistics.median(r["ttft_seconds"] for r in mine))
-        if row["baseline"]:
+    recounted = 0
+    for path in sorted(RESULTS.glob("*.jsonl")):
+        if '"type": "summary"' not in path.read_text(encoding="utf-8"):
             continue
-        differs = sum(
-            r["same"] == "differs" for r in runs if (r["suite"], r["temperature"], r["arm"]) == (*key, row["arm"])
-        )
-        if row["label"] == bench_arms.SAME_TOKENS and differs:
-            assert row["speedup"] is None and "DIFFERS" in row["blocked"]
-        elif row["speedup"]:
-            prompts = defaultdict(list)
-            for which, rate in rates[key][row["arm"]].items():
-                plain = rates[key]["plain"][which]
-                if rate and plain:
-                    prompts[which[:2]].append(rate / plain)
-            per_prompt = [statistics.median(ratios) for ratios in prompts.values()]
-            middle, draw = statistics.median(per_prompt), random.Random(summary["settings"]["seed"])
-            medians = sorted(
-                statistics.median(draw.choices(per_prompt, k=len(per_prompt))) for _ in range(records.RESAMPLES)
-            )
-            interval = medians[int(0.025 * len(medians))], medians[math.ceil(0.975 * len(medians)) - 1]
-            assert (row["speedup"]["low"], row["speedup"]["high"]) == pytest.approx(interval)
-            if len(mine) == len(base):
-                assert row["speedup"]["total"] == pytest.approx(whole[0] / whole[1])
-            assert row["speedup"]["median"] == pytest.approx(middle)
-            assert row["speedup"]["low"] <= middle <= row["speedup"]["high"]
+        runs, summary = records.read_lines(path)
+        if runs:  # those of earlier programs are not kept
+            assert {r["environment"]["device"] for r in runs} == {summary["environment"]["device"]}
+            recount(runs, summary["rows"], summary["settings"]["seed"])
+            recounted += 1
+    assert recounted >= 8
 
 
 def test_runs_interleave_and_pair(measured):
@@ -315,11 +277,7 @@ def test_median_of_ratios_and_ratio_of_totals_are_both_there():
 
 def test_differing_tokens_never_give_a_speedup():
     """A fast arm that decodes something else: its ratio was printed as a speedup."""
-    model = tiny_model()
-    arms = [bench_arms.EngineArm("plain", bench_arms.SAME_TOKENS, {}, Engine(model)), OtherArm(bench_arms.SAME_TOKENS)]
-    settings = replace(SETTINGS, temperatures=(0.0,), reps=1)
-    runs = list(bench_of(arms, settings=settings).measure())
-    row = records.summarise(runs, settings)[-1]
+    runs, row = compared(plain_arm(), OtherArm(bench_arms.SAME_TOKENS))
     assert row["same"]["differs"] == row["runs"] == 3
     assert row["speedup"] is None and row["blocked"] == "DIFFERS 3/3"
     page = report.result_table([row])
@@ -332,10 +290,7 @@ def test_differing_tokens_never_give_a_speedup():
 @pytest.mark.parametrize("label", [bench_arms.SAME_DISTRIBUTION, bench_arms.OTHER_ENGINE])
 def test_other_labels_print_their_ratio_with_the_label(label):
     """A sampled other engine cannot give the same tokens; blocking it would leave no comparison at all."""
-    model = tiny_model()
-    arms = [bench_arms.EngineArm("plain", bench_arms.SAME_TOKENS, {}, Engine(model)), OtherArm(label)]
-    settings = replace(SETTINGS, temperatures=(0.0,), reps=1)
-    row = records.summarise(list(bench_of(arms, settings=settings).measure()), settings)[-1]
+    _, row = compared(plain_arm(), OtherArm(label))
     assert row["blocked"] is None and row["speedup"]["median"] > 0 and row["same"]["differs"] == 3
     page = report.result_table([row])
     assert label in page and "DIFFERS" not in page
@@ -343,16 +298,10 @@ def test_other_labels_print_their_ratio_with_the_label(label):
 
 def test_a_near_tie_is_counted_apart(monkeypatch):
     """Rounding at a tie blocked the speedup of a correct drafter; a real fork must still block it, as in --prove."""
-    model = tiny_model()
+    plain = plain_arm()
     for margin, ulps, kind in ((9e-5, 9.0, "tie"), (2e-4, 2.0, "tie"), (2e-4, 2.1, "differs")):
-        arms = [
-            bench_arms.EngineArm("plain", bench_arms.SAME_TOKENS, {}, Engine(model)),
-            OtherArm(bench_arms.SAME_TOKENS),
-        ]
-        monkeypatch.setattr(arms[0].engine, "margin", lambda *a, found=(margin, ulps): found)
-        settings = replace(SETTINGS, temperatures=(0.0,), reps=1)
-        runs = list(bench_of(arms, settings=settings).measure())
-        row = records.summarise(runs, settings)[-1]
+        monkeypatch.setattr(plain.engine, "margin", lambda *a, found=(margin, ulps): found)
+        runs, row = compared(plain, OtherArm(bench_arms.SAME_TOKENS))
         assert row["same"][kind] == 3 and (row["speedup"] is None) == (kind == "differs")
         assert ("3 near-tie" in report.result_table([row])) == (kind == "tie")
         assert {(r["margin"], r["margin_ulps"]) for r in runs if not r["baseline"]} == {(margin, ulps)}
@@ -360,12 +309,9 @@ def test_a_near_tie_is_counted_apart(monkeypatch):
 
 def test_a_prefix_is_no_near_tie():
     """An arm that stops early shares every token it has; that is a broken promise, not rounding."""
-    model = tiny_model()
-    plain = bench_arms.EngineArm("plain", bench_arms.SAME_TOKENS, {}, Engine(model))
-    prompt = list(QUESTIONS[0].turns[0])
-    ids = plain.run(prompt, SamplingParams(max_new_tokens=9, stop_ids=(V - 1,))).token_ids
-    settings = replace(SETTINGS, temperatures=(0.0,), reps=1)
-    runs = list(bench_of([plain, OtherArm(bench_arms.SAME_TOKENS, ids[:4])], QUESTIONS[:1], settings).measure())
+    plain = plain_arm()
+    ids = plain.run(list(QUESTIONS[0].turns[0]), SamplingParams(max_new_tokens=9, stop_ids=(V - 1,))).token_ids
+    runs, _ = compared(plain, OtherArm(bench_arms.SAME_TOKENS, ids[:4]), questions=QUESTIONS[:1])
     other = next(r for r in runs if not r["baseline"])
     assert other["same"] == "differs" and other["fork"] == 4 and other["margin"] is None
 
@@ -374,32 +320,20 @@ def test_labels_of_arms_follow_from_their_options():
     """--verify multi-round promises the distribution only; nobody may label it stronger."""
     label, options = bench_arms.arm_options("a", {"eagle": "h", "verify": "multi-round"}, None)
     assert label == bench_arms.SAME_DISTRIBUTION and options == {"eagle": "h", "verify": "multi-round"}
-    assert (
-        bench_arms.arm_options("a", {"verify": "multi-round", "label": "same-tokens"}, None)[0]
-        == bench_arms.SAME_DISTRIBUTION
-    )
-    assert bench_arms.arm_options("a", {"label": "other-engine"}, None)[0] == bench_arms.OTHER_ENGINE
-    label, options = bench_arms.arm_options(
-        "a", {"draft-noise": "off", "draft_vocab": "50", "tree": "dynamic:8,2,3"}, None
-    )
-    assert label == bench_arms.SAME_TOKENS and options == {
-        "draft_noise": False,
-        "draft_vocab": 50,
-        "tree": "dynamic:8,2,3",
-    }
+    given = {"draft-noise": "off", "draft_vocab": "50", "tree": "dynamic:8,2,3"}
+    label, options = bench_arms.arm_options("a", given, None)
+    assert label == bench_arms.SAME_TOKENS
+    assert options == {"draft_noise": False, "draft_vocab": 50, "tree": "dynamic:8,2,3"}
 
 
 @pytest.mark.parametrize(
     ("text", "why"),
     [
         ("plain", "expected NAME=KEY=VALUE"),
-        ("=eagle=x", "expected NAME=KEY=VALUE"),
         ("a=eagle", "expected NAME=KEY=VALUE"),
         ("a=nonsense=1", "nonsense is unknown"),
         ("a=dtype=float16", "dtype is the same for all arms"),
         ("a=draft_noise=maybe", "--arm a: draft_noise='maybe'; allowed: on, off"),
-        ("a=draft_vocab=many", "--arm a: draft_vocab='many'; allowed: an integer"),
-        ("a=label=best", "allowed: same tokens"),
     ],
 )
 def test_bad_arms_are_one_line_errors(text, why):
@@ -417,13 +351,11 @@ def test_ids_are_counted_up_to_the_first_stop():
     assert measure.counted([5, 6, 9, 7, 8], [1, 3], {6}) == ([5, 6], [1])
     assert measure.counted([9, 6], [1], {9}) == ([9], [])
     assert measure.counted([5, 6], None, {9}) == ([5, 6], None)
-    model = tiny_model()
-    plain = bench_arms.EngineArm("plain", bench_arms.SAME_TOKENS, {}, Engine(model))
+    plain = plain_arm()
     ids = plain.run(list(QUESTIONS[0].turns[0]), SamplingParams(max_new_tokens=9, stop_ids=(V - 1,))).token_ids
     stop = next(t for i, t in enumerate(ids) if i >= 2 and t not in ids[:i])
     over = OtherArm(bench_arms.SAME_TOKENS, [*ids, *ids])  # an engine that runs on
-    settings = replace(SETTINGS, temperatures=(0.0,), reps=1)
-    runs = list(bench_of([plain, over], QUESTIONS[:1], settings, stop_ids=(stop,)).measure())
+    runs, _ = compared(plain, over, questions=QUESTIONS[:1], stop_ids=(stop,))
     for run in runs:
         assert run["new_tokens"] == ids.index(stop) + 1 == 1 + sum(run["tokens_per_step"]) and run["stopped"]
         assert run["same"] in (None, "same")
@@ -433,10 +365,10 @@ def test_every_run_starts_from_empty_caches():
     """The second run of a prompt reused the first one's caches and reported three times the speed (llama.cpp 10455)."""
     model = tiny_model()
     prompt, params = list(range(3, 60)), SamplingParams(max_new_tokens=5)
-    engine = Engine(model)
+    arm = plain_arm(model)
+    engine = arm.engine
     engine.generate(prompt, params).run()
     assert engine.generate(prompt, params).run()[0].cached_tokens > 0  # what has to be avoided
-    arm = bench_arms.EngineArm("plain", bench_arms.SAME_TOKENS, {}, engine)
     a, b = arm.run(prompt, params), arm.run(prompt, params)
     assert a.token_ids == b.token_ids
     pair = Engine(model, config=EngineConfig(batch_size=2))
@@ -488,16 +420,10 @@ def test_multi_turn_questions_carry_the_models_own_answers(tmp_path):
     """The second turn without the first one's answer (or with another arm's) is another benchmark."""
     path = tmp_path / "mt_bench" / "question.jsonl"
     path.parent.mkdir()
-    items = [
-        {"question_id": 81, "category": "writing", "turns": ["Hello", "Again"]},
-        {"question_id": 82, "turns": ["x"]},
-    ]
-    path.write_text("\n".join(map(json.dumps, items)) + "\n\n")
+    path.write_text('{"question_id": 81, "category": "x", "turns": ["Hello", "Again"]}\n{"turns": ["x"]}\n\n')
     questions = suites.read_suite(path)
-    assert [(q.suite, q.id, q.turns) for q in questions] == [
-        ("mt_bench", "81", ("Hello", "Again")),
-        ("mt_bench", "82", ("x",)),
-    ]
+    found = [("mt_bench", "81", ("Hello", "Again")), ("mt_bench", "2", ("x",))]
+    assert [(q.suite, q.id, q.turns) for q in questions] == found
     assert len(suites.read_suite(path, limit=1)) == 1
 
     class Talker(OtherArm):
@@ -510,15 +436,8 @@ def test_multi_turn_questions_carry_the_models_own_answers(tmp_path):
 
     words = Words()
     prompts = suites.Prompts(words, True, " ", "be brief")
-    settings = replace(SETTINGS, temperatures=(0.0,), reps=1)
-    runs = list(
-        bench_of([Talker("plain", " fine \n"), Talker("b", "other")], questions, settings, prompts=prompts).measure()
-    )
-    assert [(r["question"], r["turn"], r["arm"]) for r in runs if r["baseline"]] == [
-        ("81", 1, "plain"),
-        ("81", 2, "plain"),
-        ("82", 1, "plain"),
-    ]
+    runs, _ = compared(Talker("plain", " fine \n"), Talker("b", "other"), questions=questions, prompts=prompts)
+    assert [(r["question"], r["turn"]) for r in runs if r["baseline"]] == [("81", 1), ("81", 2), ("2", 1)]
     system = {"role": "system", "content": "be brief"}
     first, again = {"role": "user", "content": "Hello"}, {"role": "user", "content": "Again"}
     answer = {"role": "assistant", "content": "fine"}
@@ -528,9 +447,7 @@ def test_multi_turn_questions_carry_the_models_own_answers(tmp_path):
     assert text.longest(questions[0], 10) >= 20
 
 
-@pytest.mark.parametrize(
-    "bad", ["{", '{"turns": "x"}', '{"turns": []}', '{"prompt": "x"}', '{"turns": [""]}', "[1]", ""]
-)
+@pytest.mark.parametrize("bad", ["{", '{"turns": "x"}', '{"turns": []}', '{"turns": [""]}', ""])
 def test_bad_suites_name_the_line(tmp_path, bad):
     """A half-downloaded question file gave a traceback."""
     path = tmp_path / "q.jsonl"
@@ -569,28 +486,8 @@ def summary_of(measured):
     rows = records.summarise(runs, settings)
     for row in rows:
         row["bandwidth_share"] = 0.5
-    environment = records.environment(torch.device("cpu"))
-    model = {
-        "checkpoint": "tiny",
-        "weights_sha256": "0",
-        "dtype": "float64",
-        "quant": "none",
-        "ctx": CTX,
-        "template": None,
-    }
-    return {
-        "type": "summary",
-        "model": model,
-        "settings": vars(settings) | {"temperatures": [0.0, 1.0]},
-        "environment": environment,
-        "arms": [{"arm": name, "options": {}} for name in dict.fromkeys(row["arm"] for row in rows)],
-        "rows": rows,
-    }
-
-
-def write_lines(path, runs, summary):
-    path.write_text("\n".join(json.dumps(item) for item in [*runs, summary]) + "\n")
-    return path
+    model = {"checkpoint": "tiny", "dtype": "float64"}
+    return {"model": model, "environment": records.environment(torch.device("cpu")), "rows": rows}
 
 
 def test_outputs_that_cannot_be_written_are_found_first(tiny_directory, tmp_path, capsys, monkeypatch):
@@ -674,9 +571,8 @@ def test_command_end_to_end(tiny_directory, tmp_path, capsys):
     assert len(runs) == 7 * 2 * 2 * 2
     assert str(tiny_directory) not in out.read_text().replace(tiny_directory.name, "")
     for run in runs:
-        assert (
-            run["environment"]["versions"]["torch"] and run["label"] == "same tokens" and run["same"] in (None, "same")
-        )
+        assert run["environment"]["versions"]["torch"]
+        assert run["label"] == "same tokens" and run["same"] in (None, "same")
     again = records.summarise(runs, SETTINGS)
     for a, b in zip(again, summary["rows"], strict=True):
         assert a["speedup"] == b["speedup"] and a["tau"] == b["tau"] and b["bandwidth_share"] > 0
@@ -757,7 +653,7 @@ def test_broken_promise_sets_the_exit_code(tiny_directory, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("flags", "why"),
     [
-        (["--shape", "tiny", "--reps", "0"], "--reps is too small"),
+        (["--shape", "tiny", "--reps", "0"], "allowed are 1 or more"),
         (["--shape", "tiny", "--only", "nothing"], "--only nothing"),
         (["--shape", "tiny", "--arm", "plain=tree=chain:2"], "names must differ"),
         (["--questions", "/nonexistent.jsonl", "--checkpoint", "/nonexistent"], "nonexistent"),
@@ -780,7 +676,7 @@ def test_all_arms_share_the_rounded_weights(capsys):
 
 
 @pytest.mark.parametrize("flags,arms", [
-    (["--arm", "x=eagle=random:1"], ["plain", "x"]), (["--only", "plain", "--arm", "x=eagle=random:1"], ["plain", "x"]),
+    (["--arm", "x=eagle=random:1"], ["plain", "x"]),
     (["--only", "eagle1 paper25", "--arm", "x=eagle=random:3"], ["plain", "eagle1 paper25", "x"]),
 ])  # fmt: skip
 def test_a_named_arm_runs_whatever_only_says(flags, arms, capsys):
@@ -804,7 +700,7 @@ def test_transformers_arm_runs_the_same_weights():
     """`transformers` with copied, differently rounded or default-configured weights is no baseline."""
     pytest.importorskip("transformers")
     model = tiny_model(torch.float32)
-    plain = bench_arms.EngineArm("plain", bench_arms.SAME_TOKENS, {}, Engine(model))
+    plain = plain_arm(model)
     prompt, params = list(QUESTIONS[0].turns[0]), SamplingParams(max_new_tokens=8, stop_ids=(V - 1,))
     ours = plain.run(prompt, params)
     shared = peers.hf_model(model)
@@ -983,24 +879,6 @@ def test_a_missing_library_is_one_line_before_the_model_is_loaded(name, module, 
 
 
 # ---- scripts.evaluate -------------------------------------------------------------------------------------
-
-
-class Letters:
-    """One token per printable ASCII character; 0 is BOS, 96 the end."""
-
-    eos_ids = (96,)
-
-    def __init__(self, bos=True):
-        self.bos = bos
-
-    def encode(self, text, add_bos=True):
-        return ([0] if self.bos and add_bos else []) + [1 + (ord(c) - 32) % 95 for c in text]
-
-    def decode(self, ids, continuation=False):
-        return "".join(chr(31 + i) for i in ids if 0 < i < 96)
-
-    def stream(self, continuation=False):
-        return SimpleNamespace(push=self.decode, flush=lambda: "")
 
 
 def slow_nll(model, ids, first):

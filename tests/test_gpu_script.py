@@ -14,7 +14,6 @@ import tarfile
 import time
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -25,11 +24,10 @@ import model as model_module
 from bench import random_models, records, steps
 from bench.arms import NO_STOP
 from bench.measure import step_bytes
-from bench.peers import PackedInt4, TorchArm, check_peers, rounded_by_torchao
+from bench.peers import PackedInt4, TorchArm
 from decoding.params import SamplingParams
 from decoding.step import decode_step
 from scripts import bench, gpu
-from support.errors import UsageError
 from support.files import read_json_lines
 
 TINY = ["--device", "cpu", "--tiny"]
@@ -62,7 +60,7 @@ def short_visit(monkeypatch, checks=(), timed=()):
     def parts(given):
         return [p if isinstance(p, gpu.Part) else gpu.Part(p[0], (sys.executable, "-c", p[1]), 2) for p in given]
 
-    for name, given in (("checks", checks), ("timed", timed), ("starts", ())):
+    for name, given in (("checks", checks), ("timed", timed)):
         monkeypatch.setattr(gpu, name, lambda *_, given=given: parts(given))
     monkeypatch.setattr(gpu, "GRACE", 1.0)
 
@@ -99,7 +97,8 @@ def test_the_parts_of_a_visit_come_in_the_order_of_their_weight(monkeypatch):
     assert all(any(word in name for name in names) for word in words.split(" or "))
     monkeypatch.setenv("EAGLET_SMOLLM2", "file")
     names = [part.name for part in gpu.timed("cuda", False)]
-    assert names == "int4 demo smollm2 torch-int4 bf16 int8 l2-7b-int4 mixtral-int4 tilings".split()
+    assert names[:8] == "int4 demo smollm2 torch-int4 bf16 int8 l2-7b-int4 mixtral-int4".split()
+    assert names[8:] == ["tilings", "start-cold", "start-warm"]
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
@@ -194,7 +193,7 @@ def test_a_visit_that_is_killed_has_saved_what_ended(tmp_path):
     parts = "[gpu.Part(name, (sys.executable, '-c', code), 9) for name, code in (('one', 'print(7)'), ('two', KILL))]"
     code = "import os, signal, sys\nfrom scripts import gpu\n"
     code += "KILL = 'import os, signal; os.kill(os.getppid(), signal.SIGKILL)'\n"
-    code += f"gpu.checks, gpu.timed, gpu.starts = (lambda *_: []), (lambda *_: {parts}), (lambda *_: [])\n"
+    code += f"gpu.checks, gpu.timed = (lambda *_: []), (lambda *_: {parts})\n"
     code += f"gpu.main({[*TINY, '--out', str(tmp_path)]})"
     done = subprocess.run([sys.executable, "-c", code], cwd=gpu.ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == -signal.SIGKILL, done.stderr
@@ -213,7 +212,8 @@ def test_the_records_name_the_commit_of_this_project(tmp_path, monkeypatch):
     assert records.source() == {"commit": "0123456789ab", "dirty": False}
     show = f"from bench.records import source; open(r'{tmp_path}/commit', 'w').write(source()['commit'])"
     short_visit(monkeypatch, timed=[gpu.Part("one", (sys.executable, "-c", show), 30)])
-    assert gpu.main([*TINY, "--commit", "abc123", "--out", str(tmp_path)]) == 0
+    monkeypatch.setenv(records.COMMIT, "abc123")
+    assert gpu.main([*TINY, "--out", str(tmp_path)]) == 0
     assert (tmp_path / "commit").read_text() == summary_of(tmp_path)["environment"]["git"]["commit"] == "abc123"
 
 
@@ -286,7 +286,8 @@ def test_step_times_need_room(capsys):
     """A context that does not fit --ctx, and a list that is none, are one line each."""
     assert bench.main("--device cpu --shape tiny --steps 100 --ctx 64 --max-new-tokens 4 -q".split()) == 2
     assert "needs 108 of 64 tokens" in capsys.readouterr().err
-    assert bench.main("--device cpu --shape tiny --steps 1,x -q".split()) == 2
+    with pytest.raises(SystemExit, match="2"):
+        bench.main("--device cpu --shape tiny --steps 1,x -q".split())
     assert "expected numbers like 1,8,60" in capsys.readouterr().err
 
 
@@ -357,7 +358,7 @@ def test_torch_alone_decodes_our_tokens(shape):
         prompt = list(range(7, 20))
         want = engine.generate_batch([prompt], params).run()[0].token_ids
         assert len(set(want)) > 3
-        peer = TorchArm(engine.model, 64, "", False)
+        peer = TorchArm(engine.model, 64, False, False)
         assert peer.run(prompt, params).token_ids == want == peer.run(prompt, params).token_ids
 
         weight, x = torch.randn(64, 96), torch.randn(5, 96)
@@ -368,30 +369,6 @@ def test_torch_alone_decodes_our_tokens(shape):
         restored = (codes * scale[..., 0, None] + offset[..., 0, None]).view(64, 96)
         assert 0 < (restored - weight).abs().max() <= scale.max() * 0.501
         torch.testing.assert_close(linear(x), x @ restored.T, rtol=1e-4, atol=1e-4)
-
-
-def test_torchao_rounds_the_weights_of_a_peer(monkeypatch):
-    """A peer that runs on our weights, or in another format than its kernels read. torchao has no int4 for CPUs, so what
-    it is asked for stands in its place here."""
-    asked = []
-
-    def quantize_(linear, config):
-        asked.append(config)
-        linear.weight = torch.nn.Parameter(linear.weight.round(), requires_grad=False)
-
-    names = "Int4WeightOnlyConfig", "UIntxWeightOnlyConfig"
-    kinds = {name: lambda kind=name, **options: (kind, options) for name in names}
-    for module in ("torchao", "torchao.quantization", "torchao.prototype", "torchao.prototype.quantization"):
-        monkeypatch.setitem(sys.modules, module, SimpleNamespace(quantize_=quantize_, **kinds))
-    sys.modules["torchao"].quantization = sys.modules["torchao.quantization"]
-    weight, x = torch.randn(8, 16) * 3, torch.randn(2, 16)
-    for kind in ("torchao", "gemlite"):
-        torch.testing.assert_close(rounded_by_torchao(weight, kind)(x), x @ weight.round().T)
-    format = {"group_size": 128, "int4_packing_format": "tile_packed_to_4d"}
-    assert asked == [("Int4WeightOnlyConfig", format), ("UIntxWeightOnlyConfig", {"group_size": 128})]
-    monkeypatch.setattr("bench.peers.need_library", lambda baseline: None)
-    with pytest.raises(UsageError, match="--baseline gemlite has int4 kernels for GPUs only"):
-        check_peers(["gemlite"], False, "cpu")
 
 
 def test_torch_alone_runs_beside_our_engine(tmp_path, capsys):

@@ -20,6 +20,7 @@ import pytest
 import torch
 from fake_cuda import OneDevice, fake_gpu, step_engine
 
+import generate
 import model as model_module
 from bench import random_models, records, steps
 from bench.arms import NO_STOP
@@ -67,10 +68,10 @@ def short_visit(monkeypatch, checks=(), timed=()):
 
 def test_a_tiny_visit_writes_the_records_of_its_parts(tmp_path):
     """A part whose command cannot run, that leaves no record, or that is not one of the two phases."""
-    run = ["equal-kernels", "prove", "int4", "start-warm"]
+    run = ["equal-kernels", "int4", "start-warm"]
     assert gpu.main([*TINY, "--seconds", "100", "--out", str(tmp_path), "--only", *run]) == 0
     summary = summary_of(tmp_path)
-    untimed = {"equal-kernels", "prove", "int4"}
+    untimed = {"equal-kernels", "int4"}
     assert {p["part"] for p in summary["parts"] if p["phase"] == "untimed"} == untimed
     assert [p["part"] for p in summary["parts"] if p["phase"] == "timed"] == ["int4", "start-warm"]
     assert all(part["ended"] == 0 for part in summary["parts"]) and summary["environment"]["versions"]["torch"]
@@ -90,6 +91,8 @@ def test_the_parts_of_a_visit_come_in_the_order_of_their_weight(monkeypatch):
     plain step."""
     parts = gpu.checks(False, 1)
     assert [p.name for p in parts] == "equal-engine equal-kernels tests-engine tests-kernels prove".split()
+    for tiny in (False, True):
+        generate.build_parser().parse_args(gpu.checks(tiny, 1)[-1].command[2:])
     words, rest = parts[0].command[-1], parts[2].command[-1]
     assert rest == f"not ({words})" and parts[1].command[-1] == words
     tests = "".join((gpu.ROOT / "tests" / f"test_{kind}_gpu.py").read_text() for kind in ("engine", "kernels"))
@@ -111,30 +114,38 @@ def test_make_gpu_says_where_torch_is_missing():
 
 def test_parts_that_fail_or_hang_do_not_end_the_visit(tmp_path, monkeypatch, capsys):
     """A part that raises, is killed, or ignores the interrupt ends the visit, an interrupted one loses what it wrote, and
-    one that lacks a module or memory is run."""
+    one that lacks a module or memory is run. A visit that takes longer than it may, and parts that were not begun and are
+    not named."""
     kept = tmp_path / "kept.txt"
-    code = {
-        "raises": "raise RuntimeError('no such kernel')",
-        "killed": "import os, signal; print('so far', flush=True); os.kill(os.getpid(), signal.SIGKILL)",
-        "polite": f"import time\ntry: time.sleep(60)\nexcept KeyboardInterrupt: open(r'{kept}', 'w').write('kept')",
-        "deaf": "import signal, time\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\ntime.sleep(60)",
-        "last": "print('the end')",
-    }
+    deaf = "import signal, time\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\ntime.sleep(60)"
+    polite = f"import time\ntry: time.sleep(60)\nexcept KeyboardInterrupt: open(r'{kept}', 'w').write('kept')"
     nothing = (sys.executable, "-c", "raise SystemExit(1)")
-    bare = gpu.Part("bare", nothing, 2, ("sys", "no_such_module"))
-    large = gpu.Part("large", nothing, 2, (), math.inf)
+    timed = [
+        ("raises", "raise RuntimeError('no such kernel')"),
+        ("killed", "import os, signal; print('so far', flush=True); os.kill(os.getpid(), signal.SIGKILL)"),
+        gpu.Part("bare", nothing, 2, ("sys", "no_such_module")),
+        gpu.Part("large", nothing, 2, (), math.inf),
+        ("middle", "print('so good')"),
+        gpu.Part("polite", (sys.executable, "-c", polite), 90),
+        ("never", ""),
+    ]
     monkeypatch.setattr(gpu.math, "inf", 24.0)  # the memory of a CPU
-    short_visit(monkeypatch, timed=[*list(code.items())[:4], bare, large, ("last", code["last"])])
-    assert gpu.main([*TINY, "--out", str(tmp_path)]) == 1
+    monkeypatch.setattr(gpu, "LEAST", 0.5)
+    monkeypatch.setattr(gpu, "CHECKING", 0.25)
+    short_visit(monkeypatch, [("deaf", deaf)], timed)
+    began = time.monotonic()
+    assert gpu.main([*TINY, "--seconds", "6", "--out", str(tmp_path)]) == 1
+    assert time.monotonic() - began < 6 + 5  # generous: the machine may be slow
     printed = capsys.readouterr().out
     assert "bare: skipped, because no_such_module cannot be imported" in printed
     assert "large: skipped, because it needs inf GB of memory, and the device has 24" in printed
-    assert "failed: timed raises, timed killed, timed polite, timed deaf" in printed
-    assert printed.index("so far") < printed.index("timed polite") < printed.index("the end")
-    ended = [part["ended"] for part in summary_of(tmp_path)["parts"]]
-    assert ended == [1, -9, *["stopped after 2 s"] * 2, *["skipped"] * 2, 0]
+    assert "failed: untimed deaf, timed raises, timed killed, timed polite; not begun: never" in printed
+    assert printed.index("so far") < printed.index("so good") < printed.index("timed polite")
+    ended = {part["part"]: part["ended"] for part in summary_of(tmp_path)["parts"]}
+    assert list(ended.values())[1:6] == [1, -9, "skipped", "skipped", 0] and ended["never"] == "not begun"
+    assert all(str(ended[name]).startswith("stopped after") for name in ("deaf", "polite"))
     logs = packed(tmp_path, "logs")
-    assert "RuntimeError: no such kernel" in logs["timed-raises.log"] and "the end" in logs["timed-last.log"]
+    assert "RuntimeError: no such kernel" in logs["timed-raises.log"] and "so good" in logs["timed-middle.log"]
     assert kept.read_text() == "kept"
 
 
@@ -154,20 +165,6 @@ def test_untimed_parts_run_together_and_timed_ones_alone(tmp_path, monkeypatch):
     assert gpu.main([*TINY, "--out", str(tmp_path / "out")]) == 0
 
 
-def test_a_visit_keeps_to_its_time(tmp_path, monkeypatch, capsys):
-    """A visit whose parts take the limit of each, and parts that were not begun and are not named."""
-    monkeypatch.setattr(gpu, "LEAST", 1.0)
-    slow = [
-        gpu.Part(name, (sys.executable, "-c", "import time; time.sleep(60)"), 90) for name in ("one", "two", "three")
-    ]
-    short_visit(monkeypatch, slow[:1], slow)
-    began = time.monotonic()
-    assert gpu.main([*TINY, "--seconds", "6", "--out", str(tmp_path)]) == 1
-    assert time.monotonic() - began < 6 + 5  # generous: the machine may be slow
-    assert [p["ended"] == "not begun" for p in summary_of(tmp_path)["parts"]] == [False, False, True, True]
-    assert "not begun: two, three" in capsys.readouterr().out
-
-
 def test_an_interrupt_keeps_the_summary(tmp_path, monkeypatch):
     """Ctrl-C during the second part loses the first, and the third is not named."""
     stop = f"import os, signal, time; os.kill({os.getpid()}, signal.SIGINT); time.sleep(60)"
@@ -180,11 +177,13 @@ def test_an_interrupt_keeps_the_summary(tmp_path, monkeypatch):
 def test_a_visit_that_is_terminated_ends_its_parts(tmp_path, monkeypatch):
     """SIGTERM leaves a part running on the GPU."""
     alive = tmp_path / "alive"
-    code = f"import os, signal, time; os.kill({os.getpid()}, signal.SIGTERM); time.sleep(3); open({str(alive)!r}, 'w')"
+    code = (
+        f"import os, signal, time; os.kill({os.getpid()}, signal.SIGTERM); time.sleep(1.5); open({str(alive)!r}, 'w')"
+    )
     short_visit(monkeypatch, timed=[("one", ""), ("two", code)])
     with pytest.raises(SystemExit, match="143"):
         gpu.main([*TINY, "--out", str(tmp_path)])
-    time.sleep(3.2)
+    time.sleep(1.7)
     assert not alive.exists() and [part["part"] for part in summary_of(tmp_path)["parts"]] == ["one", "two"]
 
 
@@ -210,7 +209,7 @@ def test_the_records_name_the_commit_of_this_project(tmp_path, monkeypatch):
     assert records.source() == {"commit": None, "dirty": None}
     answers["--show-toplevel"] = str(gpu.ROOT)
     assert records.source() == {"commit": "0123456789ab", "dirty": False}
-    show = f"from bench.records import source; open(r'{tmp_path}/commit', 'w').write(source()['commit'])"
+    show = f"import os; open(r'{tmp_path}/commit', 'w').write(os.environ['{records.COMMIT}'])"
     short_visit(monkeypatch, timed=[gpu.Part("one", (sys.executable, "-c", show), 30)])
     monkeypatch.setenv(records.COMMIT, "abc123")
     assert gpu.main([*TINY, "--out", str(tmp_path)]) == 0
@@ -348,12 +347,11 @@ def test_the_cuda_timing_code_uses_the_api_as_it_is(monkeypatch):
 # ---- torch by itself, as a peer ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shape", ["tiny"])
-def test_torch_alone_decodes_our_tokens(shape):
+def test_torch_alone_decodes_our_tokens():
     """A peer that is fast because it computes another model: on float weights it decodes what ours decodes, and on int4
     what ours decodes on the floats that its codes stand for."""
     with torch.inference_mode():
-        engine = random_models.random_engine(shape, device="cpu", dtype="float32", ctx=64)
+        engine = random_models.random_engine("tiny", device="cpu", dtype="float32", ctx=64)
         params = SamplingParams(max_new_tokens=24, stop_ids=NO_STOP)
         prompt = list(range(7, 20))
         want = engine.generate_batch([prompt], params).run()[0].token_ids

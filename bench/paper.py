@@ -17,6 +17,7 @@ from support.files import read_json
 PUBLISHED = Path(__file__).resolve().parent.parent / "results" / "paper_eagle1.json"
 ALPHAS = [f"{k}-alpha" for k in range(5)]
 TASKS = ("humaneval", "gsm8k", "alpaca")  # the columns of the paper's Table 1
+Table = tuple[str, list[str], list[list[str]]]  # title, columns and rows
 RULES = ("shared noise", "multi-round", "top-k drafts")
 
 
@@ -34,27 +35,28 @@ class Rows:
         suites = dict.fromkeys(row["suite"] for row in rows)
         self.suites = sorted(suites, key=lambda suite: suite != "mt_bench")  # the paper's main one comes first
         self.temperatures = sorted({row["temperature"] for row in rows})
-        self.facts = {fact["arm"]: fact for fact in summary["arms"] if fact["options"].get("eagle")}
+        self.options = {fact["arm"]: fact["options"] for fact in summary["arms"] if fact["options"].get("eagle")}
+        self.cards = {fact["arm"]: fact.get("card", {}) for fact in summary["arms"]}
 
     def heads(self, tree: str, verify: str | None = None) -> list[str]:
         """The arms of batch 1 that draft this tree with a head, verified like this (None: in any way)."""
-        out = []
-        for arm, fact in self.facts.items():
-            options = fact["options"]
-            alike = verify is None or options.get("verify", "match") == verify
-            if alike and options.get("tree") == tree and options.get("slots", options.get("batch_size")) in (None, 1):
-                out.append(arm)
-        return out
+        return [
+            arm
+            for arm, options in self.options.items()
+            if options.get("tree") == tree
+            and options.get("batch_size", 1) == 1  # which an earlier program named
+            and verify in (None, options.get("verify", "match"))
+        ]
 
 
 def paper_tables(summary: dict[str, Any]) -> str:
     """Markdown: speed and tau by data set, n-alpha of a chain beside the tree, and how the heads were trained."""
     rows, published = Rows(summary), published_numbers()
-    parts = [_by_suite(rows, published), _chains(rows, published)]
-    return "\n\n".join(part for part in [*parts, _training(rows)] if part)
+    parts = _by_suite(rows, published), _chains(rows, published), _training(rows)
+    return "\n\n".join(f"{title}\n\n{table(head, body)}" for title, head, body in parts if body)
 
 
-def _by_suite(rows: Rows, published: dict[str, Any]) -> str:
+def _by_suite(rows: Rows, published: dict[str, Any]) -> Table:
     """Tables 1 and 2 and Figures 1 and 2: the tree of 26 nodes on every data set."""
     body = []
     for T in rows.temperatures:
@@ -69,14 +71,14 @@ def _by_suite(rows: Rows, published: dict[str, Any]) -> str:
             if all(found):
                 body.append([f"{T:g}", f"**{arm}**", *(f"{gain_text(r)}, {number(r['tau'])}" for r in found)])
     title = "Speedup and tau by data set, with the paper's tree of 26 nodes (bold is ours):"
-    return f"{title}\n\n{table(['T', 'model', *rows.suites], body)}" if body else ""
+    return title, ["T", "model", *rows.suites], body
 
 
 def _alphas(values: Sequence[float] | None) -> list[str]:
     return [number(value) for value in (*(values or ()), *[None] * 5)[:5]]
 
 
-def _chains(rows: Rows, published: dict[str, Any]) -> str:
+def _chains(rows: Rows, published: dict[str, Any]) -> Table:
     """Tables 2 and 5: tau of the tree and of a chain of 5, and n-alpha of that chain, on the main data set."""
     body = []
     for T in rows.temperatures:
@@ -92,14 +94,14 @@ def _chains(rows: Rows, published: dict[str, Any]) -> str:
                 name = arm.replace(" chain:5", "")
                 body.append([f"{T:g}", f"**{name}**", *taus, *_alphas(line["n_alpha"])])
     title = f"tau of a chain of 5 and of the tree, and n-alpha of the chain, on {rows.suites[0]}:"
-    return f"{title}\n\n{table(['T', 'model', 'chain', 'tree', *ALPHAS], body)}" if body else ""
+    return title, ["T", "model", "chain", "tree", *ALPHAS], body
 
 
-def _training(rows: Rows) -> str:
+def _training(rows: Rows) -> Table:
     """Table 6 and Figure 8: heads by their inputs and training text, from the CARD.json beside each."""
     body = []
     for arm in rows.heads("paper25", "match"):
-        card = rows.facts[arm].get("card", {})
+        card = rows.cards[arm]
         text = f"{card.get('data', '')}{', answered by the model' if card.get('regenerated') else ''}"
         cells = [arm.replace(" paper25", ""), card.get("inputs", ""), text, str(card.get("steps", ""))]
         for T in rows.temperatures:
@@ -108,23 +110,22 @@ def _training(rows: Rows) -> str:
         if card:
             body.append(cells)
     columns = [f"{tree}, T = {T:g}" for T in rows.temperatures for tree in ("chain", "tree")]
-    title = f"tau by what the head sees and learnt from, on {rows.suites[0]}:" if body else ""
-    return f"{title}\n\n{table(['head', 'inputs', 'text', 'steps', *columns], body)}" if body else ""
+    return (
+        f"tau by what the head sees and learnt from, on {rows.suites[0]}:",
+        ["head", "inputs", "text", "steps", *columns],
+        body,
+    )
 
 
 def acceptance_table(summary: dict[str, Any]) -> str:
     """Markdown: tau of every head, temperature and tree by the way to draft and verify, and n-alpha of the chains."""
     rows = Rows(summary)
     taus: dict[tuple[str, float, str], dict[str, Row]] = {}
-    for arm, fact in rows.facts.items():
-        options = fact["options"]
-        rule = (
-            "multi-round" if options.get("verify") else "shared noise" if options.get("draft_noise", True) else RULES[2]
-        )
-        for suite in rows.suites:
-            for T in rows.temperatures:
-                if (arm, suite, T) in rows.at:
-                    taus.setdefault((options["eagle"], T, options["tree"]), {})[rule] = rows.at[arm, suite, T]
+    for (arm, _, T), row in rows.at.items():
+        if options := rows.options.get(arm):
+            noise = "shared noise" if options.get("draft_noise", True) else "top-k drafts"
+            rule = "multi-round" if options.get("verify") else noise
+            taus.setdefault((options["eagle"], T, options["tree"]), {})[rule] = row
     body, alphas = [], []
     for (head, T, tree), by_rule in sorted(taus.items(), key=lambda item: item[0][:2]):
         shared = by_rule.get("shared noise")
@@ -133,9 +134,8 @@ def acceptance_table(summary: dict[str, Any]) -> str:
         body.append([head, f"{T:g}", tree, *cells, same])
         if tree == "chain:5" and shared:
             alphas.append([f"{head}, T = {T:g}", *_alphas(shared["n_alpha"])])
-    parts = [table(["head", "T", "tree", *RULES, "same tokens"], body)] if body else []
-    parts += [table(["chain of 5, shared noise", *ALPHAS], alphas)] if alphas else []
-    return "\n\n".join(parts)
+    parts = (["head", "T", "tree", *RULES, "same tokens"], body), (["chain of 5, shared noise", *ALPHAS], alphas)
+    return "\n\n".join(table(head, lines) for head, lines in parts if lines)
 
 
 SUITE_TABLES = {"paper": paper_tables, "acceptance": acceptance_table}

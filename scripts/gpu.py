@@ -23,7 +23,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib.util
-import io
 import itertools
 import math
 import os
@@ -248,12 +247,9 @@ class Visit:
 def pack(folder: Path, archive: Path) -> None:
     """Pack the files of a folder, which may be written meanwhile. The name of an unfinished record ends in .part."""
     with written_whole(archive) as part, tarfile.open(part, "w:gz") as packed:
-        for file in sorted(folder.glob("*")) if folder.is_dir() else ():
+        for file in sorted(folder.glob("*")):
             with contextlib.suppress(FileNotFoundError):
-                content = file.read_bytes()
-                about = tarfile.TarInfo(f"{archive.name.removesuffix('.tar.gz')}/{file.name}")
-                about.size, about.mtime = len(content), int(time.time())
-                packed.addfile(about, io.BytesIO(content))
+                packed.add(file, f"{archive.name.removesuffix('.tar.gz')}/{file.name}")
 
 
 def end(processes: Sequence[subprocess.Popen]) -> None:

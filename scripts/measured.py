@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from bench.paper import acceptance_table, paper_tables
+from bench.paper import SUITE_TABLES
 from bench.records import read_lines
 from bench.report import arms_table, client_table, step_table, tiling_table
 from support.errors import command_parser, run_command
@@ -21,8 +21,8 @@ from support.files import read_json_lines, write_text
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "results"
 PAGE = ROOT / "docs" / "results.md"
-TABLES = {
-    "arms": arms_table, "acceptance": acceptance_table, "paper": paper_tables,
+TABLES = SUITE_TABLES | {
+    "arms": arms_table,
     "clients": lambda summary: client_table(summary["clients"]), "steps": lambda summary: step_table(summary["steps"]),
 }  # fmt: skip
 BLOCK = re.compile(rf"(<!-- ({'|'.join(TABLES)}|tilings) (\S*) -->\n).*?(<!-- /\2 -->)", re.S)

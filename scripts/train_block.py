@@ -15,18 +15,15 @@ from functools import partial
 
 from support.errors import at_least
 from training.blocks import KINDS, BlockTraining
-from training.drafters import drafter_parser, parsed, tap_list, train
-from training.loop import recipe_options, run
+from training.drafters import head_parser, parsed, tap_list, train
+from training.loop import run
 from weights.block_heads import MARKOV
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     """The options of the command line."""
-    p = drafter_parser("scripts.train_block", __doc__, steps=1500, length=512, eval_every=250)
-    add = p.add_argument
-    add("--kind", choices=KINDS, required=True)
-    add("--keep-features", action="store_true", help="keep the target's features: only the first epoch runs it")
-    recipe_options(p.add_argument_group("optimizer"))
+    p = head_parser("scripts.train_block", __doc__)
+    p.add_argument("--kind", choices=KINDS, required=True)
     add = p.add_argument_group("loss").add_argument
     add("--anchor-share", type=float, default=0.25, help="share of the tokens that blocks stand behind")
     add("--gamma", type=float, help="slots over which the weight of a slot falls to 1 / e (default: as published)")

@@ -22,9 +22,9 @@ from functools import partial
 from typing import Any
 
 from support.errors import at_least
-from training.drafters import drafter_parser, parsed, tap_list, train
+from training.drafters import head_parser, parsed, tap_list, train
 from training.eagle import FEATURE_NOISE, INPUTS, EagleTraining
-from training.loop import recipe_options, run
+from training.loop import run
 
 # Options of one generation of heads: which one, and their defaults.
 ONE_VERSION: dict[str, tuple[int, Any]] = {
@@ -41,18 +41,13 @@ ONE_VERSION: dict[str, tuple[int, Any]] = {
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     """The options of the command line."""
-    p = drafter_parser("scripts.train_eagle", __doc__, steps=1500, length=512, eval_every=250)
+    p = head_parser("scripts.train_eagle", __doc__)
     add = p.add_argument
     add("--version", type=int, choices=(1, 3), required=True)
     add("--start", metavar="HEAD", help="go on from the weights of a head; it keeps its shape")
     add("--average", type=float, default=0.0, help="share of --start in the written weights; 0.5 often beats both")
-    add("--keep-features", action="store_true", help="keep the target's features: only the first epoch runs it")
+    add("--recipe", choices=("small", "paper"), default="small", help="defaults of the optimizer's options")
     add("--autocast", default="auto", choices=("auto", "on", "off"), help="bf16 autocast (auto: on CUDA)")
-
-    group = p.add_argument_group("optimizer")
-    add = group.add_argument
-    add("--recipe", choices=("small", "paper"), default="small", help="defaults of the options below")
-    recipe_options(group)
 
     add = p.add_argument_group("loss").add_argument
     add("--noise", type=float, help=f"version 1: noise on features, its width at 512 tokens (default: {FEATURE_NOISE})")

@@ -34,7 +34,7 @@ from support.files import clean_up, directory_written_whole, write_json
 from support.machine import describe_device
 from text.tokenizer import Tokenizer, load_tokenizer
 from training.data import Batch, TokenData, fingerprint, load_data, step_batches, written_by_models
-from training.loop import Recipe, Run, World, optimizers, run_parser, update
+from training.loop import Recipe, Run, World, optimizers, recipe_options, run_parser, update
 from training.losses import KeptFeatures, TargetRows
 from tree import DynamicTree, parse_tree, tree_tables
 from weights.block_heads import read_head
@@ -371,6 +371,16 @@ def drafter_parser(name: str, doc: str, steps: int, length: int, eval_every: int
     add("--device", default="auto", choices=("auto", "cpu", "cuda"))
     add("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"), help="of the target")
     add("--force", action="store_true", help="replace what is at --out, better or not")
+    return p
+
+
+def head_parser(name: str, doc: str) -> argparse.ArgumentParser:
+    """The options of the commands that train a draft head."""
+    p = drafter_parser(name, doc, steps=1500, length=512, eval_every=250)
+    p.add_argument(
+        "--keep-features", action="store_true", help="keep the target's features: only the first epoch runs it"
+    )
+    recipe_options(p.add_argument_group("optimizer"))
     return p
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from block_kit import block_outputs, corrected, layouts, random_tensors, tap_ids, write_layout
 from test_block_heads import MODEL, features_of
-from test_train_drafters import files  # noqa: F401
+from test_train_drafters import files, stopped_after  # noqa: F401
 from tiny import V
 from torch.nn.functional import cross_entropy
 
@@ -142,7 +142,8 @@ def test_resume_is_exact(files, tmp_path):  # noqa: F811
         return train(BlockTraining, train_block.parse(argv))["loss_curve"]
 
     whole = run("a")
-    run("b", "--pause-at", 2)
+    with stopped_after(2):
+        run("b")
     assert run("b") == whole
     a, b = ((tmp_path / name / "model.safetensors").read_bytes() for name in "ab")
     assert a == b

@@ -1,6 +1,8 @@
 """Training of draft LLMs and Medusa heads, on a tiny target whose next token follows from the last one."""
 
+import contextlib
 import copy
+import itertools
 import json
 
 import numpy as np
@@ -9,6 +11,7 @@ from test_drafters import table_model
 from tiny import V
 
 from scripts import train_draft, train_medusa
+from training import loop
 from training.data import TokenData
 from training.distillation import DraftModelTraining, MedusaTraining
 from training.drafters import train
@@ -18,6 +21,15 @@ KINDS = {
     "draft": (DraftModelTraining, train_draft, ["--hidden", "32", "--heads", "2"]),
     "medusa": (MedusaTraining, train_medusa, ["--medusa-heads", "5", "--own-lm-head"]),
 }
+
+
+@contextlib.contextmanager
+def stopped_after(step: int):
+    """Ctrl-C in this step of a training."""
+    steps = itertools.count(1)
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(loop, "deferred_interrupt", lambda: contextlib.nullcontext(lambda: next(steps) == step))
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +70,8 @@ def test_training_from_scratch_drafts_well(kind, loss, files, tmp_path):
 def test_resume_is_exact(kind, files, tmp_path):
     """A resumed run ends in the weights of one that was not interrupted, and other settings are refused."""
     whole = trained(kind, files, tmp_path / "a", steps=6)
-    trained(kind, files, tmp_path / "b", "--pause-at", 3, steps=6)
+    with stopped_after(3):
+        trained(kind, files, tmp_path / "b", steps=6)
     with pytest.raises(ValueError, match="--loss"):
         trained(kind, files, tmp_path / "b", "--loss", "ce", steps=6)
     assert trained(kind, files, tmp_path / "b", steps=6)["loss_curve"] == whole["loss_curve"]

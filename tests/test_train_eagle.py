@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from test_train_drafters import stopped_after
 
 from decoding.params import SamplingParams
 from engine import load
@@ -134,8 +135,9 @@ def test_resume_is_exact(files, tmp_path, version):
     Catches: state missing from the checkpoint (momentum, schedule, noise, data order).
     """
     whole = run(files, tmp_path / "a", version=version, steps=6)
-    part = run(files, tmp_path / "b", "--pause-at", "3", version=version, steps=6)
-    assert part["step"] == 3
+    with stopped_after(3):
+        run(files, tmp_path / "b", version=version, steps=6)
+    assert saved(tmp_path / "b")["step"] == 3
     rest = run(files, tmp_path / "b", version=version, steps=6)
     assert rest["loss_curve"] == whole["loss_curve"]
     a, b = saved(tmp_path / "a")["module"], saved(tmp_path / "b")["module"]
@@ -153,7 +155,7 @@ def test_accumulation_equals_a_bigger_batch(files, tmp_path, version, more):
     for n in rng.integers(8, 60, 40):
         rows.append((rng.integers(0, V, n).tolist(), (np.arange(n) >= n // 3).tolist()))
     TokenData.from_rows(rows).save(tmp_path / "chats.npz")
-    more = [*more, "--data", str(tmp_path / "chats.npz"), "--optimizer", "adamw"]
+    more = [*more, "--data", str(tmp_path / "chats.npz")]
     big = run(files, tmp_path / "a", *more, version=version, batch=6)["loss_curve"]
     small = run(files, tmp_path / "b", *more, version=version, batch=2, accumulate=3)["loss_curve"]
     assert small == pytest.approx(big, rel=1e-4)
@@ -350,8 +352,8 @@ def test_an_option_of_the_other_generation_is_refused(files, tmp_path, capsys, v
     with pytest.raises(SystemExit):
         parse(options(files, tmp_path / "head", *more, version=version))
     assert f"{more[0]} is for --version {4 - version}" in capsys.readouterr().err
-    with pytest.raises(UsageError, match="--side-lr is for --optimizer muon"):
-        run(files, tmp_path / "head", "--optimizer", "adamw", "--side-lr", "1", version=version)
+    with pytest.raises(UsageError, match="--side-lr does not go with --recipe paper"):
+        run(files, tmp_path / "head", "--recipe", "paper", "--side-lr", "1", version=version)
 
 
 @pytest.mark.parametrize(
@@ -886,7 +888,8 @@ def test_a_state_with_a_flipped_bit_is_not_resumed(files, tmp_path, capsys):
 
     Catches: training that goes on from damaged weights, which nobody notices, or a traceback of torch.
     """
-    run(files, tmp_path / "a", "--pause-at", "1", steps=2)
+    with stopped_after(1):
+        run(files, tmp_path / "a", steps=2)
     state = tmp_path / "a-work" / "train_state.pt"
     good = state.read_bytes()
     for damaged in (*(flipped(state, place) for place in (0.2, 0.5, 0.8)), good[: len(good) // 2], b"", b"PK"):
@@ -937,7 +940,8 @@ def test_a_full_disk_is_one_line_and_keeps_the_older_state(files, tmp_path, caps
     Catches: torch's own message with a traceback, and the state of the last hours gone.
     """
     resource = pytest.importorskip("resource")
-    run(files, tmp_path / "a", "--pause-at", "1", steps=3)
+    with stopped_after(1):
+        run(files, tmp_path / "a", steps=3)
     state = tmp_path / "a-work" / "train_state.pt"
     good, (soft, hard) = state.read_bytes(), resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (len(good) // 2, hard))

@@ -41,7 +41,7 @@ from weights.block_heads import read_head
 from weights.quantized import pack_
 
 # Options that do not decide the weights. A state is not resumed with other values of the others.
-FREE = """out work eval_every eval_prompts eval_tokens prompt_length tree save_every pause_at device dtype threads debug
+FREE = """out work eval_every eval_prompts eval_tokens prompt_length tree save_every device dtype threads debug
     force autocast max_positions average""".split()
 CARD_OPTIONS = "steps length seed tree eval_prompts eval_tokens".split()
 LABELS = {"held_out_accuracy": "accuracy", "tau_greedy": "tau", "tau_t1": "tau at T = 1"}
@@ -174,7 +174,7 @@ def train(kind: type[DrafterTraining], args: argparse.Namespace) -> dict[str, An
     """Train a drafter, measure what is written, and publish it to args.out.
 
     Returns:
-        What CARD.json holds, and the loss curve. After --pause-at only the step and the loss curve.
+        What CARD.json holds, and the loss curve.
 
     Raises:
         ValueError: one line, for input that cannot be used.
@@ -216,9 +216,7 @@ def train(kind: type[DrafterTraining], args: argparse.Namespace) -> dict[str, An
         identity |= {"autocast": training.autocast, "processes": world.size} | training.identity()
         run = Run(module, optims, identity, work / "train_state.pt", world)
         step = functools.partial(train_step, training, module, optims, data, world)
-        run.fit(step, args.steps, args.save_every, args.pause_at, after_step)
-        if len(run.curve) == args.pause_at:
-            return {"step": len(run.curve), "loss_curve": run.curve}
+        run.fit(step, args.steps, args.save_every, after_step)
         if evaluation is not None:
             card |= {"minutes": round(run.seconds / 60, 1), "last_loss": float(np.mean(run.curve[-50:]))}
             card |= measure(training, module, evaluation)
@@ -367,7 +365,6 @@ def drafter_parser(name: str, doc: str, steps: int, length: int, eval_every: int
     add("--prompt-length", type=at_least(2), default=64, help="tokens of a plain-text prompt")
     add("--tree", default="paper25", help="of the measurements")
     add("--save-every", type=at_least(1), default=100)
-    add("--pause-at", type=at_least(1), help="stop after this step; the same command goes on from there")
     add("--device", default="auto", choices=("auto", "cpu", "cuda"))
     add("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"), help="of the target")
     add("--force", action="store_true", help="replace what is at --out, better or not")

@@ -103,7 +103,6 @@ class Run:
         train_step: Callable[[int], tuple[float, list[float], int]],
         steps: int,
         save_every: int,
-        pause_at: int | None = None,
         after_step: Callable[[int], None] | None = None,
     ) -> None:
         """Train up to step number `steps`, going on from the saved state if there is one.
@@ -111,7 +110,6 @@ class Run:
         Args:
             train_step: called with the number of the step, makes the update and returns (loss, accuracies, tokens).
             save_every: steps between saved states. The state is also saved at the end and after Ctrl-C.
-            pause_at: stop after this step.
             after_step: called with the number of finished steps, except after the last one.
 
         Raises:
@@ -139,15 +137,12 @@ class Run:
                     if done % 100 == 0:
                         self.world.say(text)
                 stop = interrupted()
-                if self.world.chief and (stop or done % save_every == 0 or done in (steps, pause_at)):
+                if self.world.chief and (stop or done % save_every == 0 or done == steps):
                     self.save()
                 if stop:
                     interrupt = KeyboardInterrupt()
                     interrupt.add_note(f"(after step {done}; {self.path})")
                     raise interrupt
-                if done == pause_at:
-                    self.world.say(f"paused at step {done}; the same command without --pause-at goes on")
-                    return
                 if after_step is not None and done < steps:
                     after_step(done)
                 self.world.barrier()
@@ -250,21 +245,17 @@ class Recipe:
 def recipe_options(p: argparse.ArgumentParser) -> None:
     """The options that override a recipe (`recipe_with`)."""
     add = p.add_argument
-    add("--optimizer", choices=("muon", "adamw"))
-    add("--lr", type=float, help="of the matrices of the layer, and of all with adamw")
-    add("--side-lr", type=float, help="muon: of the LM head and the norms, which AdamW trains")
+    add("--lr", type=float, help="of the matrices of the layer, and of everything with --recipe paper")
+    add("--side-lr", type=float, help="of the LM head and the norms, which AdamW trains")
     add("--cooldown", type=float, help="share of the steps over which the rate falls to zero")
 
 
 def recipe_with(args: argparse.Namespace, base: Recipe) -> Recipe:
     """A recipe with the options' overrides. Raises UsageError for options that do not go together."""
     given = {name: vars(args)[name] for name in asdict(base) if vars(args).get(name) is not None}
-    if given.get("optimizer") == "adamw" and "lr" not in given and base.optimizer == "muon":
-        given["lr"] = 1e-3
-    recipe = replace(base, **given)
-    if recipe.optimizer == "adamw" and args.side_lr is not None:
-        raise UsageError("--side-lr is for --optimizer muon; adamw trains everything at --lr.")
-    return recipe
+    if base.optimizer == "adamw" and "side_lr" in given:
+        raise UsageError("--side-lr does not go with --recipe paper, which trains everything at --lr.")
+    return replace(base, **given)
 
 
 def init_weights(model: nn.Module, generator: torch.Generator) -> None:

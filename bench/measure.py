@@ -91,8 +91,7 @@ class Bench:
 
         Past `max_seconds` the first repetition ends with the question at hand, and `cut` says after how many.
         """
-        s, started = self.settings, time.perf_counter()
-        done = 0
+        s, started, done = self.settings, time.perf_counter(), 0
         limit = s.max_seconds or math.inf
         total = s.reps * len(s.temperatures) * sum(len(q.turns) for q in self.questions)
         for rep, (number, question) in itertools.product(range(s.reps), enumerate(self.questions)):
@@ -105,10 +104,7 @@ class Bench:
             for T in s.temperatures:
                 answers: list[str] = []
                 for _ in question.turns:
-                    spent = time.perf_counter() - started
                     what = f"{question.suite} {question.id}, T = {T:g}, repetition {rep + 1} of {s.reps}"
-                    if s.max_seconds:
-                        what += f", at most {max(0.0, limit - spent):.0f} s left"
                     self.progress(done / total, what)
                     done += 1
                     yield from self._turn(question, answers, T, rep, done)

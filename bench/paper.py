@@ -21,11 +21,6 @@ Table = tuple[str, list[str], list[list[str]]]  # title, columns and rows
 RULES = ("shared noise", "multi-round", "top-k drafts")
 
 
-def published_numbers() -> dict[str, Any]:
-    """The paper's numbers, {} where the file is not there (an installed package)."""
-    return read_json(PUBLISHED) if PUBLISHED.exists() else {}
-
-
 class Rows:
     """The rows of a summary that draft, looked up by arm, suite and temperature."""
 
@@ -51,7 +46,7 @@ class Rows:
 
 def paper_tables(summary: dict[str, Any]) -> str:
     """Markdown: speed and tau by data set, n-alpha of a chain beside the tree, and how the heads were trained."""
-    rows, published = Rows(summary), published_numbers()
+    rows, published = Rows(summary), read_json(PUBLISHED) if PUBLISHED.exists() else {}  # an installed package has none
     parts = _by_suite(rows, published), _chains(rows, published), _training(rows)
     return "\n\n".join(f"{title}\n\n{table(head, body)}" for title, head, body in parts if body)
 

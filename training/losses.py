@@ -116,14 +116,9 @@ class Rows(NamedTuple):
 
 
 def loss_eagle1(
-    head: EagleHead,
-    batch: Batch,
-    target: TargetRows,
-    steps: int,
-    count: float,
-    noise: Tensor | None = None,
+    head: EagleHead, batch: Batch, target: TargetRows, steps: int, count: float, noise: Tensor | None = None,
     weights: tuple[float, float] = (1.0, 0.1),
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """EAGLE-1's objective: smooth L1 to the true feature plus 0.1 times the soft cross-entropy (EAGLE, section 3.2).
 
     With more than one step the head also runs on its own outputs, as it does when it drafts (HASS, section 3.2, with the
@@ -156,15 +151,9 @@ def loss_eagle1(
 
 
 def loss_eagle3(
-    head: EagleHead,
-    batch: Batch,
-    target: TargetRows,
-    steps: int,
-    count: float,
-    noise_share: float = 0.0,
-    row_share: float = 1.0,
-    generator: torch.Generator | None = None,
-) -> tuple[Tensor, Tensor]:
+    head: EagleHead, batch: Batch, target: TargetRows, steps: int, count: float, noise_share: float = 0.0,
+    row_share: float = 1.0, generator: torch.Generator | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """EAGLE-3's training-time test: the head runs `steps` times on its own outputs (EAGLE-3 paper, section 3.2).
 
     Args:
@@ -237,14 +226,9 @@ def _on_own_outputs(
 
 
 def in_chunks(
-    head: EagleHead | BlockHead,
-    outputs: list[tuple[Tensor, Tensor]],
-    truth: Tensor,
-    best: Tensor | None,
-    loss: Callable[[Rows], Tensor],
-    outside: bool,
-    decay: float = DECAY,
-) -> tuple[Tensor, Tensor]:
+    head: EagleHead | BlockHead, outputs: list[tuple[Tensor, Tensor]], truth: Tensor, best: Tensor | None,
+    loss: Callable[[Rows], Tensor], outside: bool, decay: float = DECAY,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The sum of decay^s * loss(rows of step s), and by step the number of rows that agree with the target.
 
     Args:
@@ -268,9 +252,8 @@ def in_chunks(
                 counted = wanted[which] >= 0
                 part, which = part[counted], which[counted]
             logits = head.predict(part)
-            total = total + decay**s * loss(
-                Rows(part, logits, truth[rows][which], distribution[which], which + rows.start)
-            )
+            judged = Rows(part, logits, truth[rows][which], distribution[which], which + rows.start)
+            total = total + decay**s * loss(judged)
             hits[s] += (logits.argmax(-1) == wanted[which]).sum()
         return total
 

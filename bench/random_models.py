@@ -51,6 +51,14 @@ def _spec(config: ModelConfig, quant: str) -> QuantSpec:
     return QuantSpec(quant, group_size=next(group for group in (128, 64, 32) if inputs % group == 0))
 
 
+def _layers(target: ModelConfig, family: str, count: int, vocab: int, **more: Any) -> ModelConfig:
+    """Plain layers of the target's sizes for a head, whatever else the target's layers have."""
+    same = """hidden_size intermediate_size num_attention_heads num_key_value_heads head_dim max_position_embeddings
+        rms_norm_eps rope tie_word_embeddings qkv_bias o_bias mlp_bias dtype bos_token_id eos_token_ids"""
+    sizes = {name: vars(target)[name] for name in same.split()}
+    return ModelConfig(family, num_hidden_layers=count, vocab_size=vocab, **sizes, **more)
+
+
 def head_config(target: ModelConfig, version: int) -> EagleConfig:
     """The geometry of a published EAGLE head (generation 1 or 3) for `target`."""
     taps, vocab = (), target.vocab_size
@@ -59,11 +67,7 @@ def head_config(target: ModelConfig, version: int) -> EagleConfig:
         # of a target with a vocabulary of 32,000, which then needs no table of draft ids.
         taps = default_taps(target.num_hidden_layers)
         vocab = min(vocab, 32000)
-    # A head's layer is a plain LLaMA layer of the target's sizes, whatever else the target's layers have.
-    same = """hidden_size intermediate_size num_attention_heads num_key_value_heads head_dim max_position_embeddings
-        rms_norm_eps rope tie_word_embeddings qkv_bias o_bias mlp_bias dtype bos_token_id eos_token_ids"""
-    sizes = {name: vars(target)[name] for name in same.split()}
-    layer = ModelConfig("llama", num_hidden_layers=1, vocab_size=vocab, **sizes)
+    layer = _layers(target, "llama", 1, vocab)
     return EagleConfig(version, layer, target.hidden_size, taps, fc_bias=version == 1, has_lm_head=version == 3)
 
 
@@ -116,13 +120,9 @@ BLOCKS = {
 
 def block_config(target: ModelConfig, kind: str, layers: int = 5) -> BlockConfig:
     """The geometry of a published block head of a kind in BLOCKS for `target`."""
-    same = """hidden_size intermediate_size num_attention_heads num_key_value_heads head_dim max_position_embeddings
-        rms_norm_eps rope dtype vocab_size"""
-    sizes = {name: vars(target)[name] for name in same.split()}
-    layer = ModelConfig("qwen3", num_hidden_layers=layers, qk_norm=True, **sizes)
-    L = target.num_hidden_layers
+    L, vocab = target.num_hidden_layers, target.vocab_size
+    layer = _layers(target, "qwen3", layers, vocab, qk_norm=True)
     taps = tuple(sorted({round(2 + i * (L - 4) / 4) for i in range(5)}))
-    vocab = target.vocab_size
     return BlockConfig(layer, target.hidden_size, taps, mask_id=vocab - 1, target_vocab_size=vocab, **BLOCKS[kind])
 
 

@@ -97,14 +97,18 @@ def cost_table(rows: Sequence[dict[str, Any]], facts: Sequence[dict[str, Any]], 
     return table([*head, f"of {bandwidth / 1e9:.0f} GB/s copy"], body) if body else ""
 
 
+def lines_table(columns: dict[str, str], lines: Sequence[Line]) -> str:
+    """A table of lines of a record. columns: head -> what a cell shows of the fields of its line."""
+    return table(list(columns), [[cell.format_map(line) for cell in columns.values()] for line in lines])
+
+
 def step_table(lines: Sequence[Line]) -> str:
     """The table of --steps: the time of a step by arm, batch and context."""
-    body = []
-    for line in lines:
-        cells = [line["arm"], *(str(line[name]) for name in ("nodes", "batch", "context")), number(line["ms"], 3)]
-        cells.append(f"{line['p10']:.3f} to {line['p90']:.3f}")
-        body.append([*cells, percent(line["share_of_copy"]), f"{line['of_plain']:.2f}x"])
-    return table("arm|nodes|batch|context|step ms|p10 to p90|of copy bandwidth|of plain".split("|"), body)
+    columns = {
+        "arm": "{arm}", "nodes": "{nodes}", "batch": "{batch}", "context": "{context}", "step ms": "{ms:.3f}",
+        "p10 to p90": "{p10:.3f} to {p90:.3f}", "of copy bandwidth": "{share_of_copy:.0%}", "of plain": "{of_plain:.2f}x",
+    }  # fmt: skip
+    return lines_table(columns, lines)
 
 
 def tiling_table(lines: Sequence[Line]) -> str:
@@ -127,17 +131,13 @@ def tiling_table(lines: Sequence[Line]) -> str:
 
 def client_table(lines: Sequence[Line]) -> str:
     """The table of --clients: what requests that run together get."""
-    body = []
-    for line in lines:
-        cells = [line["arm"], *(str(line[name]) for name in ("clients", "prompt_tokens"))]
-        cells.append(number(line["tokens_per_second"], 1))
-        cells += [f"{line['low']:.1f} to {line['high']:.1f}", f"{line['of_one']:.2f}x"]
-        waits = (number(line[name], 0) for name in ("first_token_ms", "last_first_token_ms"))
-        body.append([*cells, number(line["with_prompts"], 1), *waits])
-    head = (
-        "arm|clients|prompt|tok/s together|lowest to highest|of one, plain|with prompts|first token ms|of the last one"
-    )
-    return table(head.split("|"), body)
+    columns = {
+        "arm": "{arm}", "clients": "{clients}", "prompt": "{prompt_tokens}",
+        "tok/s together": "{tokens_per_second:.1f}", "lowest to highest": "{low:.1f} to {high:.1f}",
+        "of one, plain": "{of_one:.2f}x", "with prompts": "{with_prompts:.1f}",
+        "first token ms": "{first_token_ms:.0f}", "of the last one": "{last_first_token_ms:.0f}",
+    }  # fmt: skip
+    return lines_table(columns, lines)
 
 
 def report(summary: dict[str, Any]) -> None:

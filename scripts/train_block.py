@@ -10,13 +10,10 @@ of --kind dflash, jetspec and dflash2 is z-lab's, and that of dspark is DeepSpec
 from __future__ import annotations
 
 import argparse
-import sys
-from functools import partial
 
 from support.errors import at_least
 from training.blocks import KINDS, BlockTraining
-from training.drafters import head_parser, parsed, tap_list, train
-from training.loop import run
+from training.drafters import head_parser, parsed, run_training, tap_list
 from weights.block_heads import MARKOV
 
 
@@ -39,8 +36,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
-    return run(parse(argv), partial(train, BlockTraining))
+    return run_training(BlockTraining, parse(argv))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

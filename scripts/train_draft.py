@@ -13,13 +13,10 @@ held-out tau is replaced only with --force.
 from __future__ import annotations
 
 import argparse
-import sys
-from functools import partial
 
 from support.errors import at_least
 from training.distillation import DraftModelTraining, distillation_parser
-from training.drafters import parsed, train
-from training.loop import run
+from training.drafters import parsed, run_training
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -33,8 +30,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
-    return run(parse(argv), partial(train, DraftModelTraining))
+    return run_training(DraftModelTraining, parse(argv))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

@@ -17,14 +17,11 @@ config.json, such as vLLM.
 from __future__ import annotations
 
 import argparse
-import sys
-from functools import partial
 from typing import Any
 
 from support.errors import at_least
-from training.drafters import head_parser, parsed, tap_list, train
+from training.drafters import head_parser, parsed, run_training, tap_list
 from training.eagle import FEATURE_NOISE, INPUTS, EagleTraining
-from training.loop import run
 
 # Options of one generation of heads: which one, and their defaults.
 ONE_VERSION: dict[str, tuple[int, Any]] = {
@@ -77,8 +74,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
-    return run(parse(argv), partial(train, EagleTraining))
+    return run_training(EagleTraining, parse(argv))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

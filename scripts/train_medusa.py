@@ -11,13 +11,10 @@ scripts.train_draft. The command writes CARD.json and medusa_lm_head.safetensors
 from __future__ import annotations
 
 import argparse
-import sys
-from functools import partial
 
 from support.errors import at_least
 from training.distillation import MedusaTraining, distillation_parser
-from training.drafters import parsed, train
-from training.loop import run
+from training.drafters import parsed, run_training
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -29,8 +26,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
-    return run(parse(argv), partial(train, MedusaTraining))
+    return run_training(MedusaTraining, parse(argv))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

@@ -17,7 +17,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -136,15 +136,16 @@ def tune(
     return best
 
 
-def tune_device(
-    models: Sequence[str], dtype: torch.dtype, device: torch.device, repeats: int, path: Path, seconds: float
-) -> None:
-    """Time the tilings of every layer of `models` on this GPU, print the best and keep them in the file `path`.
+def tune_device(args: argparse.Namespace) -> None:
+    """Time the tilings of every layer of --models on the first GPU, print the best and keep them in the file --tuned.
 
     Each shape is written as soon as it is known, the largest first. Shapes that the file holds are skipped, and none is
-    begun after `seconds`.
+    begun after --seconds. Raises UsageError where there is no GPU.
     """
-    began = time.monotonic()
+    if not torch.cuda.is_available():
+        raise UsageError("tilings are measured on a GPU, and there is no CUDA device here.")
+    models, path, began = args.models, args.tuned, time.monotonic()
+    dtype, device = getattr(torch, args.dtype), torch.device("cuda")
     properties = torch.cuda.get_device_properties(device)
     gated = {layers(m)["gate_up"] for m in models if "gate_up" in layers(m)}
 
@@ -154,7 +155,7 @@ def tune_device(
             for _ in range(buffers):
                 packed = random_weight(bits, n, k, dtype, device, config)
                 calls.append(partial(kernels.packed_linear, x, packed, gated=(n, k) in gated))
-        return measure(calls, device, repeats)
+        return measure(calls, device, args.repeats)
 
     shapes = {(n, k, bits) for m in models for n, k in layers(m).values() for bits in (4, 8)}
     known = read_tuned(properties.name, path)[0]
@@ -171,7 +172,7 @@ def tune_device(
         for done in [pool.submit(compile_tiling, *job) for job in jobs]:
             done.result()
     for count, shape in enumerate(shapes):
-        if time.monotonic() - began > seconds:
+        if time.monotonic() - began > args.seconds:
             print(f"out of time: {len(shapes) - count} shapes keep their default tilings", flush=True)
             break
         best = tune([shape], time_of, default_of)
@@ -195,15 +196,7 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     """Run the command line."""
     args = build_parser().parse_args(argv)
-    return run_command(lambda: start(args), args.debug)
-
-
-def start(args: argparse.Namespace) -> None:
-    """Tune the first GPU. Raises UsageError where there is none."""
-    if not torch.cuda.is_available():
-        raise UsageError("tilings are measured on a GPU, and there is no CUDA device here.")
-    dtype = getattr(torch, args.dtype)
-    tune_device(args.models, dtype, torch.device("cuda"), args.repeats, args.tuned, args.seconds)
+    return run_command(lambda: tune_device(args), args.debug)
 
 
 if __name__ == "__main__":

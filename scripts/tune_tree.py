@@ -11,7 +11,6 @@ head, device and options.
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -125,4 +124,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

@@ -8,6 +8,7 @@ takes depends on the seed and on the number of the step alone, so a resumed run 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import itertools
 import re
@@ -280,13 +281,10 @@ def tokenise(tokenizer: Tokenizer, conversations: list, texts: list[str]) -> tup
 
 def groups(count: int, size: int, title: str, first: int = 0) -> Iterator[range]:
     """The numbers from `first` up to `count` in groups of `size`, with a progress bar."""
-    progress = Progress()
-    try:
+    with contextlib.closing(Progress()) as progress:
         for start in range(first, count, size):
             progress(start / count, f"{title} {start} of {count}")
             yield range(start, min(start + size, count))
-    finally:
-        progress.close()
 
 
 def continue_texts(engine: Engine, data: TokenData, args: argparse.Namespace) -> TokenData:

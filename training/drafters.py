@@ -34,7 +34,7 @@ from support.files import clean_up, directory_written_whole, write_json
 from support.machine import describe_device
 from text.tokenizer import Tokenizer, load_tokenizer
 from training.data import Batch, TokenData, fingerprint, load_data, step_batches, written_by_models
-from training.loop import Recipe, Run, World, optimizers, recipe_options, run_parser, update
+from training.loop import Recipe, Run, World, optimizers, recipe_options, run, run_parser, update
 from training.losses import KeptFeatures, TargetRows
 from tree import DynamicTree, parse_tree, tree_tables
 from weights.block_heads import read_head
@@ -214,17 +214,22 @@ def train(kind: type[DrafterTraining], args: argparse.Namespace) -> dict[str, An
 
         identity = {f"--{name.replace('_', '-')}": value for name, value in vars(args).items() if name not in FREE}
         identity |= {"autocast": training.autocast, "processes": world.size} | training.identity()
-        run = Run(module, optims, identity, work / "train_state.pt", world)
+        course = Run(module, optims, identity, work / "train_state.pt", world)
         step = functools.partial(train_step, training, module, optims, data, world)
-        run.fit(step, args.steps, args.save_every, after_step)
+        course.fit(step, args.steps, args.save_every, after_step)
         if evaluation is not None:
-            card |= {"minutes": round(run.seconds / 60, 1), "last_loss": float(np.mean(run.curve[-50:]))}
+            card |= {"minutes": round(course.seconds / 60, 1), "last_loss": float(np.mean(course.curve[-50:]))}
             card |= measure(training, module, evaluation)
             world.say(f"{summary(card)} (tree {args.tree})")
             old_tau = 0.0 if old is None else evaluation.tau(training.drafter(old, evaluation))["tau"]
             publish(training, module, card, old_tau, world)
         world.barrier()
-        return card | {"loss_curve": run.curve}
+        return card | {"loss_curve": course.curve}
+
+
+def run_training(kind: type[DrafterTraining], args: argparse.Namespace) -> int:
+    """Train a drafter as a command does. Returns the exit code."""
+    return run(args, functools.partial(train, kind))
 
 
 def open_target(

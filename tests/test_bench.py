@@ -617,8 +617,8 @@ def test_every_drafter_becomes_an_arm(tiny_directory, monkeypatch, tmp_path):
 def test_broken_promise_sets_the_exit_code(tiny_directory, monkeypatch, capsys):
     """A script that greps for speed never noticed that the tokens were others."""
 
-    flags = f"--checkpoint {tiny_directory} -q --reps 1 --limit 2 --warmup-runs 1".split()
-    flags += ["--max-new-tokens", "6", "--temperature", "0", "--arm", "x=eagle=eagle1;tree=chain:2"]
+    flags = f"--checkpoint {tiny_directory} -q --reps 1 --limit 2 --warmup-runs 1 --max-new-tokens 6".split()
+    flags += ["--temperature", "0", "--arm", "x=eagle=eagle1;tree=chain:2"]
     real = measure.counted
     calls = iter(range(10**6))
 

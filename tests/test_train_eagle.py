@@ -869,34 +869,8 @@ def one_error(capsys) -> str:
     return found[0]
 
 
-def flipped(path: Path, place: float) -> bytes:
-    """The file's bytes with one bit changed at this share of them."""
-    content = bytearray(path.read_bytes())
-    content[int(place * len(content))] ^= 4
-    return bytes(content)
-
-
-def test_a_state_with_a_flipped_bit_is_not_resumed(files, tmp_path, capsys):
-    """A training state in which one bit is flipped is refused in one line.
-
-    Catches: training that goes on from damaged weights, which nobody notices, or a traceback of torch.
-    """
-    with stopped_after(1):
-        run(files, tmp_path / "a", steps=2)
-    state = tmp_path / "a-work" / "train_state.pt"
-    good = state.read_bytes()
-    for damaged in (*(flipped(state, place) for place in (0.2, 0.5, 0.8)), good[: len(good) // 2], b"", b"PK"):
-        state.write_bytes(damaged)
-        assert train_eagle.main(options(files, tmp_path / "a", steps=2)) == 3
-        assert str(state) in (said := one_error(capsys)) and "--work" in said
-        state.write_bytes(good)
-
-
 def test_damaged_token_data_is_one_line(files, tmp_path, capsys):
-    """Token data that is damaged is refused in one line.
-
-    Catches: a traceback of zipfile or numpy, or training on other tokens than those that were tokenised.
-    """
+    """Arrays of other kinds or sizes than those of tokenised data (tests/test_fuzz.py damages the file itself)."""
     data = tmp_path / "data.npz"
     arrays = {"ids": np.arange(9), "mask": np.ones(9, bool), "starts": np.array([0, 4, 9]), "stream": np.array(False)}
     wrong = [
@@ -904,12 +878,8 @@ def test_damaged_token_data_is_one_line(files, tmp_path, capsys):
         {"starts": np.array([0, 9, 4, 9])}, {"starts": np.array([1, 9])}, {"starts": np.array([0])},
         {"ids": np.array([object()] * 9)}, {"stream": np.zeros(3)},
     ]  # fmt: skip
-    contents = [flipped(files / "data.npz", place) for place in (0.1, 0.5, 0.9)] + [b"", b"junk", b"PK\x03\x04"]
     for change in wrong:
         np.savez(data, **(arrays | change))
-        contents.append(data.read_bytes())
-    for content in contents:
-        data.write_bytes(content)
         assert train_eagle.main([*options(files, tmp_path / "o"), "--data", str(data)]) == 3
         assert str(data) in one_error(capsys)
 

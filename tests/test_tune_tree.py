@@ -133,16 +133,14 @@ def test_the_key_tells_apart_what_changes_the_best_tree(checkpoint, monkeypatch,
         drafting.tuned_tree_path(opts, Checkpoint.open(quantized), one),
         drafting.tuned_tree_path(opts, replace(opened, spec=QuantSpec("int4")), one),
         drafting.tuned_tree_path(opts, replace(opened, config=replace(opened.config, rms_norm_eps=1e-3)), one),
-        *(
-            drafting.tuned_tree_path(replace(opts, **more), opened, one)
-            for more in (
-                {"dtype": "bfloat16"},
-                {"compile": True, "compile_mode": "blocks"},
-                {"draft_vocab": 9},
-                {"kv": "int8"},
-            )
-        ),
     ]
+    for more in (
+        {"dtype": "bfloat16"},
+        {"compile": True, "compile_mode": "blocks"},
+        {"draft_vocab": 9},
+        {"kv": "int8"},
+    ):
+        others.append(drafting.tuned_tree_path(replace(opts, **more), opened, one))
     monkeypatch.setattr("loading.drafting.describe_device", lambda device: "NVIDIA GeForce RTX 3090")
     others.append(drafting.tuned_tree_path(opts, opened, one))
     assert "NVIDIA-GeForce-RTX-3090" in others[-1].name

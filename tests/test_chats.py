@@ -46,14 +46,11 @@ def arguments(**given):
 
 
 def test_a_user_turn_is_read_off_the_template(tokenizer):
-    """The ids that open a user's turn, the stop ids and the stop strings are those of the template."""
+    """The ids that open a user's turn, the stop ids and the stop strings are those of the template, which is refused if it
+    has no opening."""
     opening, stop_ids, stop = chats.user_turn(tokenizer)
     assert tokenizer.decode(opening).endswith("USER:") and "apple" not in tokenizer.decode(opening)
     assert stop == ("ASSISTANT:",) and set(stop_ids) == set(tokenizer.eos_ids)
-
-
-def test_a_template_without_an_opening_is_refused():
-    """The error names the template as the reason."""
     bare = SimpleNamespace(encode_chat=lambda messages: [ord(letter) for letter in messages[0]["content"]] + [2])
     with pytest.raises(ValueError, match="writes nothing before a question"):
         chats.user_turn(bare)

@@ -68,12 +68,12 @@ def short_visit(monkeypatch, checks=(), timed=()):
 
 def test_a_tiny_visit_writes_the_records_of_its_parts(tmp_path):
     """A part whose command cannot run, that leaves no record, or that is not one of the two phases."""
-    run = ["equal-kernels", "int4", "start-warm"]
+    run = ["equal-kernels", "int4"]
     assert gpu.main([*TINY, "--seconds", "100", "--out", str(tmp_path), "--only", *run]) == 0
     summary = summary_of(tmp_path)
     untimed = {"equal-kernels", "int4"}
     assert {p["part"] for p in summary["parts"] if p["phase"] == "untimed"} == untimed
-    assert [p["part"] for p in summary["parts"] if p["phase"] == "timed"] == ["int4", "start-warm"]
+    assert [p["part"] for p in summary["parts"] if p["phase"] == "timed"] == ["int4"]
     assert all(part["ended"] == 0 for part in summary["parts"]) and summary["environment"]["versions"]["torch"]
     records = packed(tmp_path, "records")
     assert list(records) == ["int4.jsonl"]
@@ -82,7 +82,7 @@ def test_a_tiny_visit_writes_the_records_of_its_parts(tmp_path):
     kernels = [line["microseconds"] for line in timed if line["type"] == "kernels"]
     assert len(kernels) == 3 and all(times and min(times.values()) > 0 for times in kernels)
     logs = packed(tmp_path, "logs")
-    assert set(logs) == {f"untimed-{name}.log" for name in untimed} | {"timed-int4.log", "timed-start-warm.log"}
+    assert set(logs) == {f"untimed-{name}.log" for name in untimed} | {"timed-int4.log"}
     assert "test_kernels_gpu" in logs["untimed-equal-kernels.log"] and len(list(tmp_path.iterdir())) == 3
 
 
@@ -93,6 +93,7 @@ def test_the_parts_of_a_visit_come_in_the_order_of_their_weight(monkeypatch):
     assert [p.name for p in parts] == "equal-engine equal-kernels tests-engine tests-kernels prove".split()
     for tiny in (False, True):
         generate.build_parser().parse_args(gpu.checks(tiny, 1)[-1].command[2:])
+        generate.build_parser().parse_args(gpu.timed("cpu", tiny)[-1].command[4:])
     words, rest = parts[0].command[-1], parts[2].command[-1]
     assert rest == f"not ({words})" and parts[1].command[-1] == words
     tests = "".join((gpu.ROOT / "tests" / f"test_{kind}_gpu.py").read_text() for kind in ("engine", "kernels"))
@@ -165,26 +166,21 @@ def test_untimed_parts_run_together_and_timed_ones_alone(tmp_path, monkeypatch):
     assert gpu.main([*TINY, "--out", str(tmp_path / "out")]) == 0
 
 
-def test_an_interrupt_keeps_the_summary(tmp_path, monkeypatch):
-    """Ctrl-C during the second part loses the first, and the third is not named."""
-    stop = f"import os, signal, time; os.kill({os.getpid()}, signal.SIGINT); time.sleep(60)"
-    short_visit(monkeypatch, timed=[("one", ""), ("two", stop), ("three", "")])
-    assert gpu.main([*TINY, "--out", str(tmp_path)]) == 128 + signal.SIGINT
-    ended = {part["part"]: part["ended"] for part in summary_of(tmp_path)["parts"]}
-    assert list(ended) == ["one", "two", "three"] and ended["one"] == 0 and ended["three"] == "not begun"
-
-
-def test_a_visit_that_is_terminated_ends_its_parts(tmp_path, monkeypatch):
-    """SIGTERM leaves a part running on the GPU."""
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_visit_that_is_interrupted_ends_its_parts_and_keeps_the_summary(tmp_path, monkeypatch, number):
+    """Ctrl-C or SIGTERM that loses what ended, leaves a part running on the GPU, or does not name the parts behind it."""
     alive = tmp_path / "alive"
-    code = (
-        f"import os, signal, time; os.kill({os.getpid()}, signal.SIGTERM); time.sleep(1.5); open({str(alive)!r}, 'w')"
-    )
-    short_visit(monkeypatch, timed=[("one", ""), ("two", code)])
-    with pytest.raises(SystemExit, match="143"):
-        gpu.main([*TINY, "--out", str(tmp_path)])
+    code = f"import os, signal, time; os.kill({os.getpid()}, {number:d}); time.sleep(1.5); open({str(alive)!r}, 'w')"
+    short_visit(monkeypatch, timed=[("one", ""), ("two", code), ("three", "")])
+    try:
+        ended = gpu.main([*TINY, "--out", str(tmp_path)])
+    except SystemExit as error:
+        ended = error.code
+    assert ended == 128 + number
     time.sleep(1.7)
-    assert not alive.exists() and [part["part"] for part in summary_of(tmp_path)["parts"]] == ["one", "two"]
+    ended = {part["part"]: part["ended"] for part in summary_of(tmp_path)["parts"]}
+    assert not alive.exists() and list(ended) == ["one", "two", "three"]
+    assert ended["one"] == 0 and ended["three"] == "not begun"
 
 
 def test_a_visit_that_is_killed_has_saved_what_ended(tmp_path):
@@ -209,7 +205,7 @@ def test_the_records_name_the_commit_of_this_project(tmp_path, monkeypatch):
     assert records.source() == {"commit": None, "dirty": None}
     answers["--show-toplevel"] = str(gpu.ROOT)
     assert records.source() == {"commit": "0123456789ab", "dirty": False}
-    show = f"import os; open(r'{tmp_path}/commit', 'w').write(os.environ['{records.COMMIT}'])"
+    show = f"import os; assert os.path.isdir('{{work}}'); open(r'{tmp_path}/commit', 'w').write(os.environ['{records.COMMIT}'])"
     short_visit(monkeypatch, timed=[gpu.Part("one", (sys.executable, "-c", show), 30)])
     monkeypatch.setenv(records.COMMIT, "abc123")
     assert gpu.main([*TINY, "--out", str(tmp_path)]) == 0

@@ -130,10 +130,7 @@ def test_training_from_scratch_drafts_well(trained, version, least, tau):
 
 @pytest.mark.parametrize("version", [1, 3])
 def test_resume_is_exact(files, tmp_path, version):
-    """A run that is paused and resumed has the loss curve and every weight of a run in one go, bit for bit.
-
-    Catches: state missing from the checkpoint (momentum, schedule, noise, data order).
-    """
+    """State missing from the checkpoint (momentum, schedule, noise, data order): not the weights of a run in one go."""
     whole = run(files, tmp_path / "a", version=version, steps=6)
     with stopped_after(3):
         run(files, tmp_path / "b", version=version, steps=6)
@@ -162,10 +159,7 @@ def test_accumulation_equals_a_bigger_batch(files, tmp_path, version, more):
 
 
 def test_two_processes_equal_one_with_the_doubled_batch(files, tmp_path):
-    """Two processes with a batch of 2 have the loss curve of one with a batch of 4.
-
-    Catches: gradients averaged with the wrong weight, or the same rows given to every process.
-    """
+    """Gradients averaged with the wrong weight, or the same rows given to every process."""
     one = run(files, tmp_path / "one", batch=4, steps=4)["loss_curve"]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
     command += ["scripts.train_eagle", *options(files, tmp_path / "two", steps=4, batch=2), "--device", "cpu"]
@@ -721,10 +715,7 @@ def test_the_card_knows_who_wrote_the_text(tmp_path, monkeypatch):
 
 
 def test_draft_vocabulary_is_the_most_frequent_answer_tokens():
-    """The ids are the most frequent of the answers, ascending, filled up with the lowest ones; None means all.
-
-    Catches: frequencies of the prompts counted, ids unsorted, or too few ids when little data is at hand.
-    """
+    """Frequencies of the prompts counted, ids unsorted, or too few ids when little data is at hand."""
     data = TokenData.from_rows([([5, 9, 9, 2, 2, 7, 7, 7], [False, True, True, True, True, False, False, True])])
     assert eagle.frequent_tokens(data, 3, 12).tolist() == [2, 7, 9]
     assert eagle.frequent_tokens(data, 5, 12).tolist() == [0, 1, 2, 7, 9]
@@ -732,20 +723,14 @@ def test_draft_vocabulary_is_the_most_frequent_answer_tokens():
 
 
 def test_every_conversation_is_seen_once_per_epoch():
-    """An epoch has every row once, and the next epoch has another order.
-
-    Catches: rows repeated or skipped within an epoch, or the same order in every epoch.
-    """
+    """Rows repeated or skipped within an epoch, or the same order in every epoch."""
     data = TokenData.from_rows([([k] * 4, [True] * 4) for k in range(10)])
     epochs = [[int(data.ids[data.sample(0, e * 10 + j, 8)][0]) for j in range(10)] for e in range(2)]
     assert [sorted(e) for e in epochs] == [list(range(10))] * 2 and epochs[0] != epochs[1]
 
 
 def test_steps_deal_out_every_row_once():
-    """The rows of all processes and micro-batches of a step are disjoint, and their counts add up to the step's.
-
-    Catches: two processes training on the same rows, or a count that is not the whole step's.
-    """
+    """Two processes or micro-batches that train on the same rows, or a count that is not the whole step's."""
     data = TokenData.from_rows([([k] * (k + 3), [False] + [True] * (k + 2)) for k in range(8)])
     args = SimpleNamespace(batch=2, accumulate=2, seed=0, length=8)
     seen, counts = [], set()
@@ -898,10 +883,7 @@ def test_a_device_or_folder_that_is_not_there_is_one_line(files, tmp_path, capsy
 
 
 def test_a_full_disk_is_one_line_and_keeps_the_older_state(files, tmp_path, capsys):
-    """Where the disk is full, training ends in one line and the older state can still be read.
-
-    Catches: torch's own message with a traceback, and the state of the last hours gone.
-    """
+    """A full disk: torch's own message with a traceback, and the state of the last hours gone."""
     resource = pytest.importorskip("resource")
     with stopped_after(1):
         run(files, tmp_path / "a", steps=3)

@@ -46,8 +46,8 @@ def arguments(**given):
 
 
 def test_a_user_turn_is_read_off_the_template(tokenizer):
-    """The ids that open a user's turn, the stop ids and the stop strings are those of the template, which is refused if it
-    has no opening."""
+    """The ids that open a user's turn, the stop ids and the stop strings are those of the template. Without an opening it
+    is refused."""
     opening, stop_ids, stop = chats.user_turn(tokenizer)
     assert tokenizer.decode(opening).endswith("USER:") and "apple" not in tokenizer.decode(opening)
     assert stop == ("ASSISTANT:",) and set(stop_ids) == set(tokenizer.eos_ids)

@@ -205,7 +205,8 @@ def test_the_records_name_the_commit_of_this_project(tmp_path, monkeypatch):
     assert records.source() == {"commit": None, "dirty": None}
     answers["--show-toplevel"] = str(gpu.ROOT)
     assert records.source() == {"commit": "0123456789ab", "dirty": False}
-    show = f"import os; assert os.path.isdir('{{work}}'); open(r'{tmp_path}/commit', 'w').write(os.environ['{records.COMMIT}'])"
+    show = "import os; assert os.path.isdir('{work}')\n"
+    show += f"open(r'{tmp_path}/commit', 'w').write(os.environ['{records.COMMIT}'])"
     short_visit(monkeypatch, timed=[gpu.Part("one", (sys.executable, "-c", show), 30)])
     monkeypatch.setenv(records.COMMIT, "abc123")
     assert gpu.main([*TINY, "--out", str(tmp_path)]) == 0

@@ -276,13 +276,13 @@ def run(args: argparse.Namespace) -> int:
     args.out.mkdir(parents=True, exist_ok=True)
     summary: dict[str, Any] = {"environment": environment(device), "seconds": args.seconds, "parts": []}
     gigabytes = torch.cuda.get_device_properties(device).total_memory / 1e9 if cuda else math.inf
-    visit = Visit(args.out, name, summary, gigabytes, max(1.0, args.seconds / USUAL))
     alone = timed(args.device, args.tiny)
     untimed = checks(args.tiny, max(1, cores // 4))
     untimed += [p._replace(command=(*p.command, *COMPILE)) for p in alone if "scripts.bench" in p.command]
     known = list(dict.fromkeys(part.name for part in untimed + alone))
     if unknown := [part for part in args.only if part not in known]:
         raise UsageError(f"--only {' '.join(unknown)}: the parts are {', '.join(known)}.")
+    visit = Visit(args.out, name, summary, gigabytes, max(1.0, args.seconds / USUAL))
     untimed, alone = ([p for p in parts if not args.only or p.name in args.only] for parts in (untimed, alone))
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the parts that run are ended, too
     until = began + args.seconds - GRACE

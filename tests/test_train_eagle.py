@@ -114,11 +114,7 @@ def trained(files):
 
 @pytest.mark.parametrize("version, least, tau", [(1, 0.5, 2.5), (3, 0.25, 1.5)])
 def test_training_from_scratch_drafts_well(trained, version, least, tau):
-    """After 110 steps held-out accuracy and tau reach their floors, the loss has fallen by 30 %, and CARD.json has the
-    same figures.
-
-    Catches: a loss, pairing or update that is wrong in any way.
-    """
+    """A loss, pairing or update that is wrong in any way: after 110 steps held-out accuracy and tau reach their floors."""
     out, card = trained[version]
     assert card["held_out_accuracy"][0] >= least
     assert card["tau_greedy"] >= tau
@@ -143,11 +139,8 @@ def test_resume_is_exact(files, tmp_path, version):
 
 @pytest.mark.parametrize("version, more", [(1, []), (3, ["--draft-vocab", "48"])])
 def test_accumulation_equals_a_bigger_batch(files, tmp_path, version, more):
-    """Micro-batches of conversations of different lengths have the losses of one large batch.
-
-    Catches: micro-batches normalised by their own counts, padding that counts, or noise that depends on how rows are
-    dealt out.
-    """
+    """Micro-batches normalised by their own counts, padding that counts, or noise that depends on how rows are dealt
+    out."""
     rng, rows = np.random.default_rng(1), []
     for n in rng.integers(8, 60, 40):
         rows.append((rng.integers(0, V, n).tolist(), (np.arange(n) >= n // 3).tolist()))

@@ -114,7 +114,7 @@ def trained(files):
 
 @pytest.mark.parametrize("version, least, tau", [(1, 0.5, 2.5), (3, 0.25, 1.5)])
 def test_training_from_scratch_drafts_well(trained, version, least, tau):
-    """A loss, pairing or update that is wrong in any way: after 110 steps held-out accuracy and tau reach their floors."""
+    """A loss, pairing or update that is wrong in any way: accuracy and tau after 110 steps reach their floors."""
     out, card = trained[version]
     assert card["held_out_accuracy"][0] >= least
     assert card["tau_greedy"] >= tau

@@ -21,7 +21,7 @@ from torch import Tensor
 
 import kernels
 from decoding.drafter import DraftInput, StepParts, take_rows
-from drafters.trees import DEFAULT_RULE, DraftRule, TreeDrafter
+from drafters.trees import DEFAULT_RULE, DraftRule, FedRows, TreeDrafter
 from model import MLP, Attention, Nodes, RMSNorm, RotaryTable, Transformer, weight_bytes
 from support.machine import zeros
 from tree import DynamicTree, TreeTables, check_width
@@ -272,7 +272,8 @@ class EagleDrafter(TreeDrafter):
         self, head: EagleHead, tree: DynamicTree | TreeTables, batch_size: int, slots: int,
         rule: DraftRule = DEFAULT_RULE,
     ):  # fmt: skip
-        """The arguments are those of TreeDrafter."""
+        """As TreeDrafter. ValueError if the tree is too wide."""
+        check_width(tree, head.vocab_size)
         super().__init__(head, head.feature_size, head.config.taps, tree, batch_size, slots, rule)
         self.head = head
 
@@ -289,16 +290,8 @@ class EagleDrafter(TreeDrafter):
     def fuse(self, features: Tensor) -> Tensor:
         return self.head.fuse(features)
 
-    def _forward(
-        self,
-        tokens: Tensor,
-        feature: Tensor,
-        nodes: Nodes,
-        cache: Tensor,
-        parts: StepParts,
-        source: Tensor | None = None,
-    ) -> Tensor:
-        return self.head(tokens, feature, nodes, cache, parts.draft_layer, source)
+    def _forward(self, fed: FedRows, cache: Tensor, parts: StepParts) -> Tensor:
+        return self.head(fed.tokens, fed.features, fed.nodes, cache, parts.draft_layer, fed.source)
 
     def bytes_per_step(self, model: Transformer) -> float:
         """Every forward reads the layer and the LM head, which is the head's own, a trimmed one, or the target's.
@@ -322,25 +315,16 @@ class UnshiftedDrafter(EagleDrafter):
         if isinstance(tree, DynamicTree):
             raise ValueError("heads with unshifted tokens draft static trees, like --tree paper25 or chain:K.")
         super().__init__(head, tree, *how, **more)
-        self.rows: Tensor | None = None  # the tokens that the rows of this step's tree stand for
+        self.above: Tensor | None = None  # the tokens of the level above
 
     def prefill(self, row: int, tokens: Tensor, features: Tensor, start: Tensor) -> None:
         super().prefill(row, F.pad(tokens[:, :-1], (1, 0)), features, start)
 
     def _extend(self, inputs: DraftInput) -> Tensor:
-        self.rows = inputs.root[:, None]
+        self.above = inputs.root[:, None]
         return super()._extend(inputs._replace(tokens=F.pad(inputs.tokens[:, :-1], (1, 0))))
 
     def _level(self, inputs: DraftInput, rows: tuple[Tensor, ...], depth: int, first: int, tokens, *rest) -> Tensor:
-        above = self.rows.gather(1, self.tree.levels[depth - 1].source)
-        self.rows = torch.cat((self.rows, tokens), 1)
-        return super()._level(inputs, rows, depth, first, above, *rest)
-
-
-def eagle_drafter(
-    head: EagleHead, tree: DynamicTree | TreeTables, batch_size: int, slots: int,
-    rule: DraftRule = DEFAULT_RULE,
-) -> EagleDrafter:  # fmt: skip
-    """The drafter that fits the head. The arguments are those of EagleDrafter. ValueError if the tree is too wide."""
-    check_width(tree, head.vocab_size)
-    return (UnshiftedDrafter if head.config.unshifted else EagleDrafter)(head, tree, batch_size, slots, rule)
+        shown = self.above.gather(1, self.tree.levels[depth - 1].source)
+        self.above = tokens
+        return super()._level(inputs, rows, depth, first, shown, *rest)

@@ -126,7 +126,7 @@ def chain(K: int) -> StaticTree:
     return StaticTree(tuple((0,) * n for n in range(1, K + 1)))
 
 
-def medusa_tree(children: str) -> StaticTree:
+def counted_tree(children: str) -> StaticTree:
     """A tree from words `PATH:COUNT`, the number of children of each node. `-` is the root."""
     paths = []
     for word in children.split():
@@ -136,9 +136,8 @@ def medusa_tree(children: str) -> StaticTree:
     return StaticTree(tuple(paths))
 
 
-# EAGLE-1's published tree of 25 drafted nodes (called mc_sim_7b_63 there), one word per path.
-_PAPER25 = "0 1 2 3 00 01 02 10 11 20 21 30 000 001 002 010 011 020 021 100 0000 0001 0002 00000 00001"
-PAPER25 = StaticTree(tuple(tuple(map(int, word)) for word in _PAPER25.split()))
+# EAGLE-1's published tree of 25 drafted nodes (called mc_sim_7b_63 there).
+PAPER25 = counted_tree("-:4 0:3 1:2 2:2 3:1 00:3 01:2 02:2 10:1 000:3 0000:2")
 # Two of Medusa's published trees of 63 nodes.
 MEDUSA_TREES = {
     "medusa:vicuna_7b_stage2": "-:10 0:10 1:5 2:2 3:2 4:1 5:1 6:1 7:1 00:9 01:4 02:2 03:1 04:1 05:1 10:3 11:1 20:1 "
@@ -158,7 +157,7 @@ def parse_tree(spec: str) -> StaticTree | DynamicTree:
     if spec == "paper25":
         return PAPER25
     if spec in MEDUSA_TREES:
-        return medusa_tree(MEDUSA_TREES[spec])
+        return counted_tree(MEDUSA_TREES[spec])
     if spec.endswith(".json"):
         return _read_tree(spec)
     kind, _, rest = spec.partition(":")
@@ -192,8 +191,8 @@ class Level(NamedTuple):
     depth: int  # of all its nodes
     node: Tensor  # [B, W] tree node of each row (0 in padding)
     valid: Tensor  # [B, W] bool
-    source: Tensor  # [B, W] run row of the node's parent, whose candidates and feature it takes
-    rank: Tensor  # [B, W] which of those candidates
+    source: Tensor  # [B, W] its parent's place among the rows of the level above; it takes the parent's feature
+    place: Tensor  # [B, W] its token's place among all candidates of the level above, max_children for each row
     visible: Tensor  # [B, W, R] bool over this and all earlier levels' rows (the root's run row is history)
 
 
@@ -260,6 +259,7 @@ def tree_tables(trees: Sequence[StaticTree], device: torch.device | str = "cpu")
         for b, t in enumerate(trees):
             children[b, t.parent[1:], t.rank[1:]] = torch.arange(1, t.N)
         levels: list[Level] = []
+        above, begin = 0, 1  # the run rows where the level above and this one begin
         for d, rows in enumerate(by_level, 1):
             W = max(map(len, rows))
             node, live = padded(rows, W), torch.arange(W) < torch.tensor([[len(row)] for row in rows])
@@ -269,6 +269,8 @@ def tree_tables(trees: Sequence[StaticTree], device: torch.device | str = "cpu")
             visible = visible.gather(2, seen_node[:, None].expand(-1, W, -1))
             visible &= seen_live[:, None] & live[..., None]
             visible[:, :, -W:] |= torch.eye(W, dtype=torch.bool)
-            levels.append(Level(d, node, live, source_row.gather(1, node), rank.gather(1, node), visible))
+            source = (source_row.gather(1, node) - above).clamp(min=0)  # padding has no parent in the level above
+            levels.append(Level(d, node, live, source, source * K + rank.gather(1, node), visible))
+            above, begin = begin, begin + W
     tensors = (parent, depth, rank, valid, ancestors, children, source_row)
     return TreeTables(N, D, len(set(trees)) > 1, branching, K, run_rows, *tensors, tuple(levels))

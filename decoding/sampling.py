@@ -44,20 +44,19 @@ class SamplingState:
     """
 
     def __init__(self, batch_size: int, device: torch.device | str = "cpu") -> None:
-        def number() -> Tensor:
-            return torch.zeros(batch_size, 1, 1, dtype=torch.float32, device=device)
-
-        self.temperature = number()
-        self.top_p = number()
-        self.min_p = number()
-        self.repetition_penalty = number()
-        self.presence_penalty = number()
-        self.frequency_penalty = number()
-        self.top_k = torch.zeros(batch_size, 1, 1, dtype=torch.int64, device=device)
-        self.seed = torch.zeros(batch_size, dtype=torch.int64, device=device)
-        self.bias_ids = torch.zeros(batch_size, MAX_BIAS + MAX_STOP_IDS, dtype=torch.int64, device=device)
-        self.bias_until = torch.zeros_like(self.bias_ids)
-        self.bias = torch.zeros_like(self.bias_ids, dtype=torch.float32)
+        B = batch_size
+        with torch.device(device):
+            self.temperature = torch.zeros(B, 1, 1)
+            self.top_p = torch.zeros(B, 1, 1)
+            self.min_p = torch.zeros(B, 1, 1)
+            self.repetition_penalty = torch.zeros(B, 1, 1)
+            self.presence_penalty = torch.zeros(B, 1, 1)
+            self.frequency_penalty = torch.zeros(B, 1, 1)
+            self.top_k = torch.zeros(B, 1, 1, dtype=torch.int64)
+            self.seed = torch.zeros(B, dtype=torch.int64)
+            self.bias_ids = torch.zeros(B, MAX_BIAS + MAX_STOP_IDS, dtype=torch.int64)
+            self.bias_until = torch.zeros_like(self.bias_ids)
+            self.bias = torch.zeros_like(self.bias_ids, dtype=torch.float32)
         self.set(SamplingParams())
 
     def set(self, params: SamplingParams | Sequence[SamplingParams]) -> None:
@@ -394,26 +393,18 @@ def choose(
     logits [B,N,V] are penalised and not yet divided by the temperature. noise [B,P,V] has a row for every node, or with
     depth [B,N] a row for every depth. Without noise, or if mode.sample is False, the choice is greedy.
     """
-    return _choose(logits, noise if mode.sample else None, depth, _settings(state), mode.filters)[0]
+    return choose_and_check(logits, noise, state, mode, depth)[0]
 
 
 def choose_and_check(
     logits: Tensor, noise: Tensor | None, state: SamplingState, mode: SamplingMode, depth: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """(`choose`, `finite`) of the same logits. Kernels do both in one call."""
-    noise = noise if mode.sample else None
-    choice, usable = _choose(logits, noise, depth, _settings(state), mode.filters)
-    return choice, finite(logits) if usable is None else usable
+    return _choose(logits, noise if mode.sample else None, depth, _settings(state), mode.filters)
 
 
 def _settings(state: SamplingState) -> kernels.Settings:
     return kernels.Settings(state.temperature, state.top_k, state.top_p, state.min_p)
-
-
-def _check_too(
-    logits: Tensor, noise: Tensor | None, depth: Tensor | None, settings: kernels.Settings, filters: bool
-) -> tuple[Tensor, Tensor]:
-    return _choose.reference(logits, noise, depth, settings, filters)[0], finite(logits)
 
 
 def _choose_cpu(
@@ -424,19 +415,20 @@ def _choose_cpu(
 
 
 @kernels.operation(
-    "choose", "choose", kernels.choice.choose, kernels.choice.choose_shapes, inside=_check_too, cpu=_choose_cpu,
+    "choose", "choose", kernels.choice.choose, kernels.choice.choose_shapes, cpu=_choose_cpu,
     cpu_problem=lambda logits, noise, depth, settings, filters: None if filters else "",
 )  # fmt: skip
 def _choose(
     logits: Tensor, noise: Tensor | None, depth: Tensor | None, settings: kernels.Settings, filters: bool
-) -> tuple[Tensor, Tensor | None]:
-    """(`choose`, `finite`). Only kernels find both in one call; plain code returns None for what nobody may want."""
+) -> tuple[Tensor, Tensor]:
+    """(`choose`, `finite`)."""
     if noise is None:
-        return _argmax(logits), None
+        return _argmax(logits), finite(logits)
     if depth is not None and depth.shape[1] > 1:
         noise = noise.gather(1, depth[..., None].expand(-1, -1, logits.shape[-1]))
     keys = logits + settings.temperature * noise
-    return _argmax(torch.where(survivors(logits, settings), keys, -math.inf) if filters else keys), None
+    keys = torch.where(survivors(logits, settings), keys, -math.inf) if filters else keys
+    return _argmax(keys), finite(logits)
 
 
 def draft_keys(
@@ -479,9 +471,10 @@ def draft_topk(
     noise [B,1 or W,V of the target]; ids [K] of the target that the draft vocabulary stands for, None for all.
     """
     noise = noise if mode.sample else None
+    filters = mode.filters and noise is not None  # without noise the best tokens survive every filter
     if not draft_logits.is_cuda:  # only Triton reads 16-bit logits
         draft_logits = draft_logits.to(torch.promote_types(draft_logits.dtype, torch.float32))
-    return _draft_topk(draft_logits, noise, ids, _settings(state), mode.filters, noisy_scores, count)
+    return _draft_topk(draft_logits, noise, ids, _settings(state), filters, noisy_scores, count)
 
 
 def _draft_topk_cpu(

@@ -23,7 +23,7 @@ import kernels
 from decoding import sampling
 from decoding.drafter import Draft, DraftInput, take_rows
 from decoding.params import SamplingMode
-from drafters.trees import DEFAULT_RULE, DraftRule, TreeDrafter
+from drafters.trees import DEFAULT_RULE, DraftRule, TreeDrafter, independent_tree
 from families.config import ModelConfig
 from kernels.growing import ancestors_from_parents, best_prefixes
 from kernels.records import Rotary
@@ -149,17 +149,15 @@ class BlockHead(nn.Module):
         c, (B, T) = self.config.layer, tokens.shape
         slots = self.config.slots
         cache = self.new_cache(B, T + slots)
-        rotary, norms = (
-            Rotary(self.rotary.cos, self.rotary.sin),
-            [layer.attention.k_norm.weight for layer in self.layers],
-        )
+        rotary = Rotary(self.rotary.cos, self.rotary.sin)
+        norms = torch.stack([layer.attention.k_norm.weight for layer in self.layers])
         normed = self.hidden_norm(linear(self.fc, features))
         first = c.num_attention_heads * c.head_dim
         kv = torch.stack([layer.attention.qkv(normed)[..., first:] for layer in self.layers], 2)
         kv = kv.unflatten(-1, (2, c.num_key_value_heads, c.head_dim)).to(cache.dtype)
         start, level = torch.zeros_like(tokens[:, 0]), torch.arange(T, device=tokens.device)[None]
         _, places, cos, sin = kernels.place_rows(start, level, rotary, T + slots)[:4]
-        kernels.write_context(kv, torch.stack(norms), c.rms_norm_eps, cos, sin, cache, places)
+        kernels.write_context(kv, norms, c.rms_norm_eps, cos, sin, cache, places)
         masks = [mask.expand(B, -1, -1) for mask in slot_masks(self.config, tokens.device)]
         for anchor in range(every, T - self.config.depth, every):
             where = kernels.place_rows(start + anchor, level[:, :slots], rotary, T + slots)
@@ -313,7 +311,7 @@ class BlockDrafter(TreeDrafter):
 
     def prefill(self, row: int, tokens: Tensor, features: Tensor, start: Tensor) -> None:
         level = torch.arange(features.shape[1], device=features.device)[None]
-        where = kernels.place_rows(start, level, Rotary(self.rotary.cos, self.rotary.sin), self.slots)
+        where = kernels.place_rows(start, level, self.rotary, self.slots)
         self._absorb(features, where, self.cache.narrow(-4, row, 1))
 
     def draft(self, inputs: DraftInput) -> Draft:
@@ -358,23 +356,16 @@ class BlockDrafter(TreeDrafter):
         count = self.tree.topk if self.dynamic else max(self.tree.max_children, 1)
         if config.markov:
             count = min(max(config.shortlist, count), self.head.vocab_size)
-        logits, ids, scores = self._best(inputs, hidden, count, bool(config.markov) or self.scoring == "noisy")
-        return Slots(hidden, self.head.mixed(hidden), logits, ids, scores)
-
-    def _best(
-        self, inputs: DraftInput, hidden: Tensor, count: int, noisy: bool
-    ) -> tuple[Tensor | None, Tensor, Tensor]:
-        """The logits of all slots, or None if they are not stored, and their `count` best tokens and scores."""
+        mixed = self.head.mixed(hidden)
         noise = inputs.noise if self.shared_noise and not self.multi_round else None
-        if noise is None and not self._whole_logits(inputs):
-            best = self.head.top(hidden, count)
-            if best is not None:
-                return None, best.ids, best.scores
+        best = None if whole or noise is not None else self.head.top(hidden, count)
+        if best is not None:
+            return Slots(hidden, mixed, None, best.ids, best.scores)
         logits = self.head.narrow_logits(hidden)
         ahead = None if noise is None else noise.narrow(1, 0, self.used)
-        mode = inputs.mode if ahead is not None else SamplingMode()
-        best = sampling.draft_topk(logits, ahead, self.draft_ids, inputs.sampling, mode, count, noisy)
-        return logits, *best
+        noisy = bool(config.markov) or self.scoring == "noisy"
+        best = sampling.draft_topk(logits, ahead, self.draft_ids, inputs.sampling, inputs.mode, count, noisy)
+        return Slots(hidden, mixed, logits, *best)
 
     def _rows(self, inputs: DraftInput, slots: Slots, depth: int, tokens: Tensor, state: Tensor | None) -> Rows:
         """Rows of the target's tokens [B, W] at a depth. state: theirs, of a recurrent head."""
@@ -410,9 +401,9 @@ class BlockDrafter(TreeDrafter):
         if self._softened(inputs):  # as in sampling.draft_keys
             temperature = inputs.sampling.temperature
             softness = temperature.clamp_min(0.5).where(temperature > 0, 1.0)
-        known = (
-            (None, output.tokens, *self._tables(slots)) if output.factor is None else (output.factor, None, None, None)
-        )
+        known = output.factor, None, None, None
+        if output.factor is None:
+            known = None, output.tokens, *self._tables(slots)
         parents = kernels.Parents(self.head.successor.weight, *known)
         return *kernels.follow(slots.scores, slots.ids, parents, softness, depth, width), None
 
@@ -433,27 +424,20 @@ class BlockDrafter(TreeDrafter):
         tables = (None, None, None)
         if self.head.config.markov:
             tables = self.head.successor.weight, *self._tables(slots)
-        text = (
-            slots.scores.contiguous(),
-            slots.ids.contiguous(),
-            self.draft_ids,
-            inputs.root,
-            inputs.sampling.temperature,
-        )
+        candidates = slots.scores.contiguous(), slots.ids.contiguous(), self.draft_ids
         tree, p_min = self.tree, self.p_min if self.prunes(inputs.mode) else 0.0
         how = bool(self.head.config.markov) and self._softened(inputs), tree.N, tree.topk, p_min
-        return Draft(*torch.ops.eaglet_cpu.slot_tree.default(*text, *tables, *how))
+        found = torch.ops.eaglet_cpu.slot_tree.default(
+            *candidates, inputs.root, inputs.sampling.temperature, *tables, *how
+        )
+        return Draft(*found)
 
     def _independent(self, inputs: DraftInput, slots: Slots) -> Draft:
         """A tree whose candidates at a depth are the same after every parent."""
-        t, best, scores = self.tree, self._target_ids(slots.ids), slots.scores
+        ids, scores = self._target_ids(slots.ids), slots.scores
         if self.dynamic:
-            return Draft(*best_prefixes(best, scores, inputs.root, t.N))
-        pick = ((t.depth - 1).clamp(min=0) * best.shape[2] + t.rank)[:, 1:]
-        tokens = torch.cat((inputs.root[:, None], best.flatten(1).gather(1, pick)), 1)
-        gained = F.pad(scores.flatten(1).gather(1, pick), (1, 0))
-        totals = torch.where(t.ancestors, gained[:, None], 0.0).sum(-1)
-        return Draft(tokens, t.parent, t.depth, t.ancestors, t.valid, totals)
+            return Draft(*best_prefixes(ids, scores, inputs.root, self.N))
+        return independent_tree(self.tree, inputs.root, ids, scores)
 
     def _pruned(self, draft: Draft) -> Draft:
         """The nodes that are accepted with a probability of p_min at least. It waits for the host, so it is for CPUs.

@@ -5,9 +5,9 @@ from __future__ import annotations
 from torch import Tensor
 
 from decoding.drafter import StepParts
-from drafters.trees import DEFAULT_RULE, DraftRule, TreeDrafter
+from drafters.trees import DEFAULT_RULE, DraftRule, FedRows, TreeDrafter
 from families.config import ModelConfig
-from model import Nodes, Transformer
+from model import Transformer
 from text.tokenizer import Tokenizer
 from tree import DynamicTree, TreeTables
 
@@ -33,16 +33,8 @@ class DraftModelDrafter(TreeDrafter):
         """The whole draft model is read once per forward."""
         return sum(self.model.weight_bytes(width) for width in (self.D + 1, *self.level_widths()))
 
-    def _forward(
-        self,
-        tokens: Tensor,
-        feature: Tensor,
-        nodes: Nodes,
-        cache: Tensor,
-        parts: StepParts,
-        source: Tensor | None = None,
-    ) -> Tensor:
-        return self.model(tokens, nodes, cache, layers=parts.layers)[0]
+    def _forward(self, fed: FedRows, cache: Tensor, parts: StepParts) -> Tensor:
+        return self.model(fed.tokens, fed.nodes, cache, layers=parts.layers)[0]
 
     def predict(self, output: Tensor) -> Tensor:
         return self.model.logits(output)

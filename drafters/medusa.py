@@ -13,6 +13,7 @@ from torch import Tensor
 
 from decoding import sampling
 from decoding.drafter import Draft, Drafter, DraftInput, take_rows
+from drafters.trees import independent_tree
 from families.config import ModelConfig
 from model import Transformer, weight_bytes
 from support.machine import shapes_only
@@ -144,8 +145,4 @@ class MedusaDrafter(Drafter):
             logits = sampling.apply_penalties(logits, inputs.seen, inputs.counts, none, none > 0, inputs.sampling)
         noise = inputs.noise[:, : t.D] if inputs.noise is not None and self.shared_noise else None
         best, scores = sampling.draft_topk(logits, noise, None, inputs.sampling, inputs.mode, K)
-        pick = ((t.depth - 1).clamp(min=0) * K + t.rank)[:, 1:]
-        tokens = torch.cat((inputs.root[:, None], best.flatten(1).gather(1, pick)), 1)
-        gained = F.pad(scores.flatten(1).gather(1, pick), (1, 0))
-        totals = torch.where(t.ancestors, gained[:, None], 0.0).sum(-1)
-        return Draft(tokens, t.parent, t.depth, t.ancestors, t.valid, totals)
+        return independent_tree(t, inputs.root, best, scores)

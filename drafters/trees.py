@@ -36,6 +36,15 @@ class DraftRule(NamedTuple):
 DEFAULT_RULE = DraftRule()
 
 
+class FedRows(NamedTuple):
+    """What a forward of a draft model reads."""
+
+    tokens: Tensor  # [B, T]
+    features: Tensor  # [B, R, H] what the tokens are paired with: the target's features, or outputs of the level above
+    nodes: Nodes
+    source: Tensor | None = None  # [B, T] the row of features for each token, None if each has its own
+
+
 class TreeDrafter(Drafter):
     """Drafts static or dynamic trees. A subclass gives `_forward` and `predict`.
 
@@ -69,7 +78,7 @@ class TreeDrafter(Drafter):
         """
         super().__init__(tree.N + rule.ngram_nodes, max(tree.D, rule.ngram_nodes), feature_size, taps)
         self.tree = tree
-        self.rotary = model.rotary
+        self.rotary = Rotary(model.rotary.cos, model.rotary.sin)
         self.shared_noise, self.multi_round, self.p_min, self.unpriced, self.ngram_nodes = rule
         self.measured_price = rule.unpriced
         self.dynamic = isinstance(tree, DynamicTree)
@@ -86,16 +95,13 @@ class TreeDrafter(Drafter):
         self.cache = model.new_cache(batch_size, self.slots)
         self.caches = (self.cache,)
         self.cached_models = (model,)
-        widths = self.level_widths()
         device = self.cache.device
-        levels = [torch.full((width,), level, device=device) for level, width in enumerate(widths)]
-        self.row_depth = torch.cat([torch.zeros(0, dtype=torch.int64, device=device), *levels])[None]  # below the first
+        depths = [depth for depth, width in enumerate(self.level_widths()) for _ in range(width)]
+        self.row_depth = torch.tensor([depths], dtype=torch.int64, device=device)  # of all rows, below the first level
         if self.dynamic:  # of every level's rows in the batch, from the first row of the level on
             self.level_first = torch.arange(0, scratch, tree.topk, device=device)[:, None]
             self.level_depth = self._level_depth(batch_size)
         self.chain = chain_ancestors(1, self.D + 1, device).contiguous()
-        # of a static tree's levels: the row of the level above that a node grows from, and the place of its candidate
-        self.picks = [] if self.dynamic else list(zip(*_picks(tree), strict=True))
 
     def _level_depth(self, batch: int) -> Tensor:
         depth = self.row_depth.view(-1, 1, self.tree.topk) - self.level_first[..., None]
@@ -107,8 +113,6 @@ class TreeDrafter(Drafter):
         view.unpriced = self.measured_price  # a node's price depends on the number of rows
         if self.dynamic:
             view.level_depth = view._level_depth(rows)
-        else:
-            view.picks = list(zip(*_picks(view.tree), strict=True))
         return view
 
     def prunes(self, mode: SamplingMode) -> bool:
@@ -149,22 +153,10 @@ class TreeDrafter(Drafter):
 
     def _place(self, inputs: DraftInput, depth: Tensor, fed: int = 0) -> tuple[Tensor, ...]:
         """Where rows of the draft cache go (`kernels.place_rows`)."""
-        rotary = Rotary(self.rotary.cos, self.rotary.sin)
-        return kernels.place_rows(inputs.n, depth, rotary, self.slots, fed, inputs.count, inputs.tokens, self.lead)
+        return kernels.place_rows(inputs.n, depth, self.rotary, self.slots, fed, inputs.count, inputs.tokens, self.lead)
 
-    def _forward(
-        self,
-        tokens: Tensor,
-        feature: Tensor,
-        nodes: Nodes,
-        cache: Tensor,
-        parts: StepParts,
-        source: Tensor | None = None,
-    ) -> Tensor:
-        """Run the model on tokens [B, T] and the features that they are paired with; the output [B, T, H].
-
-        source [B, T]: the rows of `feature` that the tokens are paired with, None if each has its own.
-        """
+    def _forward(self, fed: FedRows, cache: Tensor, parts: StepParts) -> Tensor:
+        """Run the model; the output [B, T, H]."""
         raise NotImplementedError
 
     def predict(self, output: Tensor) -> Tensor:
@@ -182,10 +174,9 @@ class TreeDrafter(Drafter):
     def prefill(self, row: int, tokens: Tensor, features: Tensor, start: Tensor) -> None:
         tokens = tokens[:, 1 - self.lead : tokens.shape[1] - self.lead]
         T = tokens.shape[1]
-        rotary = Rotary(self.rotary.cos, self.rotary.sin)
-        where = kernels.place_rows(start, torch.arange(T, device=tokens.device)[None], rotary, self.slots)
+        where = kernels.place_rows(start, torch.arange(T, device=tokens.device)[None], self.rotary, self.slots)
         nodes = nodes_at(where, start, chain_ancestors(1, T, tokens.device), self.window)._replace(chain=True)
-        self._forward(tokens, self.fuse(features), nodes, self.cache.narrow(-4, row, 1), UNCOMPILED)
+        self._forward(FedRows(tokens, self.fuse(features), nodes), self.cache.narrow(-4, row, 1), UNCOMPILED)
 
     def _extend(self, inputs: DraftInput) -> Tensor:
         """Feed the accepted tokens again with their true features; the output [B, 1, H] of the root's row."""
@@ -195,7 +186,7 @@ class TreeDrafter(Drafter):
         seen = self.chain if fed == self.D + 1 else chain_ancestors(1, fed, start.device)  # a graft may be deeper
         seen = seen.expand(inputs.n.shape[0], -1, -1)
         nodes = nodes_at(where, start + self.lead if self.lead else start, seen, self.window)
-        output = self._forward(where[-1], self.fuse(inputs.features), nodes, self.cache, inputs.parts)
+        output = self._forward(FedRows(where[-1], self.fuse(inputs.features), nodes), self.cache, inputs.parts)
         return take_rows(output, (inputs.count - 1)[:, None])
 
     def _level(
@@ -210,7 +201,7 @@ class TreeDrafter(Drafter):
         width, by_level = tokens.shape[1], rows[0].dim() == 3
         where = tuple(c.select(0, first // width) if by_level else c.narrow(1, first, width) for c in rows[:4])
         nodes = nodes_at(where, inputs.n + self.lead if self.lead else inputs.n, visible)
-        return self._forward(tokens, above, nodes, self.cache, inputs.parts, source)
+        return self._forward(FedRows(tokens, above, nodes, source), self.cache, inputs.parts)
 
     def _logits(self, inputs: DraftInput, output: Tensor, paths: Tensor) -> Tensor:
         """The logits [B, W, Vd] of the children of rows [B, W], with biases and penalties.
@@ -249,9 +240,8 @@ class TreeDrafter(Drafter):
             local, q = self._draw(inputs, keys, width, first_row)
             return local, scores.gather(-1, local), q
         row = None if noise is None else noise.narrow(1, depth, 1)
-        mode = inputs.mode if self.shared_noise else SamplingMode()
         noisy = self.scoring == "noisy"
-        return *sampling.draft_topk(logits, row, self.draft_ids, inputs.sampling, mode, width, noisy), None
+        return *sampling.draft_topk(logits, row, self.draft_ids, inputs.sampling, inputs.mode, width, noisy), None
 
     def _draw(self, inputs: DraftInput, logits: Tensor, width: int, first_row: int) -> tuple[Tensor, Tensor]:
         """Children sampled from the draft's processed distribution, and that distribution q [B, W, V].
@@ -289,21 +279,20 @@ class TreeDrafter(Drafter):
         local, scores, q = self._children(inputs, output, 0, paths, width)
         found = [(local, scores, q)]  # of all run rows; the scores are cumulative
         begin = 1  # the run row where this level begins
-        for level, (source, pick) in zip(tables.levels, self.picks, strict=True):
-            chosen = local.flatten(1).gather(1, pick)
-            total = scores.flatten(1).gather(1, pick)
+        for level in tables.levels:
+            chosen = local.flatten(1).gather(1, level.place)
+            total = scores.flatten(1).gather(1, level.place)
             where = rows, level.depth, begin - 1
-            output = self._level(inputs, *where, self._target_ids(chosen), output, source, level.visible)
+            output = self._level(inputs, *where, self._target_ids(chosen), output, level.source, level.visible)
             if inputs.mode.penalties:  # nothing else reads the paths
-                paths = torch.cat((take_rows(paths, source), chosen[..., None]), -1)
+                paths = torch.cat((take_rows(paths, level.source), chosen[..., None]), -1)
             local, scores, q = self._children(inputs, output, level.depth, paths, width, begin)
             scores = scores + total[..., None]
             found.append((local, scores, q))
             begin += chosen.shape[1]
         candidates, values, distributions = zip(*found, strict=True)
-        tokens = tree_tokens(tables, inputs.root, self._target_ids(torch.cat(candidates, 1)))
-        pick = (tables.source_row * width + tables.rank)[:, 1:]
-        scored = F.pad(torch.cat(values, 1).flatten(1).gather(1, pick), (1, 0))
+        ids, values = self._target_ids(torch.cat(candidates, 1)), torch.cat(values, 1)
+        tokens, scored = of_nodes(tables, tables.source_row, inputs.root, ids, values)
         q = torch.cat(distributions, 1) if self.multi_round else None
         return Draft(tokens, tables.parent, tables.depth, tables.ancestors, tables.valid, scored, q)
 
@@ -324,21 +313,19 @@ class TreeDrafter(Drafter):
         return Draft(*select(pool, inputs.root, self.N, self.D, ids=later))
 
 
-def _picks(tables: TreeTables) -> tuple[list[Tensor], list[Tensor]]:
-    """By level: the row of the level above that each node [B, W] grows from, and the place of its candidate among those
-    of all rows of that level."""
-    sources, places, above, begin = [], [], 0, 1
-    for level in tables.levels:
-        sources.append((level.source - above).clamp(min=0))  # padding has no parent in the level above
-        places.append(sources[-1] * max(tables.max_children, 1) + level.rank)
-        above, begin = begin, begin + level.node.shape[1]
-    return sources, places
+def of_nodes(tables: TreeTables, row: Tensor, root: Tensor, ids: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
+    """The tokens and scores [B, N] of the nodes of static trees.
 
-
-def tree_tokens(tables: TreeTables, root: Tensor, candidates: Tensor) -> Tensor:
-    """Tokens [B, N] of static trees: root [B], then node i takes candidates[b, source_row[b, i], rank[b, i]].
-
-    candidates [B, run_rows, max_children] are the ids that every run row proposed.
+    Node i takes the candidate rank[b, i] of the row row[b, i]. ids and scores [B, R, K] are the candidates of all rows.
+    The root [B] is given, and scores 0.
     """
-    index = (tables.source_row * tables.max_children + tables.rank)[:, 1:]
-    return torch.cat([root[:, None], candidates.flatten(1).gather(1, index)], 1)
+    place = (row * ids.shape[2] + tables.rank)[:, 1:]
+    tokens = torch.cat((root[:, None], ids.flatten(1).gather(1, place)), 1)
+    return tokens, F.pad(scores.flatten(1).gather(1, place), (1, 0))
+
+
+def independent_tree(tables: TreeTables, root: Tensor, ids: Tensor, scores: Tensor) -> Draft:
+    """Static trees whose candidates at a depth, ids and scores [B, D, K], are the same after every parent."""
+    tokens, gained = of_nodes(tables, (tables.depth - 1).clamp(min=0), root, ids, scores)
+    totals = torch.where(tables.ancestors, gained[:, None], 0.0).sum(-1)
+    return Draft(tokens, tables.parent, tables.depth, tables.ancestors, tables.valid, totals)

@@ -198,8 +198,8 @@ def static_draft(drafter: TreeDrafter) -> Tensor | None:
     children = max(tables.max_children, 1)
     nodes = records.TreeNodes(tables.source_row * children + tables.rank, tables.parent, tables.depth, tables.valid)
     levels: list[Tensor] = []
-    for level, (source, place) in zip(tables.levels, drafter.picks, strict=True):
-        levels += records.flat(records.LevelRows(source, place, level.visible, level.node, level.valid))
+    for level in tables.levels:
+        levels += records.flat(records.LevelRows(level.source, level.place, level.visible, level.node, level.valid))
     tree, levels = ([t.contiguous() for t in tensors] for tensors in (records.flat(nodes), levels))
     layer = head.layer
     noisy = drafter.scoring == "noisy"

@@ -21,7 +21,7 @@ from drafters.lookahead import LookaheadDrafter
 from drafters.medusa import MedusaDrafter, load_medusa
 from drafters.ngram import NGramDrafter, WithNGrams
 from drafters.trees import DraftRule
-from eagle_draft import EagleHead, eagle_drafter
+from eagle_draft import EagleDrafter, EagleHead, UnshiftedDrafter
 from families.config import ModelConfig
 from loading.options import NGRAM_NODES, LoadOptions, flag
 from model import Transformer
@@ -230,7 +230,9 @@ def head_class(config: EagleConfig | BlockConfig) -> type[DraftHead]:
 
 def head_drafter(head: DraftHead) -> Callable[..., Drafter]:
     """What makes a drafter of this head; its arguments are those of BlockDrafter."""
-    return eagle_drafter if isinstance(head, EagleHead) else BlockDrafter
+    if isinstance(head, BlockHead):
+        return BlockDrafter
+    return UnshiftedDrafter if head.config.unshifted else EagleDrafter
 
 
 def build_head(

@@ -21,7 +21,7 @@ from torch._dynamo.trace_rules import check_file
 
 import tree
 from decoding import verify
-from drafters.trees import tree_tokens
+from drafters.trees import of_nodes
 from kernels import growing
 from tree import PAPER25, DynamicTree, StaticTree, TreeTables, chain, parse_tree, tree_tables
 
@@ -95,6 +95,11 @@ STAGE2 |= {"00": 9, "01": 4, "02": 2, "03": 1, "04": 1, "05": 1, "10": 3, "11": 
 STAGE2 |= {"000": 4, "001": 1, "002": 1, "010": 1}
 
 
+def tokens_of(t, root, candidates):
+    """The tokens of a static tree's nodes, where every run row proposes its own candidates [B, run_rows, K]."""
+    return of_nodes(t, t.source_row, root, candidates, candidates)[0]
+
+
 def test_paper25_is_the_published_tree():
     """A wrong node order or parent in the paper's tree: drafts would land in the wrong rows."""
     t = PAPER25
@@ -114,9 +119,9 @@ def test_paper25_tables_match_the_official_buffers():
     assert [0] + (t.rank + 10 * t.source_row + 1)[0, 1:].tolist() == flat
     assert t.run_rows == 11
     assert [tuple(v.visible.shape[1:]) for v in t.levels] == [(4, 4), (4, 8), (1, 9), (1, 10)]
-    first = [0, 1, 5, 9]  # run row that starts the level before
-    index = [(v.rank + 10 * (v.source - f))[0].tolist() for v, f in zip(t.levels, first, strict=True)]
-    assert index == [[0, 1, 2, 3], [0, 1, 2, 10], [0], [0]]
+    # a place is 4 * source + rank here
+    assert [(v.place % 4 + 10 * v.source)[0].tolist() for v in t.levels] == [[0, 1, 2, 3], [0, 1, 2, 10], [0], [0]]
+    assert all(torch.equal(v.place // 4, v.source) for v in t.levels)
     assert [v.depth for v in t.levels] == [1, 2, 3, 4]
 
 
@@ -138,7 +143,7 @@ def test_chain_and_root_only():
     assert (r.N, r.D, r.parent, r.levels, r.max_children) == (1, 0, (0,), (), 0)
     t = tree_tables([r, r])
     assert t.levels == () and t.run_rows == 1
-    assert tree_tokens(t, torch.tensor([7, 8]), torch.zeros(2, 1, 0, dtype=torch.int64)).tolist() == [[7], [8]]
+    assert tokens_of(t, torch.tensor([7, 8]), torch.zeros(2, 1, 0, dtype=torch.int64)).tolist() == [[7], [8]]
     assert StaticTree(((0, 0), (1,), (0,))) == StaticTree(([0], [1], [0, 0]))
 
 
@@ -221,12 +226,12 @@ def check_tables(impl, trees):
     N, K = max(s.N for s in trees), max(s.max_children for s in trees)
     assert (t.N, t.D, t.max_children) == (N, max(s.D for s in trees), K)
     candidates = torch.arange(len(trees) * t.run_rows * K).view(len(trees), t.run_rows, K)
-    tokens = tree_tokens(t, torch.full((len(trees),), -7), candidates)
+    tokens = tokens_of(t, torch.full((len(trees),), -7), candidates)
     for b, s in enumerate(trees):
         nodes = [(), *s.paths]
         inner = {p[:-1] for p in s.paths} - {()}
         run = {(): 0}  # which run row holds each node's own prediction
-        seen, seen_nodes, row = [], [], 1
+        seen, seen_nodes, row, above = [], [], 1, 0
         for d, level in enumerate(t.levels, 1):
             want = [i for i, p in enumerate(nodes) if len(p) == d and p in inner]
             live = level.valid[b].tolist()
@@ -236,7 +241,8 @@ def check_tables(impl, trees):
             rows = [nodes[i] for i in want]
             for w, path in enumerate(rows):
                 run[path] = row + w
-                assert level.source[b, w] == run[path[:-1]] and level.rank[b, w] == path[-1]
+                source = run[path[:-1]] - above  # among the rows of the level above
+                assert level.source[b, w] == source and level.place[b, w] == source * K + path[-1]
             seen_nodes += [*rows, *[None] * (len(live) - len(rows))]
             seen = [*[None] * (len(seen_nodes) - len(live)), *range(len(live))]
             for w in range(len(live)):
@@ -244,7 +250,7 @@ def check_tables(impl, trees):
                 for r, other in enumerate(seen_nodes):
                     ancestor = mine is not None and other is not None and mine[: len(other)] == other
                     assert level.visible[b, w, r].item() == (ancestor or seen[r] == w), (b, d, w, r)
-            row += len(live)
+            above, row = row, row + len(live)
         assert row == t.run_rows
         for i in range(N):
             path = nodes[i] if i < s.N else None
@@ -1002,7 +1008,7 @@ def dynamic_step(root, first, ids, scores, live):
 
 
 def draft_tokens_step(t, root, candidates):
-    return tree_tokens(t, root, candidates), growing.ancestors_from_parents(t.parent, t.D)
+    return tokens_of(t, root, candidates), growing.ancestors_from_parents(t.parent, t.D)
 
 
 def step_inputs(seed, device="cpu"):

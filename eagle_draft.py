@@ -21,12 +21,12 @@ from torch import Tensor
 
 import kernels
 from decoding.drafter import DraftInput, StepParts, take_rows
-from drafters.trees import DEFAULT_RULE, DraftRule, FedRows, TreeDrafter
+from drafters.trees import DEFAULT_RULE, DraftRule, FedRows, TreeDrafter, streamed_head
 from model import MLP, Attention, Nodes, RMSNorm, RotaryTable, Transformer, weight_bytes
 from support.machine import zeros
 from tree import DynamicTree, TreeTables, check_width
 from weights.heads import EagleConfig
-from weights.quantized import QuantLinear, lm_head_rows
+from weights.quantized import lm_head_rows
 
 
 class EagleLayer(nn.Module):
@@ -173,11 +173,8 @@ class EagleHead(nn.Module):
 
     def top(self, output: Tensor, count: int) -> kernels.TopK | None:
         """The `count` best of `predict(output)` where the LM head's kernel finds them without storing the logits."""
-        linear = self.lm_head or self.target.lm_head
-        packed = linear.packed if isinstance(linear, QuantLinear) else None
-        if packed is None or packed.layout != "planes":
-            return None
-        return kernels.packed_topk(self._normed(output), packed, count)
+        packed = streamed_head(self.lm_head, self.target)
+        return None if packed is None else kernels.packed_topk(self._normed(output), packed, count)
 
     def draft_places(self, tokens: Tensor) -> Tensor:
         """The places of tokens [M] of the target in the draft vocabulary, -1 for a token outside."""
@@ -276,10 +273,7 @@ class EagleDrafter(TreeDrafter):
         check_width(tree, head.vocab_size)
         super().__init__(head, head.feature_size, head.config.taps, tree, batch_size, slots, rule)
         self.head = head
-
-    @property
-    def draft_ids(self) -> Tensor | None:
-        return self.head.draft_ids
+        self.draft_ids = head.draft_ids
 
     def predict(self, output: Tensor) -> Tensor:
         return self.head.narrow_logits(output)

@@ -47,7 +47,7 @@ def run_request(args: argparse.Namespace, prompt: Prompt) -> int:
     engine = report.load(args, options)
     tokenizer = engine.tokenizer
     if tokenizer is not None:
-        tokenizer.render_with(worker)
+        tokenizer.worker = worker
     elif prompt.ids is None:
         files = "tokenizer files (tokenizer.json or tokenizer.model)"
         raise BadFileError(f"{engine.options.checkpoint} has no {files}. Without them, pass --prompt-ids.")

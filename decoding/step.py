@@ -40,15 +40,9 @@ class DecodeState:
     """
 
     def __init__(
-        self,
-        model: Transformer,
-        drafter: Drafter,
-        batch_size: int,
-        ctx: int,
-        history: bool = False,
-        kv_dtype: torch.dtype | None = None,
-        pool: int | None = None,
-    ):
+        self, model: Transformer, drafter: Drafter, batch_size: int, ctx: int, history: bool = False,
+        kv_dtype: torch.dtype | None = None, pool: int | None = None,
+    ):  # fmt: skip
         """history: keep the features of the last HISTORY tokens, for a drafter that plain steps may replace.
         pool: tokens that the cache has room for, of all rows together (default: ctx for each)."""
         B = batch_size
@@ -124,8 +118,7 @@ class DecodeState:
 
     def buffers(self) -> list[Tensor]:
         """Every tensor of the state."""
-        holders = (self, self.sampling)
-        return [t for holder in holders for t in vars(holder).values() if isinstance(t, Tensor)]
+        return [t for t in (*vars(self).values(), *vars(self.sampling).values()) if isinstance(t, Tensor)]
 
     def nbytes(self) -> int:
         return sum(buffer.nbytes for buffer in self.buffers())
@@ -179,13 +172,9 @@ class Observer:
 
 
 def decode_step(
-    model: Transformer,
-    drafter: Drafter,
-    state: DecodeState,
-    mode: SamplingMode,
-    mark: Callable[[str], None] | None = None,
-    parts: StepParts = UNCOMPILED,
-) -> StepOutput:
+    model: Transformer, drafter: Drafter, state: DecodeState, mode: SamplingMode,
+    mark: Callable[[str], None] | None = None, parts: StepParts = UNCOMPILED,
+) -> StepOutput:  # fmt: skip
     """One step for all sequences: fixed shapes, in place on `state`, no host sync.
 
     mark(phase) is called at the end of each of PHASES, if given. parts: compiled functions to use.
@@ -215,15 +204,9 @@ def draft_phase(
 
 
 def verify_phase(
-    model: Transformer,
-    drafter: Drafter,
-    state: DecodeState,
-    mode: SamplingMode,
-    draft: Draft,
-    noise: Tensor | None,
-    mark: Callable[[str], None] | None = None,
-    parts: StepParts = UNCOMPILED,
-) -> StepOutput:
+    model: Transformer, drafter: Drafter, state: DecodeState, mode: SamplingMode, draft: Draft, noise: Tensor | None,
+    mark: Callable[[str], None] | None = None, parts: StepParts = UNCOMPILED,
+) -> StepOutput:  # fmt: skip
     """The second half: run the target on the tree, accept and commit."""
     nodes = model.nodes(state.n, draft.depth, draft.ancestors, state.slots, state.segments)
     hidden_states, taps = model(draft.tokens, nodes, state.kv, drafter.taps, parts.layers)
@@ -238,14 +221,9 @@ def verify_phase(
 
 
 def accept_and_commit(
-    drafter: Drafter,
-    draft: Draft,
-    logits: Tensor,
-    features: Tensor,
-    noise: Tensor | None,
-    state: DecodeState,
+    drafter: Drafter, draft: Draft, logits: Tensor, features: Tensor, noise: Tensor | None, state: DecodeState,
     mode: SamplingMode,
-) -> StepOutput:
+) -> StepOutput:  # fmt: skip
     """Decide which nodes are accepted and write them into the state.
 
     logits [B, N, V] and features [B, N, F] belong to the nodes of the tree. noise [B, D + 1, V] is the target's.

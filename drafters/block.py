@@ -16,14 +16,12 @@ from typing import NamedTuple
 
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
 from torch import Tensor
 
 import kernels
 from decoding import sampling
 from decoding.drafter import Draft, DraftInput, take_rows
-from decoding.params import SamplingMode
-from drafters.trees import DEFAULT_RULE, DraftRule, TreeDrafter, independent_tree
+from drafters.trees import DEFAULT_RULE, DraftRule, TreeDrafter, independent_tree, streamed_head
 from families.config import ModelConfig
 from kernels.growing import ancestors_from_parents, best_prefixes
 from kernels.records import Rotary
@@ -31,7 +29,7 @@ from model import Attention, Block, Nodes, RMSNorm, RotaryTable, Transformer, li
 from support.machine import zeros
 from tree import DynamicTree, TreeTables, check_width
 from weights.block_heads import BlockConfig
-from weights.quantized import QuantLinear, lm_head_rows, row_parts
+from weights.quantized import lm_head_rows, row_parts
 
 
 class SlotConvolution(nn.Module):
@@ -181,12 +179,9 @@ class BlockHead(nn.Module):
 
     def top(self, hidden: Tensor, count: int) -> kernels.TopK | None:
         """The `count` best of `narrow_logits` where the LM head's kernel finds them without storing the logits."""
-        head = self.lm_head or self.target.lm_head
-        packed = head.packed if isinstance(head, QuantLinear) else None
+        packed = streamed_head(self.lm_head, self.target)
         changed = self.config.logits_scale != 1 or self.config.logits_cap
-        if packed is None or packed.layout != "planes" or changed:
-            return None
-        return kernels.packed_topk(hidden, packed, count)
+        return None if packed is None or changed else kernels.packed_topk(hidden, packed, count)
 
     def mixed(self, hidden: Tensor) -> Tensor:
         """What `factors` reads of the slots [B, depth, H], all at once."""
@@ -287,6 +282,7 @@ class BlockDrafter(TreeDrafter):
         unpruned = rule._replace(p_min=0.0, unpriced=False, ngram_nodes=0)
         super().__init__(head, head.feature_size, config.taps, tree, batch_size, slots + config.slots, unpruned)
         self.head = head
+        self.draft_ids = head.draft_ids
         self.p_min, self.unpriced, self.measured_price = rule.p_min, rule.unpriced, rule.unpriced
         if rule.shared_noise and (rule.p_min or config.markov):
             self.scoring = "noisy"
@@ -295,10 +291,6 @@ class BlockDrafter(TreeDrafter):
         self.masks = torch.full((1, config.slots - 1), config.mask_id, device=device)
         self.block_depth = torch.arange(config.slots, device=device)[None]
         self.visible, self.visible_window = slot_masks(config, device)
-
-    @property
-    def draft_ids(self) -> Tensor | None:
-        return self.head.draft_ids
 
     def bytes_per_step(self, model: Transformer) -> float:
         """Everything is read once."""

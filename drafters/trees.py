@@ -15,8 +15,9 @@ from decoding.drafter import UNCOMPILED, Draft, Drafter, DraftInput, StepParts, 
 from decoding.params import SamplingMode
 from kernels.growing import expand, first_level, select
 from kernels.records import Rotary
-from model import Nodes, chain_ancestors, nodes_at
+from model import Nodes, Transformer, chain_ancestors, nodes_at
 from tree import DynamicTree, TreeTables
+from weights.quantized import QuantLinear
 
 SLIVER = 1e-9  # share of the draft's probability for tokens that the filters removed (multi-round)
 
@@ -61,15 +62,9 @@ class TreeDrafter(Drafter):
     window = 0  # of the model's attention over known tokens, 0 if it is full
 
     def __init__(
-        self,
-        model: nn.Module,
-        feature_size: int,
-        taps: tuple[int, ...],
-        tree: DynamicTree | TreeTables,
-        batch_size: int,
-        slots: int,
-        rule: DraftRule = DEFAULT_RULE,
-    ):
+        self, model: nn.Module, feature_size: int, taps: tuple[int, ...], tree: DynamicTree | TreeTables,
+        batch_size: int, slots: int, rule: DraftRule = DEFAULT_RULE,
+    ):  # fmt: skip
         """A drafter for B sequences.
 
         Args:
@@ -311,6 +306,15 @@ class TreeDrafter(Drafter):
             local, scores, _ = self._children(inputs, output, level + 1, paths, K)
             pool = expand(pool, local, scores, ids)
         return Draft(*select(pool, inputs.root, self.N, self.D, ids=later))
+
+
+def streamed_head(lm_head: nn.Module | None, target: Transformer) -> kernels.PackedWeight | None:
+    """The packed LM head of a draft head if kernels find its best logits without storing them. None: the target's."""
+    if lm_head is None and (target.config.logits_multiplier != 1 or target.config.logits_cap):
+        return None  # the target's logits are not those of its LM head
+    linear = lm_head or target.lm_head
+    packed = linear.packed if isinstance(linear, QuantLinear) else None
+    return packed if packed is not None and packed.layout == "planes" else None
 
 
 def of_nodes(tables: TreeTables, row: Tensor, root: Tensor, ids: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:

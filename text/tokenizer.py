@@ -119,7 +119,7 @@ def _directory_reader(directory: Path) -> Reader:
 
 
 def _added_tokens(read: Reader, config: dict, named: dict[str, str]) -> dict[str, dict]:
-    """The tokens that files beside the vocabulary declare, each with its id and whether it is special, where known."""
+    """The tokens that files beside the vocabulary declare, by id: each one's id, and if it is special, where known."""
     tokens = {content: {"id": i} for content, i in _json(read, "added_tokens.json", {"*": int}).items()}
     for i, token in (config.get("added_tokens_decoder") or {}).items():
         if not re.fullmatch("[0-9]{1,9}", i):
@@ -131,7 +131,7 @@ def _added_tokens(read: Reader, config: dict, named: dict[str, str]) -> dict[str
         special += map(_content, group.values() if isinstance(group, dict) else group)
     for content in special:
         tokens.setdefault(content, {})["special"] = True
-    return tokens
+    return dict(sorted(tokens.items(), key=lambda item: item[1].get("id", 2**32)))
 
 
 def _listed_stops(read: Reader, files: "_Files", vocab_size: int | None) -> list:
@@ -180,13 +180,15 @@ class _Files:
 class Tokenizer:
     """Encode, decode and chat for one model. `load_tokenizer` makes it. Ids are Python ints on the host.
 
-    Attributes: vocab_size (largest id + 1), bos_id (or None), eos_ids (stop ids), special_ids, chat_templates (by name),
-    chat_template_source ("tokenizer_config.json", "chat_template.jinja", "built-in NAME", "named NAME" or None).
+    Attributes: pieces (the bytes that each id stands for), vocab_size (largest id + 1), bos_id (or None), eos_ids (stop
+    ids), special_ids, chat_templates (by name), chat_template_source ("tokenizer_config.json", "chat_template.jinja",
+    "built-in NAME", "named NAME" or None), worker (renders chat templates; one that began earlier may take its place).
     """
 
     def __init__(self, files: _Files, config: dict, stop: list, rows: int | None, templates: dict, source: str | None):
         """rows: of the model's embedding, None if unknown. templates, source: what `chat_templates` and so on become."""
         self._files = files
+        self.pieces = files.pieces
         self.vocab_size = max(files.pieces, default=-1) + 1
         self.special_ids = frozenset(files.special.values())
         names = ("bos_token", "eos_token", "unk_token")
@@ -215,12 +217,7 @@ class Tokenizer:
         self.chat_templates: dict[str, str] = templates
         self.chat_template_source = source
         self._template = "default"
-        self._worker = TemplateWorker()
-
-    @property
-    def pieces(self) -> dict[int, bytes]:
-        """The bytes that each token id stands for."""
-        return self._files.pieces
+        self.worker = TemplateWorker()
 
     def encode(self, text: str, add_bos: bool = True, continuation: bool = False) -> list[int]:
         """Ids of a user's text. `</s>` in the text stays text.
@@ -253,23 +250,15 @@ class Tokenizer:
         self.chat_template_source = f"{'built-in' if name in BUILTIN_SYSTEM else 'named'} {name}"
         self._template = name
 
-    def render_with(self, worker: TemplateWorker) -> None:
-        """Render chat templates with a worker that may have begun before there was a tokenizer."""
-        self._worker = worker
-
     def render_chat(self, messages: list, add_generation_prompt: bool = True) -> str:
         """Prompt text of `messages`, which are dicts of `role` and `content`. Failures are one-line ValueErrors."""
         _check_messages(messages)
         return self._render([messages], add_generation_prompt)[0]
 
     def encode_chat(
-        self,
-        messages: list,
-        add_generation_prompt: bool = True,
-        suffix: str = "",
-        tools: list[dict] | None = None,
+        self, messages: list, add_generation_prompt: bool = True, suffix: str = "", tools: list[dict] | None = None,
         variables: Mapping[str, Any] | None = None,
-    ) -> list[int]:
+    ) -> list[int]:  # fmt: skip
         """Ids of `render_chat(messages) + suffix`.
 
         Control tokens that the template writes are parsed. In message contents they stay text. A model's template writes
@@ -381,10 +370,9 @@ class Tokenizer:
         find = self._control_pattern.findall
         expected = [token for text in pieces[::2] for token in find(text)]
         if any(map(find, bodies)) or find(real) != expected:
-            what = (
-                f"the chat template ({self.chat_template_source}) edits messages that hold the text of control tokens."
-            )
-            raise advised(ValueError(what), "Remove that text, or pass --prompt.")
+            where = f"the chat template ({self.chat_template_source})"
+            what = ValueError(f"{where} edits messages that hold the text of control tokens.")
+            raise advised(what, "Remove that text, or pass --prompt.")
         return [real], []
 
     def _text_ids(self, text: str, first: bool) -> list[int]:
@@ -421,7 +409,7 @@ class Tokenizer:
         with _one_line_errors(where, f"Send the roles it expects, or use a built-in template: {builtins}."):
             variables = {**self._files.named, "tools": None, **(more or {})}
             variables["add_generation_prompt"] = add_generation_prompt
-            return self._worker.render(self.chat_templates[name], variants, variables)
+            return self.worker.render(self.chat_templates[name], variants, variables)
 
 
 class StreamDecoder:
@@ -458,9 +446,16 @@ def _from_parts(value: dict[str, Any]) -> Any:
     rust = tokenizers.Tokenizer.from_str(json.dumps(rest))
     rust.model = tokenizers.models.BPE(model["vocab"], model["merges"], ignore_merges=model["ignore_merges"])
     for token in value["added_tokens"]:
-        added = tokenizers.AddedToken(token["content"], special=token["special"], normalized=False)
-        (rust.add_special_tokens if token["special"] else rust.add_tokens)([added])
+        _add_token(rust, token["content"], token["special"])
     return rust
+
+
+def _add_token(rust: Any, content: str, special: bool) -> None:
+    """Add a token to a tokenizers.Tokenizer. Its text is not normalised before it is looked for."""
+    import tokenizers
+
+    added = tokenizers.AddedToken(content, special=special, normalized=False)
+    (rust.add_special_tokens if special else rust.add_tokens)([added])
 
 
 def _load_json(data: bytes | dict[str, Any], tokens: dict[str, dict], named: dict[str, str]) -> _Files:
@@ -476,11 +471,10 @@ def _load_json(data: bytes | dict[str, Any], tokens: dict[str, dict], named: dic
     rust.no_truncation()
     rust.no_padding()
     known = {t.content: t.special for t in rust.get_added_tokens_decoder().values()}
-    for content, token in sorted(tokens.items(), key=lambda item: item[1].get("id", 2**32)):
+    for content, token in tokens.items():
         special = bool(token.get("special"))
         if known.get(content) is None or special > known[content]:
-            added = tokenizers.AddedToken(content, special=special, normalized=False)
-            (rust.add_special_tokens if special else rust.add_tokens)([added])
+            _add_token(rust, content, special)
     added = rust.get_added_tokens_decoder()
     vocab = rust.get_vocab()
     decoder = rust.decoder.__getstate__().decode() if rust.decoder else ""
@@ -524,7 +518,7 @@ def _load_sentencepiece(data: bytes, tokens: dict[str, dict], named: dict[str, s
     pieces = {i: _sentencepiece_bytes(token) for token, i in vocab.items()}
     special = {token: i for token, i in vocab.items() if model.is_control(i) or model.is_unknown(i)}
     ordinary = {}
-    for content, token in sorted(tokens.items(), key=lambda item: item[1].get("id", 2**32)):
+    for content, token in tokens.items():
         i = vocab[content] = token.get("id", vocab.get(content, max(pieces) + 1))
         pieces[i] = content.encode()
         (special if token.get("special") else ordinary)[content] = i

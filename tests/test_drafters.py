@@ -247,8 +247,9 @@ def test_nothing_traced_lives_in_tree_py(kind):
     inside = {file for file in ran if Path(file).is_relative_to(root)}
     ours = {file for file in inside if not {"tests", ".venv"} & set(Path(file).relative_to(root).parts)}
     own = ("model.py", *(f"decoding/{name}.py" for name in ("step", "sampling", "verify")))
+    assert check_file(trees.__file__).skipped, "tree.py and kernels/growing.py may become one file"
     assert {str(root / name) for name in own} <= ours
-    assert [file for file in ours if check_file(file).skipped] == []
+    assert trees.__file__ not in ours and [file for file in ours if check_file(file).skipped] == []
 
 
 def tensors_of(thing) -> list[torch.Tensor]:
@@ -612,14 +613,6 @@ def test_another_vocabulary_is_refused():
 
 
 # ------------------------------------------------------------------ Medusa
-
-
-def test_published_trees():
-    """Lists that lost a node on the way: 63 nodes, and the published counts by depth."""
-    counts = {"vicuna_7b_stage2": [10, 23, 23, 7], "mc_sim_7b_63": [10, 28, 23, 2]}
-    for name, by_depth in counts.items():
-        tree = trees.parse_tree(f"medusa:{name}")
-        assert tree.N == 64 and [tree.depth.count(d) for d in range(1, 5)] == by_depth
 
 
 def test_medusa_tokens_are_cartesian():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 import shutil
@@ -9,8 +10,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tiny import CTX, DRAFT_VOCAB, MEDUSA, PROMPT, V, eagle_engine, held_out_prompts, randomise, tiny_head, tiny_model
+from block_kit import tiny_block
+from tiny import DRAFT_VOCAB, MEDUSA, PROMPT, V, eagle_engine, held_out_prompts, node_paths, tiny_head, tiny_model
 
+import kernels
 import tree as trees
 from decoding import sampling
 from decoding.drafter import take_rows
@@ -25,6 +28,8 @@ from loading.options import DEMO
 from text.tokenizer import load_tokenizer
 from weights.checkpoint import load_config
 from weights.heads import read_eagle
+from weights.quantized import QuantSpec, pack_
+from weights.rounding import quantize_
 
 # ------------------------------------------------------------------ the head, written out once more
 
@@ -183,17 +188,6 @@ def record(engine: Engine, keep: int = 99):
     return seen
 
 
-def drafted_nodes(draft, b):
-    """(path of tokens below the root, score) of every valid node but the root."""
-    tokens, parent, valid = draft.tokens[b].tolist(), draft.parent[b].tolist(), draft.valid[b].tolist()
-    paths = {0: ()}
-    for i in range(1, len(tokens)):
-        if valid[i]:
-            paths[i] = (*paths[parent[i]], tokens[i])
-            assert int(draft.depth[b, i]) == len(paths[i])
-    return [(paths[i], float(draft.scores[b, i])) for i in sorted(paths) if i]
-
-
 HEADS = {
     "eagle1": dict(version=1),
     "eagle1 no bias, trimmed": dict(version=1, fc_bias=False, vocab=DRAFT_VOCAB),
@@ -219,7 +213,7 @@ def check_drafts(head, tree, params, shared_noise=True, steps=4):
         dynamic = isinstance(tree, trees.DynamicTree)
         brute = BruteForce(head, ids[0], params, shared_noise, ranked=dynamic)
         expected = brute.dynamic(tree) if dynamic else brute.static(tree)
-        got = drafted_nodes(draft, 0)
+        got = [(path, float(draft.scores[0, i])) for i, path in node_paths(draft, 0).items()]
         assert [path for path, _ in got] == [path for path, _ in expected]
         assert max(abs(a[1] - b[1]) for a, b in zip(got, expected, strict=True)) < 1e-6
     return max(int(count) for _, count, _ in seen)
@@ -232,6 +226,7 @@ def test_drafted_tree_is_the_brute_force_one(kind, shape):
     acceptance silently falls. Greedy and sampled (shared noise), also after re-feeding several accepted tokens."""
     options = dict(HEADS[kind])
     head = tiny_head(tiny_model(), options.pop("version"), options.pop("vocab", None), **options)
+    assert all((p - 1).abs().max() > 0.01 for p in head.parameters() if p.dim() == 1)  # a dropped norm would show
     greedy = SamplingParams(max_new_tokens=5)
     sampled = SamplingParams(temperature=3.0, seed=3, max_new_tokens=16)  # the shared noise makes drafts right
     check_drafts(head, SHAPES[shape], greedy, steps=2)
@@ -530,6 +525,18 @@ def test_batch_rows_of_a_perfect_head():
         assert all(len(ids) == tree.D + 1 for ids in result.tokens_per_step[:-1])
 
 
+@pytest.mark.parametrize("changes", ({}, {"logits_cap": 3.0}, {"logits_multiplier": 0.5}), ids=str)
+def test_the_best_of_the_lm_head_are_not_taken_for_the_targets(changes, monkeypatch):
+    """Scores of an LM head whose logits the target scales or caps: a dynamic tree ranks its nodes wrongly."""
+    model = tiny_model(torch.float32, **changes)
+    quantize_(model, QuantSpec("int8"))
+    pack_(model, torch.float32)
+    model.lm_head.packed = dataclasses.replace(model.lm_head.packed, layout="planes")  # as on a GPU
+    monkeypatch.setattr(kernels, "packed_topk", lambda *args: "found")
+    for head in (tiny_head(model), tiny_block(model, slots=5)):
+        assert head.top(torch.zeros(1, 1, 32), 3) == (None if changes else "found")
+
+
 # ------------------------------------------------------------------ penalties and filters on the draft side
 
 
@@ -552,21 +559,6 @@ def test_top_k_1_is_greedy(tree):
     one = SamplingParams(temperature=1.0, top_k=1, seed=9, max_new_tokens=40)
     sampled = eagle_engine(head, SHAPES[tree]).generate(PROMPT, one).run()[0]
     assert sampled.tokens_per_step == greedy.tokens_per_step and sampled.token_ids == greedy.token_ids
-
-
-def test_refusals():
-    """Multi-round on a dynamic tree would silently stop being lossless."""
-    head = tiny_head(tiny_model())
-    with pytest.raises(ValueError, match="multi-round needs a static tree"):
-        eagle_engine(head, trees.DynamicTree(8, 2, 2), multi_round="with")
-
-
-def test_norms_are_not_inert():
-    """The reference test above would miss a dropped norm if random heads had unit norms."""
-    head = tiny_head(tiny_model(), 3, fc_norm=True)
-    assert all(float((p - 1).abs().max()) > 0.01 for p in head.parameters() if p.dim() == 1)
-    randomise(head, 5)
-    assert CTX >= 64
 
 
 # ------------------------------------------------------------------ multi-round: what is drawn, and how likely
@@ -604,7 +596,7 @@ def test_multi_round_draws_from_the_filtered_distribution(rule, distribution):
     few = 0
     for ids, _, draft in seen[:3]:
         brute, run_rows = BruteForce(head, ids[0], params, noise=False), [0, *sum(tree.levels, ())]
-        paths = [(), *(path for path, _ in drafted_nodes(draft, 0))]
+        paths = [(), *node_paths(draft, 0, twins=rule == "with").values()]
         for row, node in enumerate(run_rows):
             z, _, targets = brute.distribution(paths[node])
             q = filtered(z, params)
@@ -620,11 +612,10 @@ def test_multi_round_draws_from_the_filtered_distribution(rule, distribution):
     assert rule == "with" or few > 3, "no node has more children than survivors"
 
 
-@pytest.mark.parametrize("vocab", (None, DRAFT_VOCAB), ids=("full", "trimmed"))
-@pytest.mark.parametrize("rule", ("with", "without"))
+@pytest.mark.parametrize("rule, vocab", [("with", None), ("without", DRAFT_VOCAB)], ids=("full", "trimmed"))
 def test_greedy_multi_round_accepts_what_match_accepts(rule, vocab):
     """At T = 0 a one-hot q leaves every child but the first undrawable: arbitrary siblings, never accepted."""
-    head, params, sizes = tiny_head(peaked_model(), vocab=vocab), SamplingParams(max_new_tokens=60), []
+    head, params, sizes = tiny_head(peaked_model(), vocab=vocab), SamplingParams(max_new_tokens=40), []
     for tree in (MEDUSA, trees.PAPER25):
         match = eagle_engine(head, tree).generate(PROMPT, params).run()[0]
         ours = eagle_engine(head, tree, multi_round=rule).generate(PROMPT, params).run()[0]

@@ -326,7 +326,7 @@ def test_top_p_keeps_no_token_beyond_its_mass():
 # ---------------------------------------------------------------- choice
 
 
-@pytest.mark.parametrize("case", [*CASES[:4], *CASES[4:7], *CASES[7:]], ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
 def test_choice_follows_the_processed_distribution(case):
     """Prevents wrong frequencies: 10^5 draws with the real noise, positions and seeds as samples (chi-square).
 

@@ -18,28 +18,11 @@ pytest.importorskip("sentencepiece", reason="sentencepiece is not installed")
 pytest.importorskip("tokenizers", reason="tokenizers is not installed")
 
 TEXTS = [
-    "",
-    " ",
-    "   ",
-    "\n",
-    "\n\n  \n",
-    "Hello world",
-    " leading",
-    "   three leading",
-    "trailing  ",
-    "tab\tand\r\nnewline\n",
-    "def f(self, x):\n    return x ** 2  # power\n",
-    "naïve café, Zürich, Ελληνικά, 日本語テキスト, हिन्दी",
-    "emoji 🙂 👩‍👩‍👧‍👦 🇩🇪 é",
-    "\x00\x01\x7f\u200b\ufeff\u2028",
-    "▁already▁marked ▁",
-    "Ġbyte Ċlevel letters Ã©",
-    "1234567890 3.14",
-    "<0x41> <0xE3>",
-    "\ufffd replaced",
-    "[INST] x [/INST] <<SYS>>",
-    "a" * 300,
-]
+    "", "   ", "\n", "\n\n  \n", "Hello world", " leading", "   three leading", "trailing  ", "tab\tand\r\nnewline\n",
+    "def f(self, x):\n    return x ** 2  # power\n", "naïve café, Zürich, Ελληνικά, 日本語テキスト, हिन्दी",
+    "emoji 🙂 👩‍👩‍👧‍👦 🇩🇪 é", "\x00\x01\x7f\u200b\ufeff\u2028", "▁already▁marked ▁", "Ġbyte Ċlevel letters Ã©",
+    "1234567890 3.14", "<0x41> <0xE3>", "\ufffd replaced", "[INST] x [/INST] <<SYS>>", "a" * 300,
+]  # fmt: skip
 SPECIAL = ["<|begin|>", "<|end|>", "<|start_header|>", "<|end_header|>", "<|eot|>"]
 HI = [{"role": "user", "content": "Hi there"}]
 TALK = [
@@ -250,41 +233,27 @@ def test_bos_and_eos_flags(spm_dir, json_dir, edit):
 
 
 def test_stop_ids(spm_dir, json_dir, edit):
-    """The stop ids are those that generation_config.json and the tokenizer name.
+    """The stop ids are those of generation_config.json, else of config.json, else the tokenizer's own.
 
-    Catches: a Llama-3 chat that never stops because <|eot|>, listed in generation_config.json, is ignored.
+    Catches: a Llama-3 chat that never stops because <|eot|>, listed in generation_config.json, is ignored, or a file that
+    counts for nothing as soon as there is a tokenizer.
     """
-    assert tk.load_tokenizer(spm_dir).eos_ids == (2,)
-    ours = tk.load_tokenizer(json_dir)
-    assert ours.eos_ids == (ours._files.vocab["<|end|>"], ours._files.vocab["<|eot|>"])
-    folder = edit(json_dir)
-    write_json(folder / "generation_config.json", {"eos_token_id": 5})
-    assert tk.load_tokenizer(folder).eos_ids == (5,)
-    for bad in ("5", [5, 1.0], 10**6, -1, True):
-        write_json(folder / "generation_config.json", {"eos_token_id": bad})
-        with pytest.raises(ValueError, match="token id"):
-            tk.load_tokenizer(folder)
-    write_json(folder / "generation_config.json", {"eos_token_id": None})
-    assert tk.load_tokenizer(folder).eos_ids == (ours._files.vocab["<|end|>"],)
-
-
-def test_stop_ids_of_config_json(spm_dir, json_dir, edit):
-    """Bug: config.json's `eos_token_id: [2, 13]` counts for nothing as soon as there is a tokenizer. The order is
-    generation_config.json, config.json, the tokenizer's own."""
-    for source in (spm_dir, json_dir):
+    vocab = tk.load_tokenizer(json_dir)._files.vocab
+    assert tk.load_tokenizer(json_dir).eos_ids == (vocab["<|end|>"], vocab["<|eot|>"])
+    for source, own in ((spm_dir, (2,)), (json_dir, (vocab["<|end|>"],))):
         folder = edit(source, f"stops-{source.name}")
-        (folder / "generation_config.json").unlink(missing_ok=True)
-        own = tk.load_tokenizer(folder).eos_ids
-        for listed, want in (([2, 13], (2, 13)), (7, (7,)), (None, own), ([], own)):
-            write_json(folder / "config.json", {"eos_token_id": listed})
+        for first, second, want in (
+            (None, None, own), (None, [], own), (None, 7, (7,)), ([], [2, 13], (2, 13)), (5, [2, 13], (5,)), ([5, 6], 7, (5, 6))
+        ):  # fmt: skip
+            write_json(folder / "generation_config.json", {"eos_token_id": first})
+            write_json(folder / "config.json", {"eos_token_id": second})
             assert tk.load_tokenizer(folder).eos_ids == want
-        write_json(folder / "config.json", {"eos_token_id": [2, 13]})
-        write_json(folder / "generation_config.json", {"eos_token_id": [5, 6]})
-        assert tk.load_tokenizer(folder).eos_ids == (5, 6)
-    write_json(folder / "generation_config.json", {})
-    write_json(folder / "config.json", {"eos_token_id": "x"})
-    with pytest.raises(ValueError, match="token id 'x'"):
-        tk.load_tokenizer(folder)
+        for bad in ("5", [5, 1.0], 10**6, -1, True):
+            for name in ("generation_config.json", "config.json"):
+                for file in ("generation_config.json", "config.json"):
+                    write_json(folder / file, {"eos_token_id": bad} if file == name else {})
+                with pytest.raises(ValueError, match="token id"):
+                    tk.load_tokenizer(folder)
 
 
 @pytest.mark.parametrize("name", ["special_tokens_map.json", "tokenizer_config.json"])
@@ -379,25 +348,15 @@ def test_added_tokens_of_sentencepiece_models(spm_dir, edit):
 
 def test_streaming_equals_one_shot_for_any_ids(spm_dir, json_dir):
     """Bug: a streamed reply differs from the final text (lost spaces, broken or doubled characters)."""
-    hypothesis = pytest.importorskip("hypothesis", reason="hypothesis is not installed")
-    from hypothesis import strategies as st
-
-    ours = {"spm": tk.load_tokenizer(spm_dir), "json": tk.load_tokenizer(json_dir)}
-
-    @hypothesis.settings(max_examples=300, deadline=None, derandomize=True)
-    @hypothesis.given(
-        st.sampled_from(sorted(ours)),
-        st.lists(st.one_of(st.integers(0, 730), st.integers(3, 258)), max_size=40),
-        st.integers(1, 5),
-        st.booleans(),
-        st.booleans(),
-    )
-    def check(kind, ids, chunk, skip, continuation):
-        stream = ours[kind].stream(skip, continuation)
-        text = "".join(stream.push(ids[i : i + chunk]) for i in range(0, len(ids), chunk)) + stream.flush()
-        assert text == ours[kind].decode(ids, skip, continuation)
-
-    check()
+    rng = random.Random(0)
+    for ours in (tk.load_tokenizer(spm_dir), tk.load_tokenizer(json_dir)):
+        for _ in range(150):
+            top = rng.choice((730, 258))  # the first ids are bytes and control tokens
+            ids = [rng.randint(0, top) for _ in range(rng.randint(0, 40))]
+            chunk, how = rng.randint(1, 5), (rng.random() < 0.5, rng.random() < 0.5)
+            stream = ours.stream(*how)
+            text = "".join(stream.push(ids[i : i + chunk]) for i in range(0, len(ids), chunk)) + stream.flush()
+            assert text == ours.decode(ids, *how)
 
 
 def test_streaming_never_splits_a_character(spm_dir, json_dir):
@@ -587,10 +546,9 @@ def test_template_contract(json_dir, edit):
     assert ours.encode_chat(TALK)
 
 
+LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 HOSTILE = {
-    "subclasses": "{{ ''.__class__.__mro__[1].__subclasses__() }}",
     "globals": "{{ cycler.__init__.__globals__.os.popen('id').read() }}",
-    "loops": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
     "range": "{% for a in range(10**9) %}x{% endfor %}",
     "string": "{% set x = 'a' * (1024 * 1024 * 1024) %}{{ x | length }}",
     "doubling": "{% set ns = namespace(s='aa') %}{% for i in range(60) %}{% set ns.s = ns.s + ns.s %}{% endfor %}",
@@ -606,23 +564,23 @@ HOSTILE = {
     "mutation": "{{ messages.append(1) }}",
     "environment": "{{ self.__init__.__globals__ }}{{ lipsum.__globals__['os'].environ }}",
     "format": "{{ '{0.__class__.__init__.__globals__}'.format(messages) }}",
-    "type": "{{ messages + 1 }}",
     "nested": "{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}",
 }
 
 
-@pytest.mark.parametrize("name", sorted(HOSTILE))
-def test_hostile_templates(json_dir, edit, name):
+def test_hostile_templates(json_dir, edit):
     """Bug: a downloaded chat template runs code, hangs the server or eats all memory."""
-    ours = tk.load_tokenizer(edit(json_dir, chat_template=HOSTILE[name]))
-    with pytest.raises(ValueError, match=r"failed for roles \[user\]") as error:
-        ours.render_chat(HI)
-    assert "tokenizer_config.json" in one_line(error) and "vicuna" in error.value.__notes__[0]
+    ours = tk.load_tokenizer(edit(json_dir, chat_template="x"))
+    for name, template in HOSTILE.items():  # in one child, as long as it lives
+        ours.chat_templates["default"] = template
+        with pytest.raises(ValueError, match=r"failed for roles \[user\]") as error:
+            ours.render_chat(HI)
+        assert "tokenizer_config.json" in one_line(error) and "vicuna" in error.value.__notes__[0], name
 
 
 def test_a_template_is_rendered_by_one_child_that_is_replaced_after_a_failure(json_dir, edit, monkeypatch):
     """Bug: every chat turn starts Python anew, a bad request spoils all later ones, or two threads mix their prompts."""
-    slow = "{% if messages[0].content == 'slow' %}" + HOSTILE["loops"] + "{% endif %}{{ messages[0].content }}"
+    slow = "{% if messages[0].content == 'slow' %}" + LOOPS + "{% endif %}{{ messages[0].content }}"
     ours = tk.load_tokenizer(edit(json_dir, chat_template=slow))
     started = []
     popen = subprocess.Popen
@@ -687,14 +645,13 @@ def test_builtin_prompts_are_fastchats():
     assert tk.PAPER_SUFFIX == {"vicuna": "", "llama-2-chat": " ", "mixtral": ""}
 
 
-@pytest.mark.parametrize("name", ["vicuna", "llama-2-chat", "mixtral"])
 @pytest.mark.parametrize("kind", ["user user", "assistant", "system", "user assistant", "user system user", ""])
-def test_builtin_roles(name, kind):
+def test_builtin_roles(kind):
     """Bug: a conversation in the wrong order is rendered as if somebody else had spoken."""
-    messages = [{"role": role, "content": "x"} for role in kind.split()]
-    with pytest.raises(ValueError, match="roles") as error:
-        tk.builtin_prompt(name, messages)
-    assert ", ".join(kind.split()) in one_line(error)
+    for name in tk.BUILTIN_SYSTEM:
+        with pytest.raises(ValueError, match="roles") as error:
+            tk.builtin_prompt(name, [{"role": role, "content": "x"} for role in kind.split()])
+        assert ", ".join(kind.split()) in one_line(error)
 
 
 @pytest.mark.parametrize("name", ["vicuna", "llama-2-chat", "mixtral"])
@@ -718,19 +675,10 @@ def mutations(data: bytes, count: int, seed: int):
     for _ in range(count):
         changed = bytearray(data)
         for _ in range(rng.choice([1, 1, 2, 8])):
-            if not changed:
-                break
-            place, kind = rng.randrange(len(changed)), rng.randrange(4)
-            if kind == 0:
-                changed[place] = rng.randrange(256)
-            elif kind == 1:
-                del changed[place : place + rng.choice([1, 2, 40])]
-            elif kind == 2:
-                changed[place:place] = changed[rng.randrange(len(changed)) :][: rng.choice([1, 5, 60])]
-            else:
-                digits = [i for i in range(len(changed)) if 48 <= changed[i] <= 57]
-                if digits:
-                    changed[rng.choice(digits)] = rng.choice(b"0123456789-e.")
+            place = rng.randrange(len(changed) or 1)
+            cut, added = rng.choice([(1, 1), (1, 0), (40, 0), (0, 1), (0, 60)])  # another byte, a hole, or a repetition
+            source = rng.randrange(len(changed) or 1)
+            changed[place : place + cut] = bytes([rng.randrange(256)]) if cut and added else changed[source:][:added]
         yield bytes(changed)
 
 
@@ -739,8 +687,7 @@ def test_mutated_files_fail_in_one_line(json_dir, edit, name):
     """Bug: a damaged download ends in a Rust panic (a BaseException) or a traceback."""
     folder = edit(json_dir, chat_template=CHATML, added_tokens_decoder={"600": {"content": SPECIAL[0]}})
     path, failures = folder / name, 0
-    count = 400 if name == "tokenizer.json" else 300
-    for data in mutations(path.read_bytes(), count, seed=1):
+    for data in mutations(path.read_bytes(), 200, seed=1):
         path.write_bytes(data)
         try:
             ours = tk.load_tokenizer(folder, 700)

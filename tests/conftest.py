@@ -53,6 +53,16 @@ def rope(kind: str, theta: float = 10000.0, **more: float) -> dict:
 
 
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+WINDOWS = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+
+
+def ropes(full: dict, sliding_theta: float) -> dict:
+    """Rotations of layers with full attention, and of those with a window."""
+    sliding = {"rope_type": "default", "rope_theta": sliding_theta}
+    return {"rope_parameters": {"full_attention": full["rope_parameters"], "sliding_attention": sliding}}
+
+
 # family -> (transformers config class, what differs from BASE)
 FAMILIES = {
     "llama": ("LlamaConfig", {}),
@@ -91,10 +101,7 @@ FAMILIES = {
     ),
     "glm4": ("Glm4Config", {"head_dim": 16, "rms_norm_eps": 1e-5}),
     "ernie4_5": ("Ernie4_5Config", {"head_dim": 32, "use_bias": True, "tie_word_embeddings": True}),
-    "exaone4": (
-        "Exaone4Config",
-        {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
-    ),
+    "exaone4": ("Exaone4Config", WINDOWS),
     "exaone4-full": ("Exaone4Config", {"sliding_window": None, "layer_types": ["full_attention"] * 3}),
     "ministral": (
         "MinistralConfig",
@@ -115,54 +122,25 @@ FAMILIES = {
     ),
     "gemma3": (
         "Gemma3TextConfig",
-        {"head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 8, "tie_word_embeddings": True}
-        | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
-        | {
-            "rope_parameters": {
-                "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e6},
-                "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
-            }
-        },
+        {"head_dim": 32, "query_pre_attn_scalar": 32, "tie_word_embeddings": True}
+        | WINDOWS
+        | ropes(rope("linear", 1e6, factor=4.0), 1e3),
     ),
     "gemma3-scale": (
         "Gemma3TextConfig",
         {"head_dim": 16, "query_pre_attn_scalar": 20, "sliding_window": 8, "final_logit_softcapping": 2.0},
     ),
     "olmo2": ("Olmo2Config", {"rms_norm_eps": 1e-5}),
-    "olmo3": (
-        "Olmo3Config",
-        {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
-        | {
-            "rope_parameters": {
-                "full_attention": {
-                    "rope_type": "yarn",
-                    "rope_theta": 5e5,
-                    "factor": 4.0,
-                    "original_max_position_embeddings": 64,
-                },
-                "sliding_attention": {"rope_type": "default", "rope_theta": 5e5},
-            }
-        },
-    ),
+    "olmo3": ("Olmo3Config", WINDOWS | ropes(rope("yarn", 5e5, factor=4.0, original_max_position_embeddings=64), 5e5)),
     "gpt_oss": (
         "GptOssConfig",
-        {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8, "rms_norm_eps": 1e-5}
-        | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+        {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "rms_norm_eps": 1e-5}
+        | WINDOWS
         | rope("yarn", 1e5, factor=4.0, original_max_position_embeddings=64, truncate=False),
     ),
-    "qwen2_moe": (
-        "Qwen2MoeConfig",
-        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "sliding_window": None}
-        | {"shared_expert_intermediate_size": 80},
-    ),
-    "qwen3_moe-normed": (
-        "Qwen3MoeConfig",
-        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": True},
-    ),
-    "qwen3_moe": (
-        "Qwen3MoeConfig",
-        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": False},
-    ),
+    "qwen2_moe": ("Qwen2MoeConfig", EXPERTS | {"sliding_window": None, "shared_expert_intermediate_size": 80}),
+    "qwen3_moe-normed": ("Qwen3MoeConfig", EXPERTS | {"norm_topk_prob": True}),
+    "qwen3_moe": ("Qwen3MoeConfig", EXPERTS | {"norm_topk_prob": False}),
 }
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from block_kit import block_outputs, built, corrected, layouts, random_tensors, tap_ids, tiny_block, write_layout
 from test_block_heads import ANCHOR, MODEL, features_of, slots_of
+from test_drafters import table_model
 from tiny import CTX, PROMPT, TREES, V, node_paths, tables, tiny_model
 
 import kernels
@@ -146,20 +147,19 @@ def test_chains_walk_the_best_token(tmp_path, name):
     config, tensors, drafter, draft, _, features = drafted(tmp_path, name, trees.chain(3), {})
     out, z = block_outputs(config, tensors, features, ANCHOR, MODEL)
     ids = drafter.draft_ids.tolist() if drafter.draft_ids is not None else list(range(V))
+
+    def best(path, count):
+        """The likeliest tokens of the shortlist after a path that begins with the anchor."""
+        keys, short = corrected(config, tensors, out, z, path), z[len(path) - 1].topk(min(40, len(ids))).indices
+        return [ids[int(i)] for i in short[keys[short].topk(count).indices]]
+
     path = [ANCHOR]
-    for d in range(3):
-        keys = corrected(config, tensors, out, z, path)
-        short = z[d].topk(min(40, len(ids))).indices
-        path.append(ids[int(short[keys[short].argmax()])])
+    for _ in range(3):
+        path += best(path, 1)
     assert draft.tokens[0].tolist() == path
     _, _, _, draft, _, _ = drafted(tmp_path / "b", name, trees.StaticTree(((0,), (1,), (1, 0), (1, 1))), {})
-    first = corrected(config, tensors, out, z, [ANCHOR])
-    short = z[0].topk(min(40, len(ids))).indices
-    best = [ids[int(i)] for i in short[first[short].topk(2).indices]]
-    assert draft.tokens[0, 1:3].tolist() == best
-    second = corrected(config, tensors, out, z, [ANCHOR, best[1]])
-    short = z[1].topk(min(40, len(ids))).indices
-    assert draft.tokens[0, 3:].tolist() == [ids[int(i)] for i in short[second[short].topk(2).indices]]
+    first = best([ANCHOR], 2)
+    assert draft.tokens[0, 1:].tolist() == first + best([ANCHOR, first[1]], 2)
 
 
 @pytest.mark.parametrize("name", ("dspark, vanilla", "dflash2", "dflash"))
@@ -291,20 +291,12 @@ def test_the_context_is_the_same_however_it_came():
             torch.testing.assert_close(context(e, 70), want, rtol=0, atol=1e-12)
 
 
-@functools.cache
-def cycle_model():
-    """A float64 target whose next token is a function of the last one. Returns (model, table)."""
-    from test_drafters import table_model
-
-    return table_model()
-
-
 @pytest.mark.parametrize("kind", ("vanilla", "gated", "rnn", "selector"))
 @pytest.mark.parametrize("settings", ({}, SAMPLED))
 def test_a_correction_that_knows_the_next_token_is_always_accepted(kind, settings):
     """A correction by the parent of another row, a state that is not the parent's, or a lost factor: the logits of the
     slots know nothing here, and the token before says all."""
-    model, follow = cycle_model()
+    model, follow = table_model()
     r = 128
     head = tiny_block(model, slots=5, slot0=kind != "selector", markov=kind, rank=r, shortlist=V,
                       num_attention_heads=4, num_key_value_heads=2, head_dim=8)  # fmt: skip

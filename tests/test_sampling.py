@@ -124,7 +124,8 @@ def twin_bits(seed: np.ndarray, positions: np.ndarray, ids: np.ndarray) -> np.nd
 
 
 def test_noise_bits_equal_the_numpy_twin():
-    """Prevents an int64 overflow, or a signed shift, giving other bits on another device or compiler."""
+    """Prevents an int64 overflow, or a signed shift, giving other bits on another device or compiler; the in-place hash
+    from overwriting the engine's buffers; and other key words on a CPU, which computes them with Python integers."""
     generator = torch.Generator().manual_seed(1)
     extreme = [0, 1, -1, 2**31 - 1, 2**31, 2**32 - 1, 2**32, -(2**31), 2**63 - 1, -(2**63)]
     random = torch.randint(-(2**63), 2**63 - 1, (300,), generator=generator).tolist()
@@ -132,22 +133,17 @@ def test_noise_bits_equal_the_numpy_twin():
     positions = torch.randint(0, 2**31, (len(seed), 4), generator=generator)
     positions[:10] = torch.tensor([0, 1, 2**31 - 1, 2**32 - 1])
     ids = torch.cat([torch.tensor([0, 1, 2**31 - 1, 2**32 - 1]), torch.arange(100, 160)])
+    copies = [x.clone() for x in (seed, positions, ids)]
     bits = sampling.noise_bits(seed, positions, ids)
+    assert all(map(torch.equal, (seed, positions, ids), copies))  # the hash works in place, on copies
     assert bits.min() >= 0 and bits.max() < 2**32 and bits.shape == (310, 4, 64)
     with np.errstate(over="ignore"):
         assert np.array_equal(bits.numpy(), twin_bits(seed.numpy(), positions.numpy(), ids.numpy()))
+    assert torch.equal(sampling._keys_on_host(seed, positions), torch.stack(sampling._keys(seed, positions)))
     for shape in ((310, 1, 64), (310, 4, 64)):  # ids per row and per node
         assert torch.equal(sampling.noise_bits(seed, positions, ids.expand(shape)), bits)
     # the largest intermediate product stays inside the signed 64-bit range
     assert (2**32 - 1) * max(abs(sampling.MIX_A), abs(sampling.MIX_B)) < 2**63
-
-
-def test_noise_arguments_are_not_modified():
-    """Prevents the in-place hash from overwriting the engine's seed, position and id buffers."""
-    arguments = torch.tensor([5, 9]), torch.tensor([[1, 2], [3, 4]]), torch.arange(7)
-    copies = [x.clone() for x in arguments]
-    sampling.gumbel_noise(*arguments)
-    assert all(torch.equal(x, y) for x, y in zip(arguments, copies, strict=True))
 
 
 def test_noise_is_finite_at_both_ends(monkeypatch):
@@ -313,14 +309,9 @@ def test_sequences_with_settings_of_their_own_are_decided_as_alone():
 
 
 def test_top_p_keeps_no_token_beyond_its_mass():
-    """Of probabilities 1/2, 1/4 and 1/4 top-p = 0.5 keeps the first alone, on the CPU and in the search for GPUs.
-
-    Catches: a sum that has to exceed the mass, not to reach it.
-    """
-    z = torch.tensor([0.0, -math.log(2), -math.log(2)]).view(1, 1, 3)
-    given = torch.ones(1, 1, 1), torch.zeros(1, 1, 1, dtype=torch.int64), torch.full((1, 1, 1), 0.5)
-    for find in (sampling._cutoff, sampling._cutoff_search):
-        assert (z >= find(z, *given)).flatten().tolist() == [True, False, False]
+    """Prevents a sum that has to exceed the mass, not to reach it: of 1/2, 1/4 and 1/4 top-p = 0.5 keeps the first."""
+    z = torch.tensor([[0.0, -math.log(2), -math.log(2)]])
+    assert both_ways(z, state_for(temperature=1.0, top_p=0.5)).tolist() == [[True, False, False]]
 
 
 # ---------------------------------------------------------------- choice
@@ -366,24 +357,17 @@ def test_choice_with_penalties_follows_the_distribution():
 
 
 def test_ties_go_to_the_lowest_id():
-    """Prevents plain and drafted decoding from breaking the same tie differently, at several widths."""
+    """Prevents plain and drafted decoding from breaking the same tie differently, at several widths, and the blocked
+    argmax from losing a maximum at a block edge."""
     for vocab in (7, 64, 1000, 4096):
-        logits = torch.zeros(2, 3, vocab)
-        assert sampling.choose(logits, None, state_for(2), SamplingMode()).eq(0).all()
+        x = torch.randn(50, vocab).mul(3).round()
+        assert sampling._argmax(x).tolist() == [int((row == row.max()).nonzero()[0]) for row in x]
         for low, high in ((vocab // 2, vocab - 1), (vocab - 2, vocab - 1), (1, 2)):
             logits = torch.zeros(2, 3, vocab)
             logits[..., [low, high]] = 1.5
             assert sampling.choose(logits, None, state_for(2), SamplingMode()).eq(low).all()
             state = state_for(2, temperature=1.0, top_k=2)
             assert sampling.choose(logits, torch.zeros_like(logits), state, FILTER).eq(low).all()
-
-
-def test_argmax_equals_torch():
-    """Prevents the blocked argmax from losing a maximum at a block edge."""
-    for vocab in (64, 128, 100, 4096):
-        x = torch.randn(50, vocab).mul(3).round()
-        expected = [int((row == row.max()).nonzero()[0]) for row in x]
-        assert sampling._argmax(x).tolist() == expected == sampling._argmax(x[None])[0].tolist()
 
 
 def test_low_temperature_becomes_greedy():
@@ -599,15 +583,6 @@ SETTINGS = [
     SamplingParams(temperature=0.3, top_p=0.5, presence_penalty=1.0, frequency_penalty=-0.5, seed=-7),
     SamplingParams(temperature=1.0),
 ]
-
-
-def test_keys_of_the_gpu_equal_those_of_the_host():
-    """Prevents the CPU, which computes the key words with Python integers, from having other noise than the GPU."""
-    seed = torch.tensor([0, -1, 2**63 - 1, -(2**63), 12345])
-    for positions in (torch.tensor([[0, 1, 2**31, 2**40 + 3]]).expand(5, -1), torch.arange(5)[:, None] * 77):
-        want = torch.stack(sampling._keys(seed, positions))
-        assert torch.equal(sampling._keys_on_host(seed, positions), want)
-        assert want.min() >= 0 and want.max() < 2**32
 
 
 @pytest.mark.parametrize(

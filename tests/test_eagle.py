@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 import shutil
 from types import SimpleNamespace
@@ -18,7 +17,6 @@ import tree as trees
 from decoding import sampling
 from decoding.drafter import take_rows
 from decoding.params import SamplingParams
-from decoding.verify import multi_round_walk
 from drafters import trees as tree_drafter
 from eagle_draft import EagleDrafter, EagleHead
 from engine.engine import Engine
@@ -438,22 +436,19 @@ def first_row_read(self, request, real):
     return outputs[0][:, :1]
 
 
-@pytest.mark.parametrize("mutant", (wrong_token, wrong_feature, surviving_rows, first_row_read))
-def test_extend_mutants_lose_acceptance(mutant, monkeypatch):
-    """That the floor above can fail: each of these slips in re-feeding accepted tokens must fall below it."""
-    real = EagleDrafter._extend
-    monkeypatch.setattr(EagleDrafter, "_extend", lambda self, request: mutant(self, request, real))
-    assert tau(oracle_engine()) < 4.5
+EXTENDS = (wrong_token, wrong_feature, surviving_rows, one_row_short, first_row_read)
 
 
-@pytest.mark.parametrize("mutant", (wrong_token, wrong_feature, surviving_rows, one_row_short))
-def test_extend_mutants_spoil_the_cache(mutant, monkeypatch):
-    """That the cache test can fail (an imperfect head's tree rows differ from the true ones)."""
+@pytest.mark.parametrize("mutant", EXTENDS)
+def test_slips_in_feeding_accepted_tokens_are_seen(mutant, monkeypatch):
+    """That the floor above and the test of the cache can fail. (Tree rows of an imperfect head differ from the true ones.)"""
     real = EagleDrafter._extend
     monkeypatch.setattr(EagleDrafter, "_extend", lambda self, request: mutant(self, request, real))
-    params = SamplingParams(temperature=1.0, seed=3, max_new_tokens=30)
-    with pytest.raises(AssertionError, match="not close"):
-        run_and_check_cache(eagle_engine(tiny_head(tiny_model()), SHAPES["paper25"]), PROMPT, params)
+    assert mutant is one_row_short or tau(oracle_engine()) < 4.5
+    if mutant is not first_row_read:
+        params = SamplingParams(temperature=1.0, seed=3, max_new_tokens=30)
+        with pytest.raises(AssertionError, match="not close"):
+            run_and_check_cache(eagle_engine(tiny_head(tiny_model()), SHAPES["paper25"]), PROMPT, params)
 
 
 @pytest.mark.parametrize(
@@ -633,28 +628,6 @@ def test_children_beyond_the_survivors_are_accepted_too(monkeypatch):
         taus.append(engine.generate(PROMPT, params).run()[0].tau)
     greedy = eagle_engine(engine.drafter.head, MEDUSA)
     assert taus[0] < taus[1] <= greedy.generate(PROMPT, params).run()[0].tau + 0.1, taus
-
-
-@pytest.mark.parametrize("replacement", (False, True))
-@pytest.mark.parametrize("q", ((1.0, 0, 0, 0), (0.75, 0.25, 0, 0)), ids=("one-hot", "two survivors"))
-def test_a_child_of_probability_zero_keeps_the_distribution(q, replacement):
-    """A drafted child with q = 0 and p > 0: p / q is infinite, but to accept it for that would favour it. All draws and
-    both sides of every threshold, integrated exactly, must give p."""
-    p, q = torch.tensor([0.375, 0.25, 0.25, 0.125], dtype=torch.float64), torch.tensor(q, dtype=torch.float64)
-    u = torch.cartesian_prod(*[(torch.arange(8) + 0.5) / 8] * 2).double()  # thresholds are multiples of 1 / 8
-    u = torch.nn.functional.pad(u, (1, 2), value=0.5)  # of the root and of two children that q excludes
-    tree = trees.tree_tables([trees.StaticTree(((0,), (1,), (2,), (3,)))] * len(u))
-    total = torch.zeros(4, dtype=torch.float64)
-    for first, second in itertools.product(range(2), range(2)):
-        left = q if replacement else q.index_fill(0, torch.tensor(first), 0)
-        spent = bool(left.sum() == 0)  # then the second draw is of an excluded token too
-        weight = q[first] * ((second == 0) if spent else left[second] / left.sum())
-        tokens = torch.tensor([[0, first, 3 if spent else second, 2, 3]]).expand(len(u), -1)
-        distributions = p.expand(len(u), 5, 4), q.expand(len(u), 1, 4)
-        path, count, distribution = multi_round_walk(tokens, tree, *distributions, u, replacement)
-        drafted = torch.nn.functional.one_hot(tokens.gather(1, path)[:, 1], 4).double()
-        total += weight * torch.where(count[:, None] > 1, drafted, distribution).mean(0)
-    torch.testing.assert_close(total, p, rtol=0, atol=1e-12)
 
 
 # ------------------------------------------------------------------ a trimmed draft vocabulary

@@ -70,17 +70,10 @@ def spm_dir(tmp_path_factory, source_text) -> Path:
     folder = tmp_path_factory.mktemp("spm")
     (folder / "corpus.txt").write_text(source_text)
     sentencepiece.SentencePieceTrainer.train(
-        input=str(folder / "corpus.txt"),
-        model_prefix=str(folder / "tokenizer"),
-        vocab_size=700,
-        model_type="bpe",
-        byte_fallback=True,
-        normalization_rule_name="identity",
-        remove_extra_whitespaces=False,
-        allow_whitespace_only_pieces=True,
-        split_digits=True,
-        minloglevel=2,
-    )
+        input=str(folder / "corpus.txt"), model_prefix=str(folder / "tokenizer"), vocab_size=700, model_type="bpe",
+        byte_fallback=True, normalization_rule_name="identity", remove_extra_whitespaces=False,
+        allow_whitespace_only_pieces=True, split_digits=True, minloglevel=2,
+    )  # fmt: skip
     (folder / "corpus.txt").unlink()
     return folder
 
@@ -243,7 +236,8 @@ def test_stop_ids(spm_dir, json_dir, edit):
     for source, own in ((spm_dir, (2,)), (json_dir, (vocab["<|end|>"],))):
         folder = edit(source, f"stops-{source.name}")
         for first, second, want in (
-            (None, None, own), (None, [], own), (None, 7, (7,)), ([], [2, 13], (2, 13)), (5, [2, 13], (5,)), ([5, 6], 7, (5, 6))
+            (None, None, own), (None, [], own), (None, 7, (7,)), ([], [2, 13], (2, 13)), (5, [2, 13], (5,)),
+            ([5, 6], 7, (5, 6)),
         ):  # fmt: skip
             write_json(folder / "generation_config.json", {"eos_token_id": first})
             write_json(folder / "config.json", {"eos_token_id": second})
@@ -440,14 +434,9 @@ def test_chat_equals_transformers(json_dir, spm_dir, edit, template, messages, k
         oracle = transformers.AutoTokenizer.from_pretrained(folder)
     else:
         tokens = {str(700 + i): {"content": s, "special": True} for i, s in enumerate(SPECIAL)}
-        folder = edit(
-            spm_dir,
-            bos_token="<s>",
-            eos_token="</s>",
-            legacy=kind == "legacy",
-            added_tokens_decoder=tokens,
-            chat_template=[{"name": "tools", "template": "x"}, {"name": "default", "template": template}],
-        )
+        named = [{"name": "tools", "template": "x"}, {"name": "default", "template": template}]
+        config = {"bos_token": "<s>", "eos_token": "</s>", "legacy": kind == "legacy", "chat_template": named}
+        folder = edit(spm_dir, added_tokens_decoder=tokens, **config)
         oracle = llama_oracle(spm_dir, legacy=kind == "legacy")
         oracle.add_tokens([transformers.AddedToken(s, special=True, normalized=False) for s in SPECIAL])
         oracle.chat_template = template
@@ -492,17 +481,17 @@ def test_a_chat_goes_on_from_the_ids_that_are_known(json_dir, edit, name):
     assert [i for i in ids if i in ours.special_ids] == [i for i in whole if i in ours.special_ids]
 
 
-@pytest.mark.parametrize("change", ["thinking", "counting", "empty"])
-def test_known_ids_that_the_template_writes_differently_now_are_not_used(json_dir, edit, change):
+THINKING = CHATML.replace("message.content", "(message.content.split('</think>')[-1])")
+CHANGES = {
+    "thinking": (THINKING, "<think>hm</think>yes"),
+    "counting": ("{{ messages | length }}" + CHATML, "yes"),
+    "empty": (CHATML, ""),
+}
+
+
+@pytest.mark.parametrize("template, reply", CHANGES.values(), ids=CHANGES)
+def test_known_ids_that_the_template_writes_differently_now_are_not_used(json_dir, edit, template, reply):
     """Bug: a chat that goes on from a prompt which the template no longer writes, such as a thought that it drops."""
-    template, reply = CHATML, "yes"
-    if change == "thinking":
-        template = CHATML.replace("message.content", "(message.content.split('</think>')[-1])")
-        reply = "<think>hm</think>yes"
-    elif change == "counting":
-        template = "{{ messages | length }}" + CHATML
-    else:
-        reply = ""
     ours = tk.load_tokenizer(edit(json_dir, chat_template=template))
     talk = [*HI, {"role": "assistant", "content": reply}, {"role": "user", "content": "and?"}]
     assert ours.continue_chat(talk, [*ours.encode_chat(HI), 5]) == ours.encode_chat(talk)
@@ -511,8 +500,7 @@ def test_known_ids_that_the_template_writes_differently_now_are_not_used(json_di
 def test_templates_that_edit_contents(json_dir, edit):
     """Bug: sentinels break templates that inspect contents, or such a template assembles a control token."""
     transformers = pytest.importorskip("transformers", reason="transformers is the oracle")
-    thinking = CHATML.replace("message.content", "(message.content.split('</think>')[-1])")
-    folder = edit(json_dir, "thinking", chat_template=thinking)
+    folder = edit(json_dir, "thinking", chat_template=THINKING)
     ours, oracle = tk.load_tokenizer(folder), transformers.AutoTokenizer.from_pretrained(folder)
     talk = [HI[0], {"role": "assistant", "content": "<think>hm</think>yes"}, HI[0]]
     assert ours.encode_chat(talk) == oracle.apply_chat_template(talk, add_generation_prompt=True, return_dict=False)
@@ -601,15 +589,9 @@ def test_bad_messages_and_missing_template(json_dir):
     with pytest.raises(ValueError, match="--prompt.*vicuna.*llama-2-chat") as error:
         ours.encode_chat(HI)
     one_line(error)
-    for bad in (
-        [],
-        "hi",
-        [{"role": "user"}],
-        [{"role": "user", "content": None}],
-        [{"role": "user<|eot|>", "content": "x"}],
-        [{"role": ["user"], "content": "x"}],
-        [{"role": "user", "content": "x", "tool_calls": "<|eot|>"}],
-    ):
+    message = {"role": "user", "content": "x"}
+    changes = {"content": None}, {"role": "user<|eot|>"}, {"role": ["user"]}, {"tool_calls": "<|eot|>"}
+    for bad in ([], "hi", [{"role": "user"}], *([message | change] for change in changes)):
         with pytest.raises(ValueError, match="message"):
             ours.encode_chat(bad)
     with pytest.raises(ValueError, match="no chat template 'x'"):
@@ -625,11 +607,8 @@ def test_builtin_prompts_are_fastchats():
     assert len(system) == 508
     digest = "d52c188a3c969c4ece4e68846b15aaf27ef75639b76c08bdd71f062e52c7b9fc"
     assert hashlib.sha256(system.encode()).hexdigest() == digest
-    turns = [
-        {"role": "user", "content": "q1"},
-        {"role": "assistant", "content": "a1"},
-        {"role": "user", "content": "q2"},
-    ]
+    words = (("user", "q1"), ("assistant", "a1"), ("user", "q2"))
+    turns = [{"role": role, "content": content} for role, content in words]
     assert tk.builtin_prompt("vicuna", turns) == (
         "A chat between a curious user and an artificial intelligence assistant. The assistant gives helpful, "
         "detailed, and polite answers to the user's questions. USER: q1 ASSISTANT: a1</s>USER: q2 ASSISTANT:"

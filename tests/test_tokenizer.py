@@ -8,6 +8,8 @@ import shutil
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 
@@ -621,7 +623,6 @@ def test_builtin_prompts_are_fastchats():
     short = [{"role": "system", "content": "S"}, *turns[:1]]
     assert tk.builtin_prompt("llama-2-chat", short) == "[INST] <<SYS>>\nS\n<</SYS>>\n\nq1 [/INST]"
     assert tk.builtin_prompt("vicuna", short) == "S USER: q1 ASSISTANT:"
-    assert tk.PAPER_SUFFIX == {"vicuna": "", "llama-2-chat": " ", "mixtral": ""}
 
 
 @pytest.mark.parametrize("kind", ["user user", "assistant", "system", "user assistant", "user system user", ""])
@@ -639,7 +640,8 @@ def test_builtin_chat_ids_equal_transformers(spm_dir, edit, name):
     ours, oracle = tk.load_tokenizer(edit(spm_dir, legacy=False)), llama_oracle(spm_dir, add_bos_token=True)
     ours.use_template(name)
     assert ours.chat_template_source == f"built-in {name}"
-    suffix = tk.PAPER_SUFFIX[name]
+    suffix = " " if name == "llama-2-chat" else ""
+    assert tk.PAPER_SUFFIX[name] == suffix
     ids = ours.encode_chat(TALK, suffix=suffix)
     assert ids == oracle.encode(tk.builtin_prompt(name, TALK) + suffix)
     attack = ours.encode_chat([{"role": "user", "content": "x</s><s>"}])
@@ -684,18 +686,15 @@ def test_mutated_files_fail_in_one_line(json_dir, edit, name):
 @pytest.mark.parametrize("content", [b"", b"[]", b"{", b"\xff\xfe", b'{"model": 3}', b"[" * 100_000])
 def test_broken_files(json_dir, spm_dir, edit, content):
     """Bug: empty, truncated or non-UTF-8 files crash with something other than a one-line ValueError."""
-    for source, name in ((json_dir, "tokenizer.json"), (spm_dir, "tokenizer.model")):
+    files = {"tokenizer.json": json_dir, "tokenizer.model": spm_dir, "tokenizer_config.json": json_dir}
+    if content == b'{"model": 3}':
+        del files["tokenizer_config.json"]  # where it is no error
+    for name, source in files.items():
         folder = edit(source, name)
         (folder / name).write_bytes(content)
         with pytest.raises(ValueError) as error:
             tk.load_tokenizer(folder)
         assert name in one_line(error)
-    if content != b'{"model": 3}':
-        folder = edit(json_dir, "config")
-        (folder / "tokenizer_config.json").write_bytes(content)
-        with pytest.raises(ValueError) as error:
-            tk.load_tokenizer(folder)
-        assert "tokenizer_config.json" in one_line(error)
 
 
 def test_panics_and_interrupts(monkeypatch, json_dir):
@@ -706,12 +705,8 @@ def test_panics_and_interrupts(monkeypatch, json_dir):
         pass
 
     def failing(error):
-        class Fake:
-            @staticmethod
-            def from_buffer(data):
-                raise error
-
-        monkeypatch.setattr(tokenizers, "Tokenizer", Fake)
+        fake = SimpleNamespace(from_buffer=mock.Mock(side_effect=error))
+        monkeypatch.setattr(tokenizers, "Tokenizer", fake)
 
     failing(PanicException("called `Option::unwrap()`\non a `None` value"))
     with pytest.raises(ValueError, match="unwrap") as error:

@@ -235,8 +235,8 @@ def test_noise_off_drafts_the_official_tree():
     """`--draft-noise off` must ignore temperature and noise, as the official EAGLE-2/3 drafting does."""
     head = tiny_head(tiny_model())
     params = SamplingParams(temperature=1.3, seed=5, top_k=7, max_new_tokens=8)
-    check_drafts(head, SHAPES["dynamic"], params, shared_noise=False)
-    check_drafts(head, SHAPES["medusa"], params, shared_noise=False)
+    for shape in ("dynamic", "medusa"):
+        check_drafts(head, SHAPES[shape], params, shared_noise=False)
 
 
 @pytest.mark.parametrize("version", (1, 3))

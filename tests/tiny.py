@@ -213,7 +213,7 @@ def random_blocks(kind: str, rows: int, columns: int, seed: int) -> np.ndarray:
 
 
 def node_paths(draft: Draft, b: int, twins: bool = False) -> dict[int, tuple[int, ...]]:
-    """The paths of valid nodes but the root; checks parents, depths, what nodes see, and without twins that they differ."""
+    """The token path of every valid node but the root; checks parents, depths, what nodes see, and that paths differ."""
     tokens, parent, valid = draft.tokens[b].tolist(), draft.parent[b].tolist(), draft.valid[b].tolist()
     paths, seen = {0: ()}, {0: {0}}
     for i in range(1, len(tokens)):

@@ -80,27 +80,6 @@ def put_codes(rows: Tensor, source: Source, out: Tensor, low: int, high: int = 0
     torch.ops.eaglet_cpu.put_codes.default(rows, out, numbers, low, high)
 
 
-def to_tiles(codes: Tensor, bits: int) -> Tensor:
-    """Unsigned codes uint8 [N, K] -> uint8 [N / 8, K / 32, 32 * bits].
-
-    Byte (r, c) of a run of 32 bytes holds the code of row r and column c of 4. In int4 its high half holds column c + 4.
-    """
-    N, K = codes.shape
-    if bits == 8:
-        return codes.view(N // 8, 8, K // 32, 8, 4).permute(0, 2, 3, 1, 4).reshape(N // 8, K // 32, 256)
-    halves = codes.view(N // 8, 8, K // 32, 4, 2, 4).permute(4, 0, 2, 3, 1, 5)
-    return (halves[0] | (halves[1] << 4)).reshape(N // 8, K // 32, 128)
-
-
-def from_tiles(tiles: Tensor, bits: int) -> Tensor:
-    """The inverse of `to_tiles`."""
-    count, blocks, _ = tiles.shape
-    if bits == 8:
-        return tiles.view(count, blocks, 8, 8, 4).permute(0, 3, 1, 2, 4).reshape(count * 8, blocks * 32)
-    runs = tiles.view(count, blocks, 4, 8, 4)
-    return torch.stack((runs & 15, runs >> 4)).permute(1, 4, 2, 3, 0, 5).reshape(count * 8, blocks * 32)
-
-
 def tile_scales(scales: Tensor) -> Tensor:
     """scales [..., groups, N] -> [..., N / 8, groups, 8]."""
     return scales.unflatten(-1, (-1, TILE)).transpose(-3, -2).contiguous()

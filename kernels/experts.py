@@ -285,9 +285,7 @@ def expert_linear(x: Tensor, routes: Routes, tensors: PackedTensors, numbers: li
     for e, first, end in zip(routes.used.tolist(), offsets, offsets[1:], strict=False):
         if first == end:
             break  # only idle experts are left
-        own = [None if t is None else t[e] for t in (weight.weight, weight.scales, weight.zeros, weight.mins)]
-        pairs = routes.pairs[first:end].long()
-        one = replace(weight, weight=own[0], scales=own[1], zeros=own[2], mins=own[3])
+        one, pairs = weight.expert(e), routes.pairs[first:end].long()
         if weight.layout == "tiles":
             y = packed_linear(rows[pairs // shared], one, gated=gated)
         else:

@@ -203,6 +203,11 @@ class PackedWeight:
         numbers += tiling + [number for form in self.forms for number in form]
         return PackedTensors(self.weight, self.scales, self.zeros, self.counters, self.mins), numbers
 
+    def expert(self, e: int) -> PackedWeight:
+        """The matrix of one expert."""
+        names = ("weight", "scales", "zeros", "mins")
+        return replace(self, **{n: None if (t := getattr(self, n)) is None else t[e] for n in names})
+
     def reorder(self, x: Tensor) -> Tensor:
         """The columns of x [..., K] in the order in which the weight stores them."""
         return x if self.perm is None else x.index_select(-1, self.perm)
@@ -276,10 +281,10 @@ def dequantize(weight: PackedWeight, dtype: torch.dtype, fused: bool = False) ->
     Columns keep the stored order if `perm` is set. Not for layout 'cpu'. fused: let one Triton kernel compute
     the same bits, for layout 'planes' without experts.
     """
-    if weight.layout == "tiles" and weight.weight.dim() == 1:  # as a file has quantized it
-        return packed_rows(weight, torch.arange(weight.n)).to(dtype)
-    if weight.layout == "tiles" and weight.bits >= 16:
-        return weight.weight.mT.flatten(-3, -2)[..., : weight.n, :].to(dtype)
+    if weight.layout == "tiles" and weight.weight.dim() in (2, 4):
+        return torch.stack([dequantize(weight.expert(e), dtype) for e in range(len(weight.weight))])
+    if weight.layout == "tiles":
+        return packed_rows(weight, torch.arange(weight.n), dtype)
     if weight.forms and fused:
         return panels.triton_rows(weight.weight, weight.forms, weight.n, weight.k, None, dtype)
     if weight.forms:
@@ -294,8 +299,6 @@ def dequantize(weight: PackedWeight, dtype: torch.dtype, fused: bool = False) ->
         )  # fmt: skip
         return out
     wide = torch.promote_types(dtype, torch.float32)
-    if weight.layout == "tiles":
-        weight = _from_tiles(weight)
     zero_points = weight.zeros
     if weight.layout == "planes":
         words, scales, zero_points = _from_panels(weight)
@@ -437,24 +440,12 @@ def _to_tiles(plain: PackedWeight, reuse: bool) -> PackedWeight:
     stored = plain.weight.flatten(0, -2)
     for part, out in zip(stored.split(rows), tiles.flatten(0, -3).split(rows // cpu.TILE), strict=True):
         codes = _unpack_nibbles(part) if plain.bits == 4 else part.view(torch.uint8) ^ 128  # 128 more
-        out.copy_(cpu.to_tiles(codes, plain.bits))
+        cpu.put_codes(codes, cpu.CODES, out.flatten(1), plain.bits)
     scales, mins = plain.scales.view(*lead, -1, plain.n), plain.mins
     if plain.zeros is not None:
         mins = -plain.zeros.float() * scales.float()
     mins = None if mins is None else cpu.tile_scales(mins)
     return replace(plain, layout="tiles", weight=tiles, scales=cpu.tile_scales(scales), zeros=None, mins=mins)
-
-
-def _from_tiles(tiles: PackedWeight) -> PackedWeight:
-    """The same weight in layout 'plain', with mins where `_to_tiles` made them from zeros."""
-    codes = cpu.from_tiles(tiles.weight.flatten(0, -3), tiles.bits)
-    codes = codes.view(*tiles.weight.shape[:-3], tiles.n, tiles.k)
-    scales, mins = (None if t is None else t.transpose(-3, -2).flatten(-2) for t in (tiles.scales, tiles.mins))
-    if tiles.bits == 8:
-        scales = scales if tiles.group_size else scales[..., 0, :]
-        return replace(tiles, layout="plain", weight=(codes.to(torch.int16) - 128).to(torch.int8), scales=scales)
-    packed = codes[..., 0::2] | (codes[..., 1::2] << 4)
-    return replace(tiles, layout="plain", weight=packed, scales=scales, mins=mins)
 
 
 def pack_int4(

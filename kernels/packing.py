@@ -23,22 +23,12 @@ from torch import Tensor
 
 import kernels.cpu as cpu
 import kernels.panels as panels
-from kernels.backend import (
-    active_backend,
-    constexpr,
-    constexpr_function,
-    jit,
-    native,
-    operation,
-    tl,
-    triton,
-    use_cpu,
-    use_triton,
-)
+from kernels.backend import active_backend, constexpr_function, jit, native, operation, tl, triton, use_cpu, use_triton
 from kernels.formats import Blocks, Format, Part
 from kernels.tuned import SMALL_M, LinearConfig, linear_config, shape_key
 
 
+@constexpr_function
 def decode_ptx(bits: int, bf16: bool, small: bool = False) -> str:
     """PTX for `inline_asm_elementwise(pack=2)`: two words in, 32 / bits registers of two half values out.
 
@@ -79,42 +69,23 @@ def decode_ptx(bits: int, bf16: bool, small: bool = False) -> str:
     return "{ .reg .b32 lo, hi, s, t, u, c1, c2, c3, c4; " + " ".join(body) + " }"
 
 
-_PTX4_FP16 = constexpr(decode_ptx(4, False))
-_PTX4_SMALL = constexpr(decode_ptx(4, False, small=True))
-_PTX4_BF16 = constexpr(decode_ptx(4, True))
-_PTX8_FP16 = constexpr(decode_ptx(8, False))
-_PTX8_BF16 = constexpr(decode_ptx(8, True))
-_REGS4 = constexpr("=r," * 8 + "r,r")
-_REGS8 = constexpr("=r," * 4 + "r,r")
-
-
-@jit
-def _plane(w, p: tl.constexpr, BITS: tl.constexpr, DT: tl.constexpr, SMALL: tl.constexpr):
-    code = (((w >> (BITS * p)) & (2**BITS - 1)) - 2 ** (BITS - 1)).to(tl.float32)
-    return (code * 0.0625 if SMALL else code).to(DT)
-
-
 @jit
 def decode(w, BITS: tl.constexpr, DT: tl.constexpr, NATIVE: tl.constexpr, SMALL: tl.constexpr = False):
     """int32 words -> 32 / BITS planes of codes in DT, zero points at 0, and all divided by 16 if SMALL (fp16 of int4).
     Not NATIVE: without inline PTX."""
+    COUNT: tl.constexpr = 32 // BITS
+    TEXT: tl.constexpr = decode_ptx(BITS, DT == tl.bfloat16, SMALL)
+    REGISTERS: tl.constexpr = "=r," * COUNT + "r,r"
     if not NATIVE:
-        a, b = _plane(w, 0, BITS, DT, SMALL), _plane(w, 1, BITS, DT, SMALL)
-        low = a, b, _plane(w, 2, BITS, DT, SMALL), _plane(w, 3, BITS, DT, SMALL)
-        return low if BITS == 8 else low + (
-            _plane(w, 4, BITS, DT, SMALL), _plane(w, 5, BITS, DT, SMALL), _plane(w, 6, BITS, DT, SMALL),
-            _plane(w, 7, BITS, DT, SMALL),
-        )  # fmt: skip
-    elif SMALL:
-        return tl.inline_asm_elementwise(_PTX4_SMALL, _REGS4, [w], (tl.float16,) * 8, is_pure=True, pack=2)
-    elif BITS == 4 and DT == tl.float16:
-        return tl.inline_asm_elementwise(_PTX4_FP16, _REGS4, [w], (tl.float16,) * 8, is_pure=True, pack=2)
-    elif BITS == 4:
-        return tl.inline_asm_elementwise(_PTX4_BF16, _REGS4, [w], (tl.bfloat16,) * 8, is_pure=True, pack=2)
+        planes = ()
+        for p in tl.static_range(COUNT):
+            code = (((w >> (BITS * p)) & (2**BITS - 1)) - 2 ** (BITS - 1)).to(tl.float32)
+            planes += ((code * 0.0625 if SMALL else code).to(DT),)
+        return planes
     elif DT == tl.float16:
-        return tl.inline_asm_elementwise(_PTX8_FP16, _REGS8, [w], (tl.float16,) * 4, is_pure=True, pack=2)
+        return tl.inline_asm_elementwise(TEXT, REGISTERS, [w], (tl.float16,) * COUNT, is_pure=True, pack=2)
     else:
-        return tl.inline_asm_elementwise(_PTX8_BF16, _REGS8, [w], (tl.bfloat16,) * 4, is_pure=True, pack=2)
+        return tl.inline_asm_elementwise(TEXT, REGISTERS, [w], (tl.bfloat16,) * COUNT, is_pure=True, pack=2)
 
 
 @constexpr_function

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kernels.backend import jit, operation, tl, triton
 from kernels.choice import rank_of
+from kernels.draft import store_paths, store_root, tree_shapes
 
 
 @jit
@@ -263,9 +264,7 @@ def prefixes_kernel(
     above = j * 0
     level = j * 0
     rank = j * 0
-    tl.store(out_tokens + b * N, tl.load(root + b))
-    tl.store(out_scores + b * N, 0.0)
-    tl.store(out_parent + b * N, tl.full((), 0, tl.int64))
+    store_root(b, root, out_tokens, out_parent, out_scores, N)
     tl.store(valid + b * N + j, j == 0, mask=j == 0)
     for i in range(1, N):
         best = tl.max(total, 0)
@@ -289,33 +288,17 @@ def prefixes_kernel(
         above = tl.where(new, i, above)
         level = tl.where(new, d + 1, level)
         rank = tl.where(new, 0, rank)
-    seen = ancestors + b * N * N
-    for row in range(N):
-        tl.store(seen + row * N + j, j < 0, mask=j < N)
     tl.debug_barrier()  # what other threads wrote is read from here on
     live = tl.load(valid + b * N + j, mask=j < N, other=0) != 0
-    way = j
-    depth = tl.zeros((NP,), tl.int64)
-    for _ in range(D + 1):
-        tl.store(seen + j * N + way, j >= 0, mask=(j < N) & (live | (way == j)))
-        depth += ((way > 0) & live).to(tl.int64)
-        way = tl.load(out_parent + b * N + way, mask=j < N, other=0).to(tl.int32)
-    tl.store(out_depth + b * N + j, depth, mask=j < N)
+    store_paths(b, live, out_parent, out_depth, ancestors, N, D, NP)
 
 
 def best_prefixes(tokens: Tensor, scores: Tensor, root: Tensor, N: int) -> tuple[Tensor, ...]:
     """The fields of a `growing.DraftTree` from those of `growing.best_prefixes`."""
     B, D, K = tokens.shape
-    out = prefixes_shapes(tokens, scores, root, N)
+    out = tree_shapes(tokens, scores, root, N)
     prefixes_kernel[B,](
         tokens.contiguous(), scores.contiguous(), root.contiguous(), *out, N, D, K, NP=triton.next_power_of_2(N),
         num_warps=1 if N <= 64 else 4,
     )  # fmt: skip
     return out
-
-
-def prefixes_shapes(tokens: Tensor, scores: Tensor, _root: Tensor, N: int) -> tuple[Tensor, ...]:
-    """Empty fields of a `growing.DraftTree` of N nodes."""
-    B = tokens.shape[0]
-    rows = [tokens.new_empty(B, N) for _ in range(3)]
-    return *rows, *(tokens.new_empty(s, dtype=torch.bool) for s in ((B, N, N), (B, N))), scores.new_empty(B, N)

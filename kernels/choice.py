@@ -463,8 +463,7 @@ def draft_topk(
     """
     logits = logits.contiguous()
     B, W, V = logits.shape
-    ids = torch.empty(B, W, count, dtype=torch.int64, device=logits.device)
-    scores = torch.empty(B, W, count, dtype=torch.float32, device=logits.device)
+    ids, scores = draft_topk_shapes(logits, count)
     wide = triton.next_power_of_2(count)
     block, warps = _block(V, wide)
     most = 128 if warps == 16 else None  # Without a number, ptxas would rather spill than use more than 64 registers.

@@ -222,10 +222,9 @@ def expand(pool: Sequence[Tensor], tokens: Tensor, scores: Tensor, ids: Tensor |
     """
     B, K = tokens.shape[0], tokens.shape[-1]
     first = not pool
-    pool_tokens, pool_scores, pool_parent, frontier, visible = (tokens, scores, *[tokens] * 3) if first else pool
-    P, R = (0, 0) if first else (pool_tokens.shape[1], visible.shape[2])
+    before = (tokens, scores, *[tokens] * 3) if first else pool
+    P, R = (0, 0) if first else (pool[0].shape[1], pool[-1].shape[2])
     count = K if first else K * K
-    before = pool_tokens, pool_scores, pool_parent, frontier, visible
     out = expand_shapes(pool, tokens, scores)
     expand_kernel[B,](
         *(t.contiguous() for t in (*before, tokens, scores)), tokens if ids is None else ids, *out, P, R, K,
@@ -244,6 +243,31 @@ def expand_shapes(pool: Sequence[Tensor], tokens: Tensor, scores: Tensor, *_rest
     rows = [tokens.new_empty(B, K) for _ in range(3)]
     visible = tokens.new_empty(B, K, R + K, dtype=torch.bool)
     return tokens.new_empty(B, size), scores.new_empty(B, size), tokens.new_empty(B, size), *rows, visible
+
+
+@jit
+def store_root(b, root, tokens, parent, scores, N):
+    """Store node 0 of a `growing.DraftTree`."""
+    tl.store(tokens + b * N, tl.load(root + b))
+    tl.store(scores + b * N, 0.0)
+    tl.store(parent + b * N, tl.full((), 0, tl.int64))
+
+
+@jit
+def store_paths(b, live, parent, out_depth, ancestors, N, D, NP: tl.constexpr):
+    """Store the depths and ancestors of nodes whose parents this program has stored. Those not `live` are padding."""
+    j = tl.arange(0, NP)
+    seen = ancestors + b * N * N
+    for row in range(N):
+        tl.store(seen + row * N + j, j < 0, mask=j < N)
+    tl.debug_barrier()  # what other threads wrote is read and overwritten from here on
+    way = j
+    depth = tl.zeros((NP,), tl.int64)
+    for _ in range(D + 1):
+        tl.store(seen + j * N + way, j >= 0, mask=(j < N) & (live | (way == j)))
+        depth += ((way > 0) & live).to(tl.int64)
+        way = tl.load(parent + b * N + way, mask=j < N, other=0).to(tl.int32)
+    tl.store(out_depth + b * N + j, depth, mask=j < N)
 
 
 @jit
@@ -270,25 +294,13 @@ def select_kernel(
     tl.store(out_tokens + at, token, mask=kept)
     tl.store(out_scores + at, score, mask=kept)
     tl.store(node_of + b * P + c, node, mask=kept)
-    tl.store(out_tokens + b * N, tl.load(root + b))
-    tl.store(out_scores + b * N, 0.0)
-    tl.store(out_parent + b * N, tl.full((), 0, tl.int64))
+    store_root(b, root, out_tokens, out_parent, out_scores, N)
     tl.store(valid + b * N + j, j < N, mask=j < N)
-    seen = ancestors + b * N * N
-    for row in range(N):
-        tl.store(seen + row * N + j, j < 0, mask=j < N)
     tl.debug_barrier()  # what other threads wrote is read from here on
     above = tl.load(parent + b * P + c, mask=kept, other=-1)
     up = tl.load(node_of + b * P + above, mask=kept & (above >= 0), other=0)
     tl.store(out_parent + at, up.to(tl.int64), mask=kept)
-    tl.debug_barrier()
-    way = j
-    depth = tl.zeros((NP,), tl.int64)
-    for _ in range(D + 1):
-        tl.store(seen + j * N + way, j >= 0, mask=j < N)
-        depth += (way > 0).to(tl.int64)
-        way = tl.load(out_parent + b * N + way, mask=j < N, other=0).to(tl.int32)
-    tl.store(out_depth + b * N + j, depth, mask=j < N)
+    store_paths(b, j < N, out_parent, out_depth, ancestors, N, D, NP)
 
 
 def select(
@@ -296,7 +308,7 @@ def select(
 ) -> tuple[Tensor, ...]:
     """The fields of a `growing.DraftTree` from those of a pool [B,P], whose tokens are places in `ids` if given."""
     B, P = tokens.shape
-    out = select_shapes(tokens, scores, parent, root, ids, N)
+    out = tree_shapes(tokens, scores, root, N)
     scratch = tokens.new_empty(B, P, dtype=torch.int32)
     wide = triton.next_power_of_2(P)
     select_kernel[B,](
@@ -307,11 +319,9 @@ def select(
     return out
 
 
-def select_shapes(
-    tokens: Tensor, scores: Tensor, _parent: Tensor, _root: Tensor, _ids: Tensor | None, N: int, *_rest
-) -> tuple[Tensor, ...]:
-    """Empty fields of a `growing.DraftTree` of N nodes."""
-    B = tokens.shape[0]
+def tree_shapes(tokens: Tensor, scores: Tensor, root: Tensor, N: int) -> tuple[Tensor, ...]:
+    """Empty fields of a `growing.DraftTree` of N nodes, from tokens and scores of candidates and root [B]."""
+    B = root.shape[0]
     rows = [tokens.new_empty(B, N) for _ in range(3)]
     seen, valid = (tokens.new_empty(shape, dtype=torch.bool) for shape in ((B, N, N), (B, N)))
     return *rows, seen, valid, scores.new_empty(B, N)

@@ -148,8 +148,9 @@ def _pool_problem(tokens: Tensor, *_rest) -> str:
 
 
 @operation(
-    "select", "draft_tree", draft.select, draft.select_shapes, problem=_pool_problem, at=(1,),
-    copies=True,
+    "select", "draft_tree", draft.select,
+    lambda tokens, scores, parent, root, ids, N, *rest: draft.tree_shapes(tokens, scores, root, N),
+    problem=_pool_problem, at=(1,), copies=True,
 )  # fmt: skip
 def _select(
     tokens: Tensor, scores: Tensor, parent: Tensor, root: Tensor, ids: Tensor | None, N: int, D: int,
@@ -170,7 +171,7 @@ def _select(
     return DraftTree(tokens, parent, depth, ancestors, valid, pad(scores.gather(1, flat), (1, 0)))
 
 
-@operation("best_prefixes", "draft_tree", block_draft.best_prefixes, block_draft.prefixes_shapes, at=(1,), copies=True)
+@operation("best_prefixes", "draft_tree", block_draft.best_prefixes, draft.tree_shapes, at=(1,), copies=True)
 def best_prefixes(tokens: Tensor, scores: Tensor, root: Tensor, N: int) -> DraftTree:
     """The tree of the root and the N - 1 likeliest prefixes, where every depth has candidates of its own, which do not
     depend on the parent (DDTree).

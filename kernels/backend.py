@@ -175,22 +175,16 @@ def use_triton(operation: str, x: Tensor, problem: str = "") -> bool:
     return not problem
 
 
-def use_cpu(operation: str, *tensors: Tensor, problem: str | None = "") -> bool:
+def use_cpu(operation: str, *tensors: Tensor, problem: str | None | Callable[[], str | None] = "") -> bool:
     """Whether `operation` runs its C++ kernel on these tensors. They must need no gradient and be float32 or integers.
 
-    problem: why the kernel cannot do this call, or "". It is noted in `KernelBackend.declined`. None: it cannot, which is
-    not noted.
+    problem: why the kernel cannot do this call, or "", or a function that tells. It is noted in `KernelBackend.declined`.
+    None: it cannot, which is not noted.
     """
-    backend = _cpu_backend(operation)
-    return backend is not None and _takes(backend, operation, tensors, problem)
-
-
-def _cpu_backend(operation: str) -> KernelBackend | None:
     backend = None if torch.compiler.is_compiling() else active_backend()  # a compiled step never has this backend
-    return None if backend is None or backend.table[operation][0] != "cpu" else backend
-
-
-def _takes(backend: KernelBackend, operation: str, tensors: Sequence[Tensor], problem: str | None) -> bool:
+    if backend is None or backend.table[operation][0] != "cpu":
+        return False
+    problem = problem() if callable(problem) else problem
     if problem is not None and any([t.dtype != torch.float32 and t.is_floating_point() for t in tensors]):
         problem = "the dtype is not float32"
     if problem:
@@ -230,7 +224,6 @@ class Operation:
     plain: Callable[..., bool] | bool = True  # whether the reference may take the place of the operator
     inside: Callable | None = None  # what the operator runs instead of the reference
     copies: bool = False  # whether the reference returns views, which an operator may not
-    by_hand: bool = False  # register the operator without `custom_op`, which adds 20 us to every call on a CPU
 
     def __post_init__(self) -> None:
         functools.update_wrapper(self, self.reference)
@@ -247,7 +240,7 @@ class Operation:
         if len(args) < len(self.defaults):
             args = (*args, *self.defaults[len(args) :])
         tensors = [args[i] for i in self.at]
-        if self.cpu is not None and self._in_cpp(args, tensors):
+        if self._in_cpp(args, tensors):
             out = self.cpu(*args)
         elif _without_operator(tensors) and (self.plain if isinstance(self.plain, bool) else self.plain(*args)):
             return self.reference(*args)
@@ -261,10 +254,8 @@ class Operation:
         return self.cpu(*args) if self._in_cpp(args, tensors) else self.reference(*args)
 
     def _in_cpp(self, args: Sequence, tensors: Sequence[Tensor]) -> bool:
-        backend = _cpu_backend(self.key)
-        if backend is None:
-            return False
-        return _takes(backend, self.key, tensors, "" if self.cpu_problem is None else self.cpu_problem(*args))
+        problem = "" if self.cpu_problem is None else functools.partial(self.cpu_problem, *args)
+        return self.cpu is not None and use_cpu(self.key, *tensors, problem=problem)
 
     def _run(self, *args):
         """What the operator does."""
@@ -287,7 +278,10 @@ class Operation:
         return [self.records[i](*value) if i in self.records else value for i, value in enumerate(args)]
 
     def _register(self, signature: inspect.Signature) -> Callable:
-        """Define the operator. It has no defaults, because it would not hand on arguments that equal them."""
+        """Define the operator. It has no defaults, because it would not hand on arguments that equal them.
+
+        `torch.library.custom_op` would add 20 us to every call on a CPU.
+        """
 
         def declared():
             pass
@@ -301,17 +295,13 @@ class Operation:
             returns = tuple[(Tensor,) * len(self.result._fields)]
             declared.__signature__ = declared.__signature__.replace(return_annotation=returns)
         schema = torch.library.infer_schema(declared, mutates_args=self.mutates)
-        full = f"eaglet::{self.name}"
 
         def fake(*args):
             return self.shapes(*self._named(args))
 
-        if self.by_hand:
-            _LIBRARY.define(self.name + schema)
-            _LIBRARY.impl(self.name, self._run, "CompositeExplicitAutograd")
-            torch.library.register_fake(full, fake, lib=_LIBRARY)
-        else:
-            torch.library.custom_op(full, self._run, mutates_args=self.mutates, schema=schema).register_fake(fake)
+        _LIBRARY.define(self.name + schema)
+        _LIBRARY.impl(self.name, self._run, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"eaglet::{self.name}", fake, lib=_LIBRARY)
         return getattr(torch.ops.eaglet, self.name).default
 
 

@@ -18,9 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import kernels
-
-# DTYPES and ConfigReader are here for the files that import them from `model`.
-from families.config import DTYPES, ConfigReader, ModelConfig, RopeConfig  # noqa: F401
+from families.config import ModelConfig, RopeConfig
 from kernels.records import Nodes, Rotary
 from support.machine import zeros
 
@@ -329,10 +327,6 @@ class Transformer(nn.Module):
         if not config.tie_word_embeddings:
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.rotary = RotaryTable(config.ropes, config.head_dim, config.max_positions)
-
-    def set_quantization(self, name: str | None) -> None:
-        """Record how the weights are quantized. The quantized modules themselves are already in place."""
-        self.quant = name
 
     @property
     def device(self) -> torch.device:

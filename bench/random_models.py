@@ -102,7 +102,7 @@ def random_model(config: ModelConfig, quant: str | None, device: torch.device, d
     model = build_model(config)
     if quant:
         apply_spec_(model, _spec(config, quant))
-        model.set_quantization(quant)
+        model.quant = quant
     for part in (*model.layers, model):  # so that the unpacked codes of one layer at a time take memory
         fill_random_(part, device, dtype)
         pack_(part, dtype)

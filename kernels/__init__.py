@@ -10,10 +10,7 @@ import kernels.choice as choice
 import kernels.draft as draft
 from kernels.attention import shaped_attention, tree_attention
 from kernels.backend import (
-    ACTIVATIONS,
     INTERPRETED,
-    MODES,
-    OPERATIONS,
     KernelBackend,
     Operation,
     active_backend,

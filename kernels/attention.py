@@ -29,10 +29,7 @@ def shaped_attention(
     return (weights @ v[:, :, None]).flatten(1, 2)
 
 
-def _attend_one(
-    q: Tensor, kv: Tensor, visible: Tensor, positions: Tensor, start: int, window: int, scale: float, cap: float,
-    sinks: Tensor | None,
-) -> Tensor:  # fmt: skip
+def _attend_one(q, kv, visible, positions, start, window, scale, cap, sinks) -> Tensor:
     """The reference for one sequence: q [1,Hq,T,hd], kv [2,1,Hkv,S,hd], visible [T,R], positions [T]."""
     _, query_heads, T, dim = q.shape
     kv_heads, S = kv.shape[2:4]
@@ -392,9 +389,8 @@ def attention_tiles(dim: int, int8: bool, chain: bool, window: int) -> dict:
 
 
 def _tree_attention_triton(
-    q: Tensor, kv: Tensor, start: Tensor, visible: Tensor, positions: Tensor, window: int, scale: float,
-    arrived: Tensor | None, cap: float, sinks: Tensor | None, segments: Tensor | None, longest: int, chain: bool,
-) -> Tensor:  # fmt: skip
+    q, kv, start, visible, positions, window, scale, arrived, cap, sinks, segments, longest, chain
+) -> Tensor:
     """`tree_attention` in one launch, whose grid depends on the longest sequence's slots and T alone."""
     batch, query_heads, T, dim = q.shape
     kv_heads, S = kv.shape[2:4]
@@ -430,9 +426,8 @@ def _attention_problem(q: Tensor, kv: Tensor, *_rest) -> str:
 
 
 def _attention_cpu(
-    q: Tensor, kv: Tensor, start: Tensor, visible: Tensor, positions: Tensor, window: int, scale: float,
-    _arrived: None, cap: float, sinks: Tensor | None, segments: Tensor | None, *_of_triton: int | bool,
-) -> Tensor:  # fmt: skip
+    q, kv, start, visible, positions, window, scale, _arrived, cap, sinks, segments, *_of_triton
+) -> Tensor:
     visible = visible.expand(q.shape[0], -1, -1).contiguous()
     rows = q.transpose(1, 2).contiguous(), kv, start, visible, positions.contiguous()
     return torch.ops.eaglet_cpu.tree_attention.default(*rows, window, scale, cap, sinks, segments)

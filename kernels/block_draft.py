@@ -46,9 +46,7 @@ def context_kernel(
         tl.store(to + d, (a * co + tl.where(d < half, -1.0, 1.0) * c * si).to(DT), mask=ok)
 
 
-def _context_triton(
-    kv: Tensor, weights: Tensor, eps: float, cos: Tensor, sin: Tensor, cache: Tensor, slots: Tensor
-) -> None:
+def _context_triton(kv, weights, eps, cos, sin, cache, slots) -> None:
     B, T, layers, _, kv_heads, dim = kv.shape
     context_kernel[B * T, layers * 2 * kv_heads](
         kv.contiguous(), weights, cos.contiguous(), sin.contiguous(), cache, slots.contiguous(), T, cache.shape[4],
@@ -193,11 +191,9 @@ def follow_kernel(
     tl.store(best_scores + row * COUNT + c, value - total, mask=c < COUNT)
 
 
-def _follow_triton(
-    scores: Tensor, ids: Tensor, parents: Parents, softness: Tensor | None, depth: int, count: int
-) -> tuple[Tensor, Tensor]:
+def _follow_triton(scores, ids, parents, softness, depth, count) -> tuple[Tensor, Tensor]:
     B, D, K = scores.shape
-    out = follow_shapes(scores, ids, parents, softness, depth, count)
+    out = _follow_shapes(scores, ids, parents, count)
     W, R = out[0].shape[1], parents.successor.shape[1]
     given = [scores if t is None else t.contiguous() for t in (*parents, softness)]
     follow_kernel[B * W,](
@@ -209,15 +205,12 @@ def _follow_triton(
     return out
 
 
-def follow_shapes(
-    scores: Tensor, ids: Tensor, parents: Parents, _softness: Tensor | None, _depth: int, count: int
-) -> tuple[Tensor, Tensor]:
-    """Empty outputs of `follow`."""
-    shape = *(parents.tokens if parents.factor is None else parents.factor).shape[:2], count
+def _follow_shapes(scores, ids, parents, *rest) -> tuple[Tensor, Tensor]:
+    shape = *(parents.tokens if parents.factor is None else parents.factor).shape[:2], rest[-1]
     return ids.new_empty(shape), scores.new_empty(shape)
 
 
-@operation("follow", "draft_tree", _follow_triton, follow_shapes)
+@operation("follow", "draft_tree", _follow_triton, _follow_shapes)
 def follow(
     scores: Tensor, ids: Tensor, parents: Parents, softness: Tensor | None, depth: int, count: int
 ) -> tuple[Tensor, Tensor]:

@@ -45,20 +45,14 @@ def place_kernel(
     tl.store(sin + pid * HALF + d, tl.load(sin_table + at, mask=d < HALF), mask=d < HALF)
 
 
-def place_shapes(
-    n: Tensor, depth: Tensor, rotary: Rotary, _slots: int, fed: int, *_rest
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Empty outputs of `place_rows`."""
+def _place_shapes(n, depth, rotary, _slots, fed, *_rest) -> tuple[Tensor, ...]:
     B, R, half = n.shape[0], fed + depth.shape[1], rotary.cos.shape[1]
     cos, sin = rotary.cos.new_empty(B, R, half), rotary.cos.new_empty(B, R, half)
     return n.new_empty(B, R), n.new_empty(B, R), cos, sin, n.new_empty(B, fed)
 
 
-def _place_triton(
-    n: Tensor, depth: Tensor, rotary: Rotary, slots: int, fed: int, count: Tensor | None, tokens: Tensor | None,
-    lead: int, segments: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    out = place_shapes(n, depth, rotary, slots, fed)
+def _place_triton(n, depth, rotary, slots, fed, count, tokens, lead, segments) -> tuple[Tensor, ...]:
+    out = _place_shapes(n, depth, rotary, slots, fed)
     (B, R), T, (length, half) = out[0].shape, depth.shape[1], rotary.cos.shape
     known = n if tokens is None else tokens
     place_kernel[B * R,](
@@ -70,7 +64,7 @@ def _place_triton(
 
 
 @operation(
-    "place_rows", "draft_tree", _place_triton, place_shapes,
+    "place_rows", "draft_tree", _place_triton, _place_shapes,
     cpu=lambda n, depth, *rest: torch.ops.eaglet_cpu.place_rows.default(n, depth.contiguous(), *rest),
     cpu_problem=lambda n, depth, rotary, *rest: "" if rotary.cos.dtype == torch.float32 else "the dtype is not float32",
     problem=lambda n, depth, rotary, *rest: "the dtype is float64" if rotary.cos.dtype == torch.float64 else "",
@@ -461,8 +455,7 @@ def commit(
     ring, history = buffers.ring, buffers.history
     count, finite, source, target = commit_shapes(accepted)
     commit_kernel[B,](
-        path, accepted.count.contiguous(), accepted.bonus.contiguous(), accepted.emitted.contiguous(),
-        usable.contiguous(),
+        *(t.contiguous() for t in (*accepted, usable)),
         buffers.tokens, buffers.n, buffers.root, buffers.count, buffers.produced, buffers.limit, buffers.done,
         buffers.stop_ids, ring, buffers.step, buffers.segments, count, finite, source, target, N, P,
         buffers.tokens.shape[1], ring.shape[0], ring.shape[2], ring.stride(0), STOPS=buffers.stop_ids.shape[1],

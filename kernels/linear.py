@@ -28,13 +28,17 @@ NO_HEADS = dict(HQ=0, HKV=0, HD=0, LEVELS=0, QK_NORM=False, INT8=False, POOLED=F
 
 
 @jit
-def _row_offset(rn, K, BITS: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr):
-    """Where rows rn of a weight begin, in elements of it (`kernels.packing` describes the layout)."""
+def _row_places(rn, K, BITS: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr):
+    """Where rows rn of a weight, their first scales and their first zero points lie, in elements of each
+    (`kernels.packing` describes the layout). Placeholders stand for what the weight lacks."""
     if BITS == 16:
-        return rn * K
+        return rn * K, rn, rn
     else:
         SIZE: tl.constexpr = panel_words(BITS, GROUP, ZEROS)
-        return rn // 128 * (tl.cdiv(K, 128) * 4 * SIZE) + rn % 128 // 32 * SIZE + rn % 32 * (4 * BITS)
+        row = rn % 32
+        panel = rn // 128 * (tl.cdiv(K, 128) * 4 * SIZE) + rn % 128 // 32 * SIZE
+        zero = (panel + 512 + 16 * (128 // GROUP)) * 4 + row if ZEROS else row
+        return panel + row * (4 * BITS), (panel + 512) * 2 + row, zero
 
 
 @jit
@@ -122,14 +126,8 @@ def main_loop(
     # Rows past the end are read as the last row. Their products are not stored.
     rn = tl.minimum(rn, N - 1)
     up_rn = tl.minimum(rn + N_OUT, N - 1)
-    at = _row_offset(rn, K, BITS, GROUP, ZEROS)
-    up_at = _row_offset(up_rn, K, BITS, GROUP, ZEROS)
-    row = rn % 32
-    up_row = up_rn % 32
-    s_at = (at - row * 16 + 512) * 2 + row
-    up_s_at = (up_at - up_row * 16 + 512) * 2 + up_row
-    z_at = (at - row * 16 + 512 + 16 * (128 // GROUP)) * 4 + row if ZEROS else row
-    up_z_at = (up_at - up_row * 16 + 512 + 16 * (128 // GROUP)) * 4 + up_row if ZEROS else row
+    at, s_at, z_at = _row_places(rn, K, BITS, GROUP, ZEROS)
+    up_at, up_s_at, up_z_at = _row_places(up_rn, K, BITS, GROUP, ZEROS)
     acc = tl.zeros((BN, BT), tl.float32)
     up = tl.zeros((BN, BT), tl.float32)
     end = last - 1
@@ -217,11 +215,8 @@ def _finish_topk(acc, x, s, out, ids, tile, rn, rm, live, M, N, BITS: tl.constex
 @jit
 def _partial(part, split, rn, rt, width, BT: tl.constexpr, GATED: tl.constexpr):
     """Where the partial sums of one split lie: rows of tokens, so that only live ones take traffic."""
-    return (
-        part
-        + ((tl.program_id(0) * tl.num_programs(2) + split) * (2 * BT if GATED else BT) + rt)[None, :] * width
-        + (rn[:, None])
-    )
+    row = (tl.program_id(0) * tl.num_programs(2) + split) * (2 * BT if GATED else BT) + rt
+    return part + row[None, :] * width + rn[:, None]
 
 
 # M and T are not specialized: one binary per token tile also serves M = 1.
@@ -322,15 +317,9 @@ def no_rope(x: Tensor) -> dict:
 
 
 def launch_tile(
-    config: LinearConfig,
-    tokens: int,
-    gated: int,
-    group: int = 0,
-    zeros: bool = False,
-    bits: int = 4,
-    forms: bool = False,
-    norms: bool = False,
-) -> tuple[int, int, dict]:
+    config: LinearConfig, tokens: int, gated: int, group: int = 0, zeros: bool = False, bits: int = 4,
+    forms: bool = False, norms: bool = False,
+) -> tuple[int, int, dict]:  # fmt: skip
     """(output columns BN and tokens BT of a program, compiler options) of a launch on `tokens` rows.
 
     A gate-up layer halves BN, because two tiles share a program. With zero points a warp needs 32 output
@@ -363,12 +352,10 @@ def launch_arguments(
 
     tokens: for how many rows the tile is chosen. norms: as of `launch_tile`.
     """
-    config = weight.config
+    config, zeros = weight.config, weight.has_zeros
+    kind = weight.group_size, zeros, weight.bits, bool(weight.forms), norms
+    block_n, tile, options = launch_tile(config, tokens, gated, *kind)
     n_out = weight.n // 2 if gated else weight.n
-    zeros = weight.has_zeros
-    block_n, tile, options = launch_tile(
-        config, tokens, gated, weight.group_size, zeros, weight.bits, bool(weight.forms), norms
-    )
     grid = triton.cdiv(x.shape[0], tile), triton.cdiv(n_out, block_n), config.split_k
     room = math.prod(grid) * (1 + (gated > 0)) * block_n * tile if config.split_k > 1 else 0
     partial = x.new_empty(room, dtype=torch.float32)

@@ -149,10 +149,7 @@ def rope_outputs(qkv: Tensor, kv: Tensor) -> tuple[Tensor, Tensor]:
     return qkv.new_empty(B, query_heads, T, dim), qkv.new_empty(tiles, dtype=torch.int32)
 
 
-def _rope_triton(
-    qkv: Tensor, cos: Tensor, sin: Tensor, kv: Tensor, slots: Tensor, q_weight: Tensor | None, k_weight: Tensor | None,
-    eps: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+def _rope_triton(qkv, cos, sin, kv, slots, q_weight, k_weight, eps) -> tuple[Tensor, Tensor]:
     out, arrived = rope_outputs(qkv, kv)
     B, T, heads, _ = qkv.shape
     qkv = qkv.contiguous()
@@ -173,9 +170,7 @@ def _rope_inside(
     return q.contiguous(), rope_outputs(qkv, kv)[1].zero_()
 
 
-def _rope_cpu(
-    qkv: Tensor, cos: Tensor, sin: Tensor, kv: Tensor, slots: Tensor, *norm: Tensor | float | None
-) -> tuple[Tensor, None]:
+def _rope_cpu(qkv, cos, sin, kv, slots, *norm) -> tuple[Tensor, None]:
     rows = qkv.contiguous(), cos.contiguous(), sin.contiguous(), kv, slots.contiguous()
     return torch.ops.eaglet_cpu.rope_write_kv.default(*rows, *norm).transpose(1, 2), None
 

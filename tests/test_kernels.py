@@ -588,7 +588,7 @@ def test_operators_have_shapes_on_fake_cuda():
 @needs_triton
 def test_backend_choice_is_reported_and_never_silent():
     """Catches `--kernels triton` that quietly runs the reference."""
-    assert set(KernelBackend().table) == set(kernels.OPERATIONS)
+    assert set(KernelBackend().table) == set(kernels.backend.OPERATIONS)
     assert KernelBackend("auto", "mps").report() == "reference (auto: 'mps' has no Triton target)"
     mixed = KernelBackend("auto", "mps")
     mixed.table["rms_norm"] = ("triton", "by hand")
@@ -1064,7 +1064,7 @@ def test_interpreted_norm_refuses_what_no_kernel_can_do():
         "packed_linear": (lambda: packed_linear(torch.randn(3, 32), packed), "packed as 'dense'"),
         "packed_experts": (lambda: packed_experts(torch.randn(3, 16), routes, *plain), "packed as 'plain'"),
     }  # fmt: skip
-    assert set(calls) <= set(kernels.OPERATIONS)
+    assert set(calls) <= set(kernels.backend.OPERATIONS)
     for name, (call, why) in calls.items():
         with pytest.raises(ValueError, match=f"{name} has no Triton kernel where .*{why}") as caught:
             call()
@@ -1213,7 +1213,7 @@ def test_interpreted_command_line_names_every_backend(tmp_path, capsys, monkeypa
     for kind in ("reference", "triton"):
         assert generate.main([*flags, "--kernels", kind]) == 0, capsys.readouterr().err
         results.append(json.loads(capsys.readouterr().out))
-        assert results[-1]["kernels"] == dict.fromkeys(kernels.OPERATIONS, f"{kind} (asked for)")
+        assert results[-1]["kernels"] == dict.fromkeys(kernels.backend.OPERATIONS, f"{kind} (asked for)")
     assert results[0]["token_ids"] == results[1]["token_ids"]
     assert generate.main([*flags[:-1], "--kernels", "reference"]) == 0
     assert "kernels  reference (asked for)\n" in capsys.readouterr().err

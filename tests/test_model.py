@@ -273,14 +273,6 @@ def test_cost_functions_equal_hand_counts(pair):
     assert mistral.kv_bytes(100) == 8 * L * 2 * 2 * hd * 4
 
 
-def test_a_quantized_model_says_so(pair):
-    """Catches reports that call float weights quantized, or quantized weights float."""
-    model = Transformer(pair("llama")[1].config)
-    assert model.quant is None
-    model.set_quantization("int4")
-    assert model.quant == "int4"
-
-
 @pytest.mark.parametrize("family", ["llama", "mixtral", "qwen2-window", "gemma3", "gpt_oss"])
 def test_forward_traces_whole_and_is_not_recompiled(pair, family):
     """Catches a data-dependent branch or a guard on a value, which would cost seconds in the middle of a reply."""

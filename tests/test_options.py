@@ -336,7 +336,8 @@ def test_a_setting_of_the_model_that_is_wrong_names_its_file(wrong):
 
 def test_choices_are_those_of_the_rooms_they_are_from():
     """A choice that a room has learned and no command line offers, or one that is offered and refused later."""
-    rooms = {"kernels": kernels.MODES, "activations": kernels.ACTIVATIONS, "dtype": DTYPES, "quant": MODES}
+    of_kernels = {"kernels": kernels.backend.MODES, "activations": kernels.backend.ACTIVATIONS}
+    rooms = of_kernels | {"dtype": DTYPES, "quant": MODES}
     for name, choices in rooms.items():
         assert next(f for f in fields(LoadOptions) if f.name == name).metadata["choices"] == tuple(choices), name
     assert options.TREES == NAMES

@@ -293,7 +293,7 @@ class Checkpoint:
             connect_(model, self.shard)
         if self.adapters:
             add_(model, self.adapters, self.merges(to.dtype))
-        model.set_quantization(None if floats else quantization)
+        model.quant = None if floats else quantization
         longest = self.config.max_positions
         model.rotary.build(device, min(max_positions or longest, longest))
         return model.eval().requires_grad_(False)

@@ -215,9 +215,8 @@ class Experts(SelfCounting):
 
     def hidden(self, x: Tensor, e: int) -> Tensor:
         """x [M, H] -> what expert e's second matrix reads [M, I]."""
-        return kernels.gate(
-            F.linear(x, self.gate_up[e], None if self.gate_up_bias is None else self.gate_up_bias[e]), self.gate
-        )
+        bias = None if self.gate_up_bias is None else self.gate_up_bias[e]
+        return kernels.gate(F.linear(x, self.gate_up[e], bias), self.gate)
 
     def weight_bytes_read(self, nodes: int) -> float:
         """Expected bytes of the experts that `nodes` rows are routed to. The router is a module of its own."""

@@ -40,10 +40,8 @@ def pack_blocks(parts: Sequence[Part]) -> PackedWeight:
 
 def stack_blocks(experts: Sequence[PackedWeight]) -> PackedWeight:
     """One matrix kind of all experts, which have the same formats."""
-    weight = torch.stack([e.weight for e in experts])
-    return replace(
-        experts[0], weight=weight, scales=None if experts[0].forms else torch.stack([e.scales for e in experts])
-    )
+    tables = None if experts[0].forms else torch.stack([e.scales for e in experts])
+    return replace(experts[0], weight=torch.stack([e.weight for e in experts]), scales=tables)
 
 
 def _fill(part: Part, place: Tensor) -> None:

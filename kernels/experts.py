@@ -198,9 +198,8 @@ def mix_kernel(y, weights, residual, out, SIZE, K, LEVELS: tl.constexpr, RESIDUA
 def _triton_mix(y, weights, residual) -> Tensor:
     T, k, size = y.shape
     out = _mix_shapes(y, weights, residual)
-    residual = None if residual is None else residual.contiguous()
     mix_kernel[T,](
-        y.contiguous(), weights.contiguous(), out if residual is None else residual, out, size, k,
+        y.contiguous(), weights.contiguous(), out if residual is None else residual.contiguous(), out, size, k,
         RESIDUAL=residual is not None, **row_options(size),
     )  # fmt: skip
     return out

@@ -120,9 +120,8 @@ def _move_triton(kv: Tensor, source: Tensor, target: Tensor) -> None:
 
 
 def _move_problem(kv: Tensor, _source: Tensor, _target: Tensor) -> str:
-    return (
-        "" if kv.stride(0) == 2 * kv.stride(1) and not cache_problem(kv.select(0, 0)) else "the cache is not contiguous"
-    )
+    contiguous = kv.stride(0) == 2 * kv.stride(1) and not cache_problem(kv.select(0, 0))
+    return "" if contiguous else "the cache is not contiguous"
 
 
 def _move_cpu_problem(kv: Tensor, *places: Tensor) -> str | None:

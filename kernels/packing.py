@@ -293,9 +293,7 @@ def _tiles_problem(plain: PackedWeight, dtype: torch.dtype) -> str:
         return "the dtype is not float32"
     if cpu.fits(plain.n, plain.k, plain.group_size):
         return ""
-    return (
-        f"a weight [{plain.n}, {plain.k}] becomes floats, as it does not divide into tiles of {cpu.TILE} x {cpu.BLOCK}"
-    )
+    return f"a weight [{plain.n}, {plain.k}] becomes floats, as tiles of {cpu.TILE} x {cpu.BLOCK} do not fill it"
 
 
 def _choose_layout(plain: PackedWeight, dtype: torch.dtype) -> str:

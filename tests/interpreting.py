@@ -1,13 +1,17 @@
 """Triton's interpreter without the work that it repeats, and with equal bits for equal rows as on a GPU.
 
-tests/conftest.py uses this where TRITON_INTERPRET=1.
+tests/conftest.py uses `speed_up` where TRITON_INTERPRET=1. Two files run such tests, so that two workers share them.
 """
 
 from __future__ import annotations
 
 import inspect
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from types import FunctionType, ModuleType
 
 
@@ -111,3 +115,17 @@ def speed_up() -> None:
     interpreter._patch_lang = _PatchOnce(interpreter._patch_lang, (language, language.core))
     _remember_types(interpreter)
     _products_in_double(interpreter.np)
+
+
+def run_interpreted(*files: str) -> None:
+    """Run the tests named `test_interpreted_*` of these files in one process, which sets TRITON_INTERPRET=1 in time.
+
+    None of them may fail or be skipped.
+    """
+    options = ["-q", "-x", "-rs", "-p", "no:cacheprovider", "-k", "test_interpreted"]
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "pytest", *options, *files]
+    folder = Path(__file__).resolve().parent
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    assert "SKIPPED" not in done.stdout

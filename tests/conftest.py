@@ -181,9 +181,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 # The files that take longest, in seconds of one core. A worker takes whole files, so the short ones come last.
 LONGEST = """
 test_ranks test_interpreter test_interpreter_steps test_engine test_generate test_train_eagle test_runner test_gguf
-test_cpu_kernels test_rank_commands test_bench test_quantize test_gpu_script test_eagle test_package test_drafters test_launches
-test_interrupts test_kernel_gate test_kernels test_serving_limits test_tokenizer test_rank_files test_streams
-test_sampling test_tree test_shipped_heads
+test_cpu_kernels test_rank_commands test_bench test_quantize test_gpu_script test_eagle test_package test_drafters
+test_launches test_interrupts test_kernel_gate test_kernels test_serving_limits test_tokenizer test_rank_files
+test_streams test_sampling test_tree test_shipped_heads
 """.split()
 
 

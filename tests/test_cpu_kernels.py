@@ -118,18 +118,21 @@ def rounded(x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("n,k", [(8, 32), (96, 256), (576, 1536)])
 def test_products_equal_their_definition(form, n, k):
-    """Catches a code, scale, zero point or min that meets another column, and a forgotten offset. Rounding the
-    activations as the kernel does leaves only float32 sums to differ."""
+    """Catches a code, scale, zero point or min that meets another column, a forgotten offset, and activations that are
+    rounded under --activations float. Rounding them as the kernel does leaves only float32 sums to differ."""
     k = max(k, FORMS[form][1])
     plain = weight(form, n, k)
-    packed = tiles(plain)
+    packed, matrix = tiles(plain), dequantize(plain, torch.float64)
     assert packed.layout == "tiles" and torch.equal(dequantize(packed, torch.float32), dequantize(plain, torch.float32))
-    for rows in (1, 3, 4, 9):
-        x = torch.randn(rows, k, generator=torch.Generator().manual_seed(rows))
-        x[rows // 2, :32] *= rows == 1  # a block of zeros has no scale
-        want = rounded(x) @ dequantize(plain, torch.float64).T
-        got = kernels.packed_linear(x, packed)
-        assert (got - want).abs().max() <= 2e-6 * want.abs().max()
+    x = torch.randn(9, k, generator=torch.Generator().manual_seed(n))
+    x[4, :32] = 0  # a block of zeros has no scale
+    for activations in ("int8", "float"):
+        with kernels.KernelBackend("cpu", "cpu", activations).active():
+            got = kernels.packed_linear(x, packed)
+            want = (rounded(x) if activations == "int8" else x.double()) @ matrix.T
+            assert (got - want).abs().max() <= 2e-6 * want.abs().max()
+            for rows in (1, 3, 4):
+                assert torch.equal(kernels.packed_linear(x[:rows], packed), got[:rows])
 
 
 @needs_kernels
@@ -170,22 +173,6 @@ def test_products_with_the_types_of_files_equal_their_definition(kinds, activati
         for width in WIDTHS:
             assert torch.equal(kernels.packed_linear(x[:width], packed, bias), got[:width]), width
             assert torch.equal(kernels.packed_linear(x[:width], packed, bias, gated=True), gated[:width]), width
-
-
-@needs_kernels
-@pytest.mark.parametrize("form", FORMS)
-def test_float_activations_are_not_rounded(form):
-    """Catches a rounded activation under --activations float, and there too a code that meets another column."""
-    plain = weight(form)
-    packed, x = tiles(plain), torch.randn(9, 256)
-    want = x.double() @ dequantize(plain, torch.float64).T
-    with kernels.KernelBackend("cpu", "cpu", "float").active():
-        got = kernels.packed_linear(x, packed)
-        assert (got - want).abs().max() <= 2e-6 * want.abs().max()
-        for width in range(1, 9):
-            assert torch.equal(kernels.packed_linear(x[:width], packed), got[:width])
-        gated = kernels.packed_linear(x, packed, gated=True)
-        assert torch.allclose(gated, kernels.epilogue(got, None, None, True), rtol=1e-5, atol=1e-5)
 
 
 @needs_kernels
@@ -394,12 +381,7 @@ def test_norm_and_rope_equal_the_references():
     qkv, angles = torch.randn(2, 5, 8, 32), torch.randn(2, 5, 16)
     slots = torch.tensor([[3, 4, 5, 6, 11], [0, 1, 2, 3, 4]])
     weights = torch.randn(32), torch.randn(32), 1e-6
-    for norms, dtype in (
-        ((), torch.float32),
-        (weights, torch.float32),
-        (weights, torch.float16),
-        (weights, torch.int8),
-    ):
+    for norms, dtype in (((), torch.float32), *((weights, t) for t in (torch.float32, torch.float16, torch.int8))):
         caches = torch.zeros(2, 2, 2, 2, 12, cache_row(32, dtype), dtype=dtype).unbind(0)
         with backend().active() as active:
             q, _ = kernels.rope_write_kv(qkv, angles.cos(), angles.sin(), caches[0], slots, *norms)
@@ -407,9 +389,8 @@ def test_norm_and_rope_equal_the_references():
         want, _ = kernels.rope_write_kv.reference(qkv, *rotary, caches[1], slots, *(norms or (None, None, 0.0)))
         assert not active.declined
         caches = [kernels.dequantize_rows(c, torch.float32) if dtype == torch.int8 else c.float() for c in caches]
-        level = {torch.float32: 1e-5, torch.float16: 4e-3, torch.int8: 0.06}[
-            dtype
-        ]  # a sum near a bound may round either way
+        # A sum near a bound may round either way.
+        level = {torch.float32: 1e-5, torch.float16: 4e-3, torch.int8: 0.06}[dtype]
         assert torch.allclose(q, want, atol=1e-5) and torch.allclose(*caches, atol=level)
         assert torch.isclose(*caches, atol=1e-5).float().mean() > 0.98
 
@@ -430,14 +411,7 @@ def test_attention_equals_the_reference(window, slots, dim):
     visible = ancestors[None] & (depth[:, None] - depth[None] < window if window else True)
     arguments = (start, visible.expand(2, -1, -1), positions, window, 0.2)
     sinks = None, 0.0, torch.randn(6)
-    kinds = (
-        ((), torch.float32),
-        ((None, 1.5), torch.float32),
-        (sinks, torch.float32),
-        ((), torch.float16),
-        (sinks, torch.int8),
-    )
-    for more, dtype in kinds:  # plain, with a cap, with sinks; caches that round
+    for more, dtype in (((None, 1.5), torch.float32), (sinks, torch.float32), ((), torch.float16), (sinks, torch.int8)):
         cache = stored(kv, dtype)
         with backend().active() as active:
             got = kernels.tree_attention(q, cache, *arguments, *more)
@@ -446,9 +420,7 @@ def test_attention_equals_the_reference(window, slots, dim):
 
 
 @needs_kernels
-@pytest.mark.parametrize(
-    "window, dtype", [(0, torch.float32), (70, torch.float32), (0, torch.float16), (70, torch.int8)]
-)
+@pytest.mark.parametrize("window, dtype", [(70, torch.float32), (0, torch.float16), (70, torch.int8)])
 def test_attention_has_the_same_bits_at_every_width_and_number_of_threads(window, dtype):
     """Catches a chunk of positions that begins elsewhere for a node than for history, or sums that follow the threads."""
     S, threads = 150, torch.get_num_threads()
@@ -521,28 +493,16 @@ CLAMPED = EXPERTS | {"activation": "swiglu_clamped", "expert_bias": True, "sinks
 
 
 @needs_kernels
-@pytest.mark.parametrize(
-    "mode,shape",
-    [
-        ("float32", {}),
-        ("int8", {}),
-        ("int4", {}),
-        ("float32", SHARED),
-        ("float32", CLAMPED),
-        ("int8", SHARED),
-        ("int8", CLAMPED),
-        ("int4", EXPERTS | {"activation": "gelu_tanh"}),
-        ("int8", {"norms": "both", "activation": "gelu_tanh", "attention_cap": 2.0, "windows": (7, 0)}),
-        ("float32", {"norms": "after", "qk_norm": True, "wide_qk_norm": True}),
-        ("int8", {"sinks": True}),
-    ],
-)
+@pytest.mark.parametrize("mode,shape", [
+    ("float32", {}), ("int8", {}), ("int4", {}), ("float32", SHARED), ("float32", CLAMPED), ("int8", SHARED),
+    ("int8", CLAMPED), ("int4", EXPERTS | {"activation": "gelu_tanh"}), ("int8", {"sinks": True}),
+    ("int8", {"norms": "both", "activation": "gelu_tanh", "attention_cap": 2.0, "windows": (7, 0)}),
+    ("float32", {"norms": "after", "qk_norm": True, "wide_qk_norm": True}),
+])  # fmt: skip
 def test_rows_of_a_whole_forward_have_the_same_bits_at_every_width(mode, shape):
     """Catches one operation whose bits depend on the width: --prove would then need its tolerance."""
-    model, tokens = (
-        quantized_model(mode, **shape),
-        torch.randint(96, (1, 60), generator=torch.Generator().manual_seed(3)),
-    )
+    model = quantized_model(mode, **shape)
+    tokens = torch.randint(96, (1, 60), generator=torch.Generator().manual_seed(3))
     with torch.inference_mode(), backend().active() as active:
         cache = model.new_cache(1, CTX)
         alone = torch.cat([feed(model, cache, tokens[:, i : i + 1], i)[0] for i in range(60)], 1)
@@ -617,22 +577,11 @@ def test_speculative_tokens_equal_plain_ones_without_any_tie(mode, tree, p_min, 
 
 @needs_kernels
 @pytest.mark.parametrize("mode", ["float32", "int8"])
-@pytest.mark.parametrize(
-    "shape",
-    [
-        {},
-        {"qk_norm": True},
-        {"qkv_bias": True, "o_bias": True, "windows": (7, 0)},
-        {
-            "norms": "both",
-            "activation": "gelu_tanh",
-            "attention_cap": 2.0,
-            "windows": (7, 0),
-            "window_rope": RopeConfig(9),
-        },
-        {"norms": "after", "unrotated": (1,), "mlp_bias": True},
-    ],
-)
+@pytest.mark.parametrize("shape", [
+    {}, {"qk_norm": True}, {"qkv_bias": True, "o_bias": True, "windows": (7, 0)},
+    {"norms": "both", "activation": "gelu_tanh", "attention_cap": 2.0, "windows": (7, 0), "window_rope": RopeConfig(9)},
+    {"norms": "after", "unrotated": (1,), "mlp_bias": True},
+])  # fmt: skip
 def test_a_layer_in_one_call_has_the_bits_of_its_parts(mode, shape):
     """Catches a norm, bias, window, rotation or residual that the fused layer forgets, in target and EAGLE head."""
     model = quantized_model(mode, **shape)
@@ -873,34 +822,21 @@ def test_a_tied_embedding_reads_its_rows_off_the_lm_head():
 
 
 @needs_kernels
-@pytest.mark.parametrize(
-    "shape,what",
-    [
-        ({}, {}),
-        (EXPERTS, {"experts": [0, 1]}),
-        ({"sinks": True}, {"attention sinks": [0, 1]}),
-        ({"residual_multiplier": 0.5}, {"a multiplied residual": [0, 1]}),
-        ({"norms": "after", "qk_norm": True, "wide_qk_norm": True}, {"norms over all heads": [0, 1]}),
-        ({"head_dim": 24}, {"heads of 24": [0, 1]}),
-        ({"intermediate_size": 44}, {"the form of a weight": [0, 1]}),
-    ],
-)
-def test_layers_that_run_in_parts_are_named_with_their_reason(shape, what, capsys):
-    """Catches a model that decodes more slowly than others of its size, without a word in the report."""
+@pytest.mark.parametrize("shape,what", [
+    ({}, ""), (EXPERTS, "experts"), ({"sinks": True}, "attention sinks"),
+    ({"residual_multiplier": 0.5}, "a multiplied residual"), ({"head_dim": 24}, "heads of 24"),
+    ({"norms": "after", "qk_norm": True, "wide_qk_norm": True}, "norms over all heads"),
+    ({"intermediate_size": 44}, "the form of a weight"),
+])  # fmt: skip
+def test_layers_that_run_in_parts_are_named_with_their_reason(shape, what):
+    """Catches a model that decodes more slowly than others of its size, without a word in the report, a fused call on
+    layers that it lacks, and a cache that the parts cannot take."""
     model = quantized_model("float32", **shape)
-    for kv_dtype in (None, torch.int8):
+    for kv_dtype in (None, torch.int8, torch.float16) if model.config.head_dim % 16 == 0 else (None,):
         engine = Engine(model, config=EngineConfig(backend=backend(), kv_dtype=kv_dtype))
-        assert in_parts(engine) == layers_in_parts(model.layers) == what
+        assert in_parts(engine) == layers_in_parts(model.layers) == ({what: [0, 1]} if what else {})
+        assert len(engine.generate([1, 2, 3], SamplingParams(max_new_tokens=3)).run()[0].token_ids) == 3
     assert (stack(model.layers) is None) == bool(what)
-
-
-@needs_kernels
-def test_a_layer_that_the_kernels_lack_runs_in_parts():
-    """Catches a fused call on experts, a cache that the parts cannot take, and a head drafted with stale weights."""
-    model = quantized_model("int8", num_local_experts=2, num_experts_per_tok=1)
-    for kv_dtype in (None, torch.int8, torch.float16):
-        engine = Engine(model, config=EngineConfig(backend=backend(), kv_dtype=kv_dtype))
-        assert len(engine.generate([1, 2, 3], SamplingParams(max_new_tokens=4)).run()[0].token_ids) == 4
 
 
 def test_the_table_names_every_operation_and_its_reason(monkeypatch):

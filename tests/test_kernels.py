@@ -1035,7 +1035,7 @@ def test_interpreted_heads_are_turned_in_the_projection_of_an_engine(monkeypatch
     drafts, draft = [], EagleDrafter.draft
     monkeypatch.setattr(EagleDrafter, "draft", lambda *args: drafts.append(draft(*args)) or drafts[-1])
     monkeypatch.setattr(prefill, "CHUNKS", (8,))  # the interpreter is slow
-    params = SamplingParams(max_new_tokens=2, logprobs=1)
+    params = SamplingParams(max_new_tokens=3, logprobs=1)
 
     def run():
         drafts.clear()

@@ -155,9 +155,8 @@ def test_positions_of_dynamic_rope_end_at_the_original_length():
     raw["rope_scaling"]["original_max_position_embeddings"] = 100
     config = ModelConfig.from_hf(raw)
     assert config.max_positions == 100
-    assert torch.equal(
-        config.rope.frequencies(16)[0], ModelConfig.from_hf({**raw, "rope_scaling": None}).rope.frequencies(16)[0]
-    )
+    plain = ModelConfig.from_hf({**raw, "rope_scaling": None})
+    assert torch.equal(config.rope.frequencies(16)[0], plain.rope.frequencies(16)[0])
 
 
 @pytest.mark.parametrize("family", "llama mistral mixtral qwen2-window qwen3 gemma2 gpt_oss olmo3".split())
@@ -312,42 +311,29 @@ def test_batch_training_forward_equals_the_cached_one(pair):
         assert (model.forward_train(tokens)[0] - feed(model, model.new_cache(2, 32), tokens, 0)[0]).abs().max() < 1e-10
 
 
-@pytest.mark.parametrize(
-    ("change", "word"),
-    [
-        ({"model_type": "gemma"}, "model_type"),
-        ({"architectures": ["LlamaForSequenceClassification"]}, "architectures"),
-        ({"architectures": 7}, "architectures"),
-        ({"hidden_size": "64"}, "hidden_size"),
-        ({"hidden_size": None}, "hidden_size"),
-        ({"num_attention_heads": 0}, "num_attention_heads"),
-        ({"num_attention_heads": 3}, "hidden_size"),
-        ({"num_key_value_heads": 3}, "num_key_value_heads"),
-        ({"head_dim": 17}, "head_dim"),
-        ({"vocab_size": True}, "vocab_size"),
-        ({"rms_norm_eps": -1.0}, "rms_norm_eps"),
-        ({"rms_norm_eps": float("nan")}, "rms_norm_eps"),
-        ({"hidden_act": "gelu"}, "hidden_act"),
-        ({"torch_dtype": "float8_e4m3fn"}, "dtype"),
-        ({"tie_word_embeddings": "yes"}, "tie_word_embeddings"),
-        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
-        ({"pretraining_tp": 2}, "pretraining_tp"),
-        ({"rope_scaling": {"type": "ntk", "factor": 2.0}}, "rope_type"),
-        ({"rope_scaling": {"type": "longrope", "factor": 2.0}}, "original_max_position_embeddings"),
-        ({"rope_scaling": {"type": "longrope", "original_max_position_embeddings": 9}}, "short_factor"),
-        ({"model_type": "phi3", "partial_rotary_factor": 0.45}, "partial_rotary_factor"),
-        ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "use_bidirectional_attention"),
-        ({"rope_scaling": [1]}, "rope_scaling"),
-        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "original_max_position_embeddings"),
-        ({"rope_scaling": {"type": "linear"}}, "factor"),
-        ({"rope_theta": 0.5}, "rope_theta"),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1.0}}, "rope_theta"),
-        ({"rope_scaling": {"type": "yarn", "factor": 2.0, "original_max_position_embeddings": 10**30}}, "original_max"),
-        ({"model_type": "qwen2", "sliding_window": 4, "use_sliding_window": True, "layer_types": 3}, "layer_types"),
-        ({"model_type": "mixtral", "num_experts_per_tok": 9}, "num_experts_per_tok"),
-        ({"max_position_embeddings": 10**12}, "max_position_embeddings"),
-    ],
-)
+@pytest.mark.parametrize(("change", "word"), [
+    ({"model_type": "gemma"}, "model_type"), ({"architectures": ["LlamaForSequenceClassification"]}, "architectures"),
+    ({"architectures": 7}, "architectures"), ({"hidden_size": "64"}, "hidden_size"),
+    ({"hidden_size": None}, "hidden_size"), ({"num_attention_heads": 0}, "num_attention_heads"),
+    ({"num_attention_heads": 3}, "hidden_size"), ({"num_key_value_heads": 3}, "num_key_value_heads"),
+    ({"head_dim": 17}, "head_dim"), ({"vocab_size": True}, "vocab_size"), ({"rms_norm_eps": -1.0}, "rms_norm_eps"),
+    ({"rms_norm_eps": float("nan")}, "rms_norm_eps"), ({"hidden_act": "gelu"}, "hidden_act"),
+    ({"torch_dtype": "float8_e4m3fn"}, "dtype"), ({"tie_word_embeddings": "yes"}, "tie_word_embeddings"),
+    ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"), ({"pretraining_tp": 2}, "pretraining_tp"),
+    ({"rope_scaling": {"type": "ntk", "factor": 2.0}}, "rope_type"),
+    ({"rope_scaling": {"type": "longrope", "factor": 2.0}}, "original_max_position_embeddings"),
+    ({"rope_scaling": {"type": "longrope", "original_max_position_embeddings": 9}}, "short_factor"),
+    ({"model_type": "phi3", "partial_rotary_factor": 0.45}, "partial_rotary_factor"),
+    ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "use_bidirectional_attention"),
+    ({"rope_scaling": [1]}, "rope_scaling"),
+    ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "original_max_position_embeddings"),
+    ({"rope_scaling": {"type": "linear"}}, "factor"), ({"rope_theta": 0.5}, "rope_theta"),
+    ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1.0}}, "rope_theta"),
+    ({"rope_scaling": {"type": "yarn", "factor": 2.0, "original_max_position_embeddings": 10**30}}, "original_max"),
+    ({"model_type": "qwen2", "sliding_window": 4, "use_sliding_window": True, "layer_types": 3}, "layer_types"),
+    ({"model_type": "mixtral", "num_experts_per_tok": 9}, "num_experts_per_tok"),
+    ({"max_position_embeddings": 10**12}, "max_position_embeddings"),
+])  # fmt: skip
 def test_config_errors_name_the_key(change, word):
     """Catches a config value that is ignored, coerced, or ends in a traceback far away from its cause."""
     with pytest.raises(ValueError, match=word) as error:
@@ -371,16 +357,11 @@ def test_mutated_rope_settings_never_crash():
     rng = random.Random(3)
     values = [None, True, -1, 0, 1, 1.0, 1e-7, 3, 64, 2**31, 10**30, -1.5, 1e308, "x", [], 0.999999, 1.0000001]
     usable = 0
-    for _ in range(3000):
+    for _ in range(1500):
         scaling = {"rope_type": rng.choice(ROPE_TYPES), "factor": 4.0, "rope_theta": 1e4, "truncate": True}
         scaling |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
-        scaling |= {
-            "beta_fast": 32.0,
-            "beta_slow": 1.0,
-            "attention_factor": None,
-            "mscale": None,
-            "mscale_all_dim": 1.0,
-        }
+        scaling |= {"beta_fast": 32.0, "beta_slow": 1.0, "mscale_all_dim": 1.0}
+        scaling |= dict.fromkeys(("attention_factor", "mscale"))
         for _ in range(rng.choice([1, 1, 2, 3])):
             scaling[rng.choice(list(scaling))] = rng.choice(values)
         try:
@@ -391,4 +372,4 @@ def test_mutated_rope_settings_never_crash():
         frequencies, scale = config.rope.frequencies(16)
         assert frequencies.isfinite().all() and 0 <= scale < 1e9
         usable += 1
-    assert usable > 300
+    assert usable > 150

@@ -15,9 +15,8 @@ from kernels import block_draft, choice, draft, experts, kv, records
 from kernels.attention import attend_kernel, attention_tiles
 from kernels.experts import expert_kernel
 from kernels.linear import NO_HEADS, launch_tile, linear_kernel
-from kernels.norm_rope import rms_norm_kernel, rope_kernel
-from kernels.packing import dequantize_kernel
-from kernels.panels import kernel_forms, panel_rows_kernel
+from kernels.packing import panel_words
+from kernels.panels import kernel_forms, panels_bytes, triton_rows
 from kernels.tuned import linear_config
 from weights import mxfp4
 from weights.gguf_types import FORMATS
@@ -126,14 +125,6 @@ def linear(bits: int, dtype: str, tokens: int, form: str, arch: int = 86) -> Var
     return Variant(name, kernel, pointers, constants, options, weights, limit, bits < 16)
 
 
-def dequantization(bits: int, dtype: str, group: int = 128, zeros: bool = False) -> Variant:
-    """The kernel as `dequantize` launches it."""
-    pointers = dict(w="*i32", s="*fp32" if bits == 8 else "*fp16", z="*u8", out=f"*{dtype}")
-    constants = dict(BITS=bits, GROUP=group, ZEROS=zeros, NATIVE=True)
-    name = f"dequantize w{bits} {dtype}" + f" g{group}" * (bits == 4) + " zeros" * zeros
-    return Variant(name, dequantize_kernel, pointers, constants, dict(num_warps=4))
-
-
 def attention(
     dtype: str, chain: bool = False, window: int = 0, int8: bool = False, dim: int = 128, nodes: int = 32
 ) -> Variant:  # fmt: skip
@@ -153,21 +144,6 @@ def attention(
     constants |= {key: value for key, value in tiles.items() if key.isupper()} | dict(NATIVE=True)
     options = {key: value for key, value in tiles.items() if key.islower()}
     return Variant(f"attention {label}", attend_kernel, pointers, constants, options)
-
-
-def norm_and_rope() -> list[Variant]:
-    """The kernels as `rms_norm` and `rope_write_kv` launch them."""
-    half = "*fp16"
-    pointers = dict(x=half, w=half, out=half)
-    found = [Variant("rms_norm", rms_norm_kernel, pointers, dict(LEVELS=12), dict(num_warps=4))]
-    pointers = dict(qkv=half, cos="*fp32", sin="*fp32", slots="*i64", q_weight=half, k_weight=half, out=half)
-    pointers["arrived"] = "*i32"
-    for norms, int8 in ((False, False), (True, False), (False, True)):
-        name = "rope + kv write" + " + q/k norm" * norms + " int8 cache" * int8
-        cache = dict(kv="*i8" if int8 else half, kv_scales="*fp32" if int8 else half)
-        constants = dict(HQ=32, HKV=8, HD=128, LEVELS=7, QK_NORM=norms, INT8=int8, POOLED=True)
-        found.append(Variant(name, rope_kernel, pointers | cache, constants, dict(num_warps=1)))
-    return found
 
 
 # Weights with the types of a file: (dtype, numbers of tokens, forms). A form is types and words as `linear` takes them.
@@ -203,20 +179,9 @@ def panels(dtype: str, tokens: int, form: str, arch: int = 86) -> Variant:
     return Variant(name, base.kernel, pointers, constants, options, weights, quantized=quantized)
 
 
-def panel_rows(kind: str, dtype: str, listed: bool) -> Variant:
-    """The kernel as `kernels.panels.triton_rows` launches it."""
-    pointers = dict(ids="*i64" if listed else "*i32", w="*i32", halves="*i16", out=f"*{dtype}")
-    facts = kernel_forms(((4096, *FORMATS[kind].numbers()),))
-    constants = dict(FORMS=facts, I=0, LISTED=listed, BLOCK_ROWS=4 if listed else 32)
-    name = f"panel rows {kind} {dtype}{' listed' * listed}"
-    return Variant(
-        name, panel_rows_kernel, pointers, constants, dict(num_warps=1 if listed else 4), uneven=("FIRST_ROW",)
-    )
-
-
 KINDS = {
     torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.int64: "*i64", torch.int32: "*i32",
-    torch.int8: "*i8", torch.uint8: "*u8", torch.bool: "*i1",
+    torch.int16: "*i16", torch.int8: "*i8", torch.uint8: "*u8", torch.bool: "*i1",
 }  # fmt: skip
 
 
@@ -235,13 +200,15 @@ def of_launch(name: str, launch: fake_cuda.Launch) -> Variant:
     return Variant(name, launch.kernel, pointers, constants, launch.options, uneven=tuple(uneven))
 
 
-def small_work() -> list[Variant]:
-    """The kernels of the small work of a step, for the largest vocabulary and trees and for a batch."""
+def recorded_launches() -> list[Variant]:
+    """The kernels of the small work of a step, for the largest vocabulary and trees and for a batch, of norms and rotary
+    positions, and of weights that are written out."""
     found = []
     with torch._subclasses.fake_tensor.FakeTensorMode(), fake_cuda.Indexing():
         for B, V, K, N, half in ((1, 128256, 10, 60, torch.bfloat16), (4, 32000, 8, 24, torch.float16)):
             with fake_cuda.recorded() as launches:
                 launch_small_work(B, V, K, N, half)
+                launch_norms_and_rows(B, half)
             found += [of_launch(f"{x.kernel.__name__} {i} batch {B}", x) for i, x in enumerate(launches)]
     return found
 
@@ -310,6 +277,28 @@ def launch_small_work(B: int, V: int, K: int, N: int, half: torch.dtype) -> None
         experts.mix.triton(new(B, k, H, kind=kind), new(B, k, kind=kind), new(B, H, kind=kind))
 
 
+def launch_norms_and_rows(B: int, half: torch.dtype) -> None:
+    """The same for norms, rotary positions, and the rows or the whole of a matrix."""
+
+    def new(*shape, kind=half):
+        return torch.empty(shape, dtype=kind, device="cuda")
+
+    kernels.rms_norm.triton(new(B, 4096), new(4096), 1e-5)
+    angles, slots = [new(B, 26, 64, kind=torch.float32)] * 2, new(B, 26, kind=torch.int64)
+    for kind, norms in ((half, (None, None)), (half, (new(128), new(128))), (torch.int8, (None, None))):
+        cache = new(2, 1, 8, 4096, 132 if kind == torch.int8 else 128, kind=kind)
+        kernels.rope_write_kv.triton(new(B, 26, 48, 128), *angles, cache, slots, *norms, 1e-5)
+    for bits, group, zeros in ((4, 128, False), (4, 32, True), (8, 0, False)):
+        words = new(32, 32, 4 * panel_words(bits, group, zeros), kind=torch.int32)
+        scales = new(4096, kind=torch.float32) if bits == 8 else None
+        weight = kernels.PackedWeight("planes", bits, group, 4096, 4096, words, scales)
+        kernels.dequantize(weight, half, fused=True)
+    for form in FORMATS.values():
+        words, facts = new(panels_bytes(form, 4096, 4096) // 4, kind=torch.int32), ((4096, *form.numbers()),)
+        for ids in (None, new(26, kind=torch.int64)):
+            triton_rows(words, facts, 4096, 4096, ids, half)
+
+
 def variants(quick: bool = False, arch: int = 86) -> list[Variant]:
     """All kernel variants. quick: of the main int4 loop and one of each kind that has been too large, those of `arch`."""
     if quick:
@@ -319,12 +308,10 @@ def variants(quick: bool = False, arch: int = 86) -> list[Variant]:
         linear(bits, dtype, m, form, arch) for bits, dtype, tokens, forms in LINEARS for form in forms for m in tokens
     ]
     found += [panels(dtype, m, form, arch) for dtype, tokens, forms in PANELS for form in forms for m in tokens]
-    found += [panel_rows(kind, "bf16", listed) for kind in FORMATS for listed in (False, True)]
-    found += [dequantization(4, "fp16"), dequantization(4, "bf16", 32, True), dequantization(8, "fp16")]
     for int8, dim in itertools.product((False, True), (64, 128, 256)):
         found += [attention("bf16", int8=int8, dim=dim), attention("fp16", window=4096, int8=int8, dim=dim)]
         if dim > 64:
             found.append(attention("fp16", chain=True, int8=int8, dim=dim))
             found.append(attention("bf16", chain=True, window=4096, int8=int8, dim=dim))
     found += [attention("fp16", nodes=nodes) for nodes in (1, 32, 64, 128, 256)]
-    return found + norm_and_rope() + small_work()
+    return found + recorded_launches()

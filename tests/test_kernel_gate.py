@@ -48,10 +48,8 @@ def test_the_gates_compile_every_kernel_that_is_launched():
 
 def test_every_group_of_wgmma_needs_a_fence_of_its_own():
     """A gate that is content with one fence somewhere: an early one said nothing about the products behind it."""
-    group, fence = (
-        "wgmma.mma_async.sync.aligned\nwgmma.commit_group.sync.aligned;\n",
-        "fence.proxy.async.shared::cta;\n",
-    )
+    fence = "fence.proxy.async.shared::cta;\n"
+    group = "wgmma.mma_async.sync.aligned\nwgmma.commit_group.sync.aligned;\n"
     assert kernel_gate.unfenced(2 * (fence + group)) == 0
     assert kernel_gate.unfenced(fence + 2 * group) == 1 and kernel_gate.unfenced(group + fence) == 1
 

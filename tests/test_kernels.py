@@ -175,19 +175,6 @@ def test_ptx_decodes_every_code_in_every_place(bits, bf16):
         assert np.array_equal(plane[:, 0], want[0, :, p].ravel()) and np.array_equal(plane[:, 1], want[1, :, p].ravel())
 
 
-@pytest.mark.parametrize("bits", [4, 8])
-def test_plane_layout_is_the_documented_one(bits):
-    """Catches packing that disagrees with how the kernel reads word i, or that loses the ragged last block."""
-    codes = torch.randint(0, 2**bits, (3, 160))
-    words = to_planes(codes, bits)
-    assert words.shape == (3, 2 * 4 * bits) and words.dtype == torch.int32
-    assert torch.equal(from_planes(words, bits, 160).long(), codes)
-    per_block = 4 * bits
-    for row, k in [(0, 0), (1, 17), (2, 127), (1, 130)]:
-        word = words[row, k // 128 * per_block + k % 128 % per_block].item()
-        assert (word >> (bits * (k % 128 // per_block))) & (2**bits - 1) == codes[row, k]
-
-
 @pytest.mark.parametrize("bits,group,zeros", [(4, 128, False), (4, 32, True), (4, 64, False), (8, 0, False)])
 @pytest.mark.parametrize("experts", [(), (3,)])
 def test_panels_hold_what_was_stored(bits, group, zeros, experts):
@@ -413,11 +400,7 @@ def test_attention_equals_definition(dtype, window):
     clamped trash row."""
     for starts in ([0, 17], [30, 5], [37, 36]):
         case = attention_case(dtype, starts, 40)
-        assert (
-            error(kernels.tree_attention(*case, window, 0.3), attention_definition(*case, window, 0.3))
-            < TOLERANCE[dtype]
-        )
-        for more in ((1.5, None), (0.0, torch.randn(4).to(dtype))):
+        for more in ((0.0, None), (1.5, None), (0.0, torch.randn(4).to(dtype))):
             got = kernels.tree_attention(*case, window, 0.3, None, *more)
             assert error(got, attention_definition(*case, window, 0.3, *more)) < TOLERANCE[dtype]
 
@@ -731,26 +714,6 @@ def test_interpreted_linear_of_many_rows(bits, group, zeros, monkeypatch):
     assert error(gated, linear_definition(x, matrix(bits, weights), None, None, True)) < 2 * TOLERANCE[torch.float16]
     monkeypatch.setattr(kernels.linear, "SMALL_M", 64)
     assert error(packed_linear(x[None], packed)[0], want) < TOLERANCE[torch.float16]
-
-
-@interpreted
-@pytest.mark.parametrize("gated", [False, True])
-def test_interpreted_linear_stores_partial_sums_of_live_rows_only(gated, monkeypatch):
-    """Catches partial sums of padding rows, or of the program that ends last, which need no memory traffic. Their
-    bytes are what `partial_bytes` says and what the choice of a tiling counts on."""
-    config = LinearConfig(block_n=32, split_k=3)
-    weights, x = exact(stored(4, 48, 384, 128), 5, 384)
-    packed, seen, launch = pack(4, weights, torch.float16, "planes", config), [], kernels.linear.launch_arguments
-
-    def spy(*args):
-        grid, partial, constants = launch(*args)
-        seen.append(partial.fill_(float("nan")))
-        return grid, partial, constants
-
-    monkeypatch.setattr(kernels.linear, "launch_arguments", spy)
-    want = linear_definition(x, matrix(4, weights), None, None, gated)
-    assert error(packed_linear(x, packed, gated=gated), want) < TOLERANCE[torch.float16]
-    assert 2 * 4 * int(seen[0].isfinite().sum()) == partial_bytes(config, 48, 5) and not packed.counters.any()
 
 
 @interpreted

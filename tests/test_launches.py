@@ -1,6 +1,6 @@
 """How many kernels a step launches on a GPU, and the kernels of its small work against plain PyTorch.
 
-Tests named `test_interpreted_*` need TRITON_INTERPRET=1 before Triton is imported. tests/test_interpreter.py runs them.
+Tests named `test_interpreted_*` need TRITON_INTERPRET=1 before Triton is imported. tests/test_interpreter_steps.py runs them.
 """
 
 import functools
@@ -30,7 +30,7 @@ from weights.gguf_types import FORMATS
 from weights.quantized import FloatLinear, QuantEmbedding, QuantLinear, replace_module
 
 OURS = ("noise", "choose", "draft_topk", "draft_tree", "commit")
-interpreted = pytest.mark.skipif(not kernels.INTERPRETED, reason="run by tests/test_interpreter.py")
+interpreted = pytest.mark.skipif(not kernels.INTERPRETED, reason="run by tests/test_interpreter_steps.py")
 needs_triton = pytest.mark.skipif(kernels.triton is None, reason="triton is not installed")
 LAYERS = 4
 TOP_P = dict(temperature=1.0, top_p=0.9)

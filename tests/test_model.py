@@ -184,24 +184,6 @@ def test_every_path_of_a_tree_equals_its_plain_forward(pair, family):
     assert depth.max() >= 3 and len(set(parent.tolist())) < N - 1
 
 
-def test_sequences_of_different_length_share_a_batch(pair):
-    """Catches rows of a batch that share one start, one position or one mask."""
-    _, model = pair("mistral", torch.float64)
-    lengths, N = torch.tensor([5, 17]), 6
-    nodes = tokens_of(N, seed=7, batch=2)
-    trees = torch.stack([random_tree(N, seed=s)[1] for s in (1, 2)])
-    both = model.new_cache(2, 40)
-    alone = []
-    for b, n in enumerate(lengths.tolist()):
-        cache = model.new_cache(1, 40)
-        feed(model, cache, tokens_of(n, seed=b), 0)
-        both[:, :, b] = cache[:, :, 0]
-        depth = trees[b].sum(-1)[None] - 1
-        alone.append(model(nodes[b : b + 1], model.nodes(lengths[b : b + 1], depth, trees[b : b + 1], 40), cache)[0])
-    got, _ = model(nodes, model.nodes(lengths, trees.sum(-1) - 1, trees, 40), both)
-    assert (got - torch.cat(alone)).abs().max() < 1e-10
-
-
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen3"])
 def test_taps_are_the_states_entering_layers(pair, family):
     """Catches EAGLE-3 taps off by one layer, or taken after a norm. Acceptance would drop without any error."""

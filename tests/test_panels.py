@@ -1,6 +1,6 @@
 """Weights with the types of a file in the Triton kernels: packing, and every kernel against plain code.
 
-Tests named `test_interpreted_*` need TRITON_INTERPRET=1 before Triton is imported. tests/test_interpreter.py runs them.
+Tests named `test_interpreted_*` need TRITON_INTERPRET=1 before Triton is imported. tests/test_interpreter_steps.py runs them.
 """
 
 import pytest
@@ -20,7 +20,7 @@ from weights.checkpoint import Checkpoint
 from weights.gguf_types import FORMATS, read_blocks
 from weights.mxfp4 import FORM
 
-interpreted = pytest.mark.skipif(not kernels.INTERPRETED, reason="run by tests/test_interpreter.py")
+interpreted = pytest.mark.skipif(not kernels.INTERPRETED, reason="run by tests/test_interpreter_steps.py")
 FORMS = {**FORMATS, "MXFP4": FORM}
 TRITON = KernelBackend("triton", "cpu") if kernels.INTERPRETED else None
 
@@ -129,11 +129,8 @@ def test_interpreted_experts_of_a_type(kind, down, wide):
     """An expert that begins elsewhere, gate rows without their up rows, and minima that are left out."""
     ups, downs = [part(kind, 2 * wide, wide, e) for e in range(3)], [part(down, 40, wide, e) for e in range(3)]
     gate_up, back = (stack_blocks([pack_panels([p]) for p in parts]) for parts in (ups, downs))
-    x, weights, ids = (
-        torch.randn(3, wide).half() / (wide - 48),
-        torch.rand(3, 2),
-        torch.tensor([[0, 2], [2, 0], [0, 2]]),
-    )
+    x, weights = torch.randn(3, wide).half() / (wide - 48), torch.rand(3, 2)
+    ids = torch.tensor([[0, 2], [2, 0], [0, 2]])
     with TRITON.active():
         got = packed_experts(x, sort_pairs(weights, ids, 3), gate_up, back)
     want = torch.zeros(3, 40, dtype=torch.float64)

@@ -331,8 +331,7 @@ def _pack(
     if layout == "cpu":
         codes = _unpack_nibbles(plain.weight).to(torch.int32)
         packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1)
-        middle = _middle(plain)
-        scales = torch.stack((plain.scales.to(dtype), middle.to(dtype)), -1)
+        scales = torch.stack((plain.scales.to(dtype), _middle(plain).to(dtype)), -1)
         return replace(plain, layout=layout, weight=packed, scales=scales, zeros=None, mins=None)
     if layout == "tiles":
         return _to_tiles(plain, reuse)

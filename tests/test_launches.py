@@ -1,6 +1,7 @@
 """How many kernels a step launches on a GPU, and the kernels of its small work against plain PyTorch.
 
-Tests named `test_interpreted_*` need TRITON_INTERPRET=1 before Triton is imported. tests/test_interpreter_steps.py runs them.
+Tests named `test_interpreted_*` need TRITON_INTERPRET=1 before Triton is imported.
+tests/test_interpreter_steps.py runs them.
 """
 
 import functools

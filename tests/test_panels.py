@@ -1,6 +1,7 @@
 """Weights with the types of a file in the Triton kernels: packing, and every kernel against plain code.
 
-Tests named `test_interpreted_*` need TRITON_INTERPRET=1 before Triton is imported. tests/test_interpreter_steps.py runs them.
+Tests named `test_interpreted_*` need TRITON_INTERPRET=1 before Triton is imported.
+tests/test_interpreter_steps.py runs them.
 """
 
 import pytest

@@ -52,10 +52,10 @@ def bad_files() -> Iterator[None]:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether the error means that memory ran out, either in the plan or while memory was allocated."""
-    import torch  # commands answer --help without loading torch
-
     on_cpu = isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
-    return on_cpu or isinstance(error, NotEnoughMemory | torch.OutOfMemoryError | MemoryError)
+    torch = sys.modules.get("torch")  # commands answer --help without loading it
+    on_gpu = torch is not None and isinstance(error, torch.OutOfMemoryError)
+    return on_cpu or on_gpu or isinstance(error, NotEnoughMemory | MemoryError)
 
 
 def exit_code(error: Exception) -> int:

@@ -25,7 +25,7 @@ from kernels import KernelBackend
 from kernels.growing import best_prefixes
 from weights.block_heads import read_head
 
-interpreted = pytest.mark.skipif(not kernels.INTERPRETED, reason="run by tests/test_interpreter.py")
+interpreted = pytest.mark.skipif(not kernels.INTERPRETED, reason="run by tests/test_interpreter_steps.py")
 SAMPLED = dict(temperature=1.0, seed=11)
 
 

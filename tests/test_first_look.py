@@ -1,6 +1,7 @@
 """The first look at a GPU: it finds a kernel that is wrong or that depends on the width, and it is made once.
 
-Tests named `test_interpreted_*` need TRITON_INTERPRET=1 before Triton is imported. tests/test_interpreter.py runs them.
+Tests named `test_interpreted_*` need TRITON_INTERPRET=1 before Triton is imported. tests/test_interpreter_steps.py runs
+them.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from loading.drafting import build_drafter
 from loading.options import LoadOptions
 from weights.quantized import pack_
 
-interpreted = pytest.mark.skipif(not kernels.INTERPRETED, reason="run by tests/test_interpreter.py")
+interpreted = pytest.mark.skipif(not kernels.INTERPRETED, reason="run by tests/test_interpreter_steps.py")
 TREE = "dynamic:8,2,4"
 
 

@@ -111,6 +111,14 @@ def test_notes_and_line_ends_stay_on_the_one_line(capsys):
     assert capsys.readouterr().err == "error  bad weights in layer 3 of model.safetensors\n"
 
 
+def test_an_error_without_torch_is_one_line(capsys, monkeypatch):
+    """A traceback instead of the name of what is missing, where the environment was not activated."""
+    monkeypatch.setitem(sys.modules, "torch", None)
+    assert run_command(raising(ModuleNotFoundError("No module named 'torch'"))) == INTERNAL
+    line = "error  ModuleNotFoundError: No module named 'torch' (--debug shows where)\n"
+    assert capsys.readouterr().err == line
+
+
 def test_ctrl_c_ends_with_130_and_says_what_is_kept(capsys):
     """Ctrl-C is one line with the notes of the KeyboardInterrupt, and the code is 130."""
     assert run_command(raising(KeyboardInterrupt())) == INTERRUPTED == 130
@@ -199,6 +207,21 @@ def test_a_failure_leaves_the_old_file_and_nothing_else(error, old, tmp_path):
     assert error in (caught.value, caught.value.__cause__)
     assert not isinstance(error, OSError) or caught.value.filename == str(path)  # a full disk does not say where
     assert {p.name: p.read_text() for p in tmp_path.iterdir()} == ({path.name: old} if old else {})
+
+
+def test_a_file_is_replaced_in_one_step(tmp_path, monkeypatch):
+    """A moment at which neither the old nor the new file has the name, in which a killed process would lose both."""
+    path = tmp_path / "f.txt"
+    path.write_text("old")
+    seen = []
+
+    def watched(source, target, real=os.replace):
+        seen.append(path.read_text())
+        real(source, target)
+
+    monkeypatch.setattr(os, "replace", watched)
+    write_text(path, "new")
+    assert seen == ["old"] and path.read_text() == "new"
 
 
 def test_links_and_pipes_stay_what_they_are(tmp_path):

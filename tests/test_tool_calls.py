@@ -8,10 +8,11 @@ from types import SimpleNamespace
 
 import pytest
 
+from engine.grammar import Grammars
 from engine.results import Chunk, GenerationResult
 from loading.options import DEMO
 from serving.answers import HERMES, LLAMA, MISTRAL, Answer, Event, ToolCallParser, as_text, tool_format
-from serving.requests import Ask
+from serving.requests import NO_PARAMETERS, Ask, call_grammar
 from text.tokenizer import load_tokenizer
 
 CALL = '{"name": "add", "arguments": {"a": 1, "b": "x</y"}}'
@@ -65,6 +66,17 @@ def test_text_before_a_call_is_shown_at_once():
     assert [parser.push(piece)[0] for piece in ("Hello", " you", " <tool", "box")] == ["Hello", " you", " ", "<toolbox"]
     parser = ToolCallParser(LLAMA, {"add"})
     assert [parser.push(piece)[0] for piece in (" ", "Hi", ' {"a"')] == ["", " Hi", ' {"a"']
+
+
+def test_a_forced_call_ends_with_its_closing_brace():
+    """A grammar that lets a call end before it is whole JSON, which no client can read."""
+    pytest.importorskip("llguidance")
+    tokenizer = load_tokenizer(DEMO)
+    grammar = call_grammar([{"name": "now", "parameters": NO_PARAMETERS}])
+    constraint = Grammars(tokenizer, tokenizer.vocab_size).constraint(grammar, tuple(tokenizer.eos_ids))
+    for text, whole in (('{"name":"now","arguments":{', False), ("}", False), ("}", True)):
+        constraint.take(tokenizer.encode(text, continuation=True))
+        assert constraint.matcher.is_accepting() == whole, text
 
 
 def test_the_format_is_the_one_of_the_template():

@@ -129,6 +129,13 @@ def tiling_table(lines: Sequence[Line]) -> str:
     return table(["linear", "tiling", *(f"{m} row{'s' * (m != '1')}" for m in rows)], body)
 
 
+def peer_table(lines: Sequence[Line]) -> str:
+    """Decoding of one file by several engines, behind prompts of 64, 512 and 2,000 tokens."""
+    columns = {"file": "{file}", "tok/s of": "{arm}"}
+    columns |= {f"behind {size}": f"{{decode[{i}]}}" for i, size in enumerate(("64", "512", "2,000"))}
+    return lines_table(columns, [line for line in lines if line["type"] == "peers"])
+
+
 def client_table(lines: Sequence[Line]) -> str:
     """The table of --clients: what requests that run together get."""
     columns = {

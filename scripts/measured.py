@@ -3,8 +3,8 @@
     python -m scripts.measured                        # write every block of the page again
 
 A block stands between `<!-- KIND FILE -->` and `<!-- /KIND -->`. KIND is `arms` (speed and tau of every arm), `clients`
-(requests that run together), `steps` (the time of a step), `tilings` (of a linear on a GPU), or `acceptance` or `paper`
-(as `scripts.bench --suite` prints them).
+(requests that run together), `steps` (the time of a step), `tilings` (of a linear on a GPU), `peers` (several engines), or
+`acceptance` or `paper` (as `scripts.bench --suite` prints them).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 
 from bench.paper import SUITE_TABLES
 from bench.records import read_lines
-from bench.report import arms_table, client_table, step_table, tiling_table
+from bench.report import arms_table, client_table, peer_table, step_table, tiling_table
 from support.errors import command_parser, run_command
 from support.files import read_json_lines, write_text
 
@@ -25,7 +25,8 @@ TABLES = SUITE_TABLES | {
     "arms": arms_table,
     "clients": lambda summary: client_table(summary["clients"]), "steps": lambda summary: step_table(summary["steps"]),
 }  # fmt: skip
-BLOCK = re.compile(rf"(<!-- ({'|'.join(TABLES)}|tilings) (\S*) -->\n).*?(<!-- /\2 -->)", re.S)
+LINES = {"tilings": tiling_table, "peers": peer_table}  # tables of records that have no summary
+BLOCK = re.compile(rf"(<!-- ({'|'.join(TABLES | LINES)}) (\S*) -->\n).*?(<!-- /\2 -->)", re.S)
 
 
 def filled(page: str, results: Path = RESULTS) -> str:
@@ -34,7 +35,7 @@ def filled(page: str, results: Path = RESULTS) -> str:
     def block(match: re.Match) -> str:
         begin, kind, file, end = match.groups()
         path = results / file
-        text = tiling_table(read_json_lines(path)) if kind == "tilings" else TABLES[kind](read_lines(path)[1])
+        text = LINES[kind](read_json_lines(path)) if kind in LINES else TABLES[kind](read_lines(path)[1])
         return f"{begin}{text}\n{end}"
 
     return BLOCK.sub(block, page)

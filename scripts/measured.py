@@ -3,7 +3,7 @@
     python -m scripts.measured                        # write every block of the page again
 
 A block stands between `<!-- KIND FILE -->` and `<!-- /KIND -->`. KIND is `arms` (speed and tau of every arm), `clients`
-(requests that run together), `steps` (the time of a step), `tilings` (of a linear on a GPU), `peers` (several engines), or
+(requests that run together), `steps` (the time of a step), `tilings` (of a linear on a GPU), `peers` (several engines),
 `acceptance` or `paper` (as `scripts.bench --suite` prints them).
 """
 

@@ -103,7 +103,7 @@ def test_tables_are_the_committed_records():
 
 
 def test_a_page_explains_the_report(capsys, monkeypatch):
-    """The sample report of docs/report.md has the lines of a real report, in their order, and a table row explains each."""
+    """The sample report of docs/report.md has the lines of a real report, in order, and a table row for each."""
 
     def labels(text: str) -> list[str]:
         return [line[:8].strip() for line in text.splitlines() if line[:8].strip()]

@@ -257,7 +257,7 @@ def prefixes_kernel(
     above = j * 0
     level = j * 0
     rank = j * 0
-    store_root(b, root, out_tokens, out_parent, out_scores, N)
+    store_root(b, root, out_tokens, out_parent, out_scores, ancestors, N, NP)
     tl.store(valid + b * N + j, j == 0, mask=j == 0)
     for i in range(1, N):
         best = tl.max(total, 0)

@@ -240,11 +240,14 @@ def expand_shapes(pool: Sequence[Tensor], tokens: Tensor, scores: Tensor, *_rest
 
 
 @jit
-def store_root(b, root, tokens, parent, scores, N):
-    """Store node 0 of a `growing.DraftTree`."""
+def store_root(b, root, tokens, parent, scores, ancestors, N, NP: tl.constexpr):
+    """Store node 0 of a `growing.DraftTree`, and no ancestors yet."""
     tl.store(tokens + b * N, tl.load(root + b))
     tl.store(scores + b * N, 0.0)
     tl.store(parent + b * N, tl.full((), 0, tl.int64))
+    j = tl.arange(0, NP)
+    for row in range(N):
+        tl.store(ancestors + (b * N + row) * N + j, j < 0, mask=j < N)
 
 
 @jit
@@ -252,8 +255,6 @@ def store_paths(b, live, parent, out_depth, ancestors, N, D, NP: tl.constexpr):
     """Store the depths and ancestors of nodes whose parents this program has stored. Those not `live` are padding."""
     j = tl.arange(0, NP)
     seen = ancestors + b * N * N
-    for row in range(N):
-        tl.store(seen + row * N + j, j < 0, mask=j < N)
     tl.debug_barrier()  # what other threads wrote is read and overwritten from here on
     way = j
     depth = tl.zeros((NP,), tl.int64)
@@ -288,7 +289,7 @@ def select_kernel(
     tl.store(out_tokens + at, token, mask=kept)
     tl.store(out_scores + at, score, mask=kept)
     tl.store(node_of + b * P + c, node, mask=kept)
-    store_root(b, root, out_tokens, out_parent, out_scores, N)
+    store_root(b, root, out_tokens, out_parent, out_scores, ancestors, N, NP)
     tl.store(valid + b * N + j, j < N, mask=j < N)
     tl.debug_barrier()  # what other threads wrote is read from here on
     above = tl.load(parent + b * P + c, mask=kept, other=-1)

@@ -28,7 +28,8 @@ class Progress:
         if self.bar is None:
             when = {"mininterval": 0.1} if live else {"mininterval": LOG_SECONDS, "delay": LOG_SECONDS}
             file = sys.stderr if live else _Log()
-            shape = {"bar_format": FORMAT, "dynamic_ncols": live, "leave": False}
+            # on the first line, whatever bar an interrupted command left open
+            shape = {"bar_format": FORMAT, "dynamic_ncols": live, "leave": False, "position": 0}
             self.bar = tqdm(desc=text, total=1.0, initial=share, miniters=0, file=file, **shape, **when)
         self.bar.set_description_str(text, refresh=False)
         if live:

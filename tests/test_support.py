@@ -539,8 +539,10 @@ def test_threads_are_the_cores_of_this_process(given, cpus, siblings, quota, cou
 
 def test_progress_is_a_bar_on_a_terminal_and_a_line_in_a_log(monkeypatch):
     """A terminal shows a bar that goes away; a log gets one line per 20 seconds, without control characters; a quiet bar
-    writes nothing."""
+    writes nothing. A bar that an interrupted command left open moves it to no other line."""
     monkeypatch.setattr(sys, "stderr", terminal := Terminal())
+    left = Progress()
+    left(0.5)
     progress = Progress()
     for done in range(5):
         progress.of(done, 4, f"piece {done}")

@@ -42,8 +42,13 @@ GRANITE = dict.fromkeys(("attention_multiplier", "embedding_multiplier", "residu
 # Supported values of `model_type`.
 FAMILIES: dict[str, Family] = {
     "ernie4_5": Family(
-        {"num_key_value_heads": 2, "head_dim": 128, "rms_norm_eps": 1e-5, "rope_theta": 5e5}
-        | {"tie_word_embeddings": True},
+        {
+            "num_key_value_heads": 2,
+            "head_dim": 128,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 5e5,
+            "tie_word_embeddings": True,
+        },
         {"neighbours": True},
         ("use_bias", "use_bias", "use_bias"),
     ),

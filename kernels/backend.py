@@ -255,8 +255,10 @@ class Operation:
         return self.cpu(*args) if self._in_cpp(args, tensors) else self.reference(*args)
 
     def _in_cpp(self, args: Sequence, tensors: Sequence[Tensor]) -> bool:
+        if self.cpu is None:
+            return False
         problem = "" if self.cpu_problem is None else functools.partial(self.cpu_problem, *args)
-        return self.cpu is not None and use_cpu(self.key, *tensors, problem=problem)
+        return use_cpu(self.key, *tensors, problem=problem)
 
     def _run(self, *args):
         """What the operator does."""

@@ -252,10 +252,10 @@ def store_root(b, root, tokens, parent, scores, ancestors, N, NP: tl.constexpr):
 
 @jit
 def store_paths(b, live, parent, out_depth, ancestors, N, D, NP: tl.constexpr):
-    """Store the depths and ancestors of nodes whose parents this program has stored. Those not `live` are padding."""
+    """Store the depths and ancestors of nodes. Those not `live` are padding. The program has stored their parents, and a
+    barrier lies behind that."""
     j = tl.arange(0, NP)
     seen = ancestors + b * N * N
-    tl.debug_barrier()  # what other threads wrote is read and overwritten from here on
     way = j
     depth = tl.zeros((NP,), tl.int64)
     for _ in range(D + 1):
@@ -295,6 +295,7 @@ def select_kernel(
     above = tl.load(parent + b * P + c, mask=kept, other=-1)
     up = tl.load(node_of + b * P + above, mask=kept & (above >= 0), other=0)
     tl.store(out_parent + at, up.to(tl.int64), mask=kept)
+    tl.debug_barrier()
     store_paths(b, j < N, out_parent, out_depth, ancestors, N, D, NP)
 
 

@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import kernels
-from families.config import ModelConfig, RopeConfig
-from kernels.records import Nodes, Rotary
+from families.config import DeltaConfig, ModelConfig, RopeConfig
+from kernels.records import Memory, Nodes, Rotary
 from support.machine import zeros
 
 
@@ -78,7 +78,8 @@ class Attention(nn.Module):
         self.kv_heads = config.num_key_value_heads
         self.head_dim = hd = config.head_dim
         self.window = window
-        qkv_heads = self.heads + 2 * self.kv_heads
+        self.gated = config.output_gate  # the projection then begins with a gate for each query head
+        qkv_heads = self.heads * (1 + self.gated) + 2 * self.kv_heads
         self.qkv = nn.Linear(in_size or config.hidden_size, qkv_heads * hd, bias=config.qkv_bias)
         self.o = nn.Linear(self.heads * hd, config.hidden_size, bias=config.o_bias)
         self.sinks = nn.Parameter(torch.empty(self.heads)) if config.sinks else None
@@ -94,47 +95,63 @@ class Attention(nn.Module):
         columns = slice(self.rotation * half, (self.rotation + 1) * half)
         return cos[..., columns], sin[..., columns]
 
-    def all_heads(self, x: Tensor) -> Tensor:
-        """x [B, T, in] -> queries, keys and values [B, T, Hq + 2 Hkv, hd], normed if that is over all heads at once."""
-        qkv = self.qkv(x)
+    def all_heads(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """x [B, T, in] -> queries, keys and values [B, T, Hq + 2 Hkv, hd], normed if that is over all heads at once, and
+        the gates [B, T, Hq hd] of what attention gives, if there are any."""
+        qkv, gates = self.qkv(x), None
+        if self.gated:
+            size = self.heads * self.head_dim
+            gates, qkv = qkv.split((size, qkv.shape[-1] - size), -1)
         if self.wide_norm:
             rows, kv_rows = self.q_norm.weight.numel(), self.k_norm.weight.numel()
             q, k, v = qkv.split((rows, kv_rows, kv_rows), -1)
             qkv = torch.cat((self.q_norm(q), self.k_norm(k), v), -1)
-        return qkv.view(*x.shape[:2], -1, self.head_dim)
+        return qkv.unflatten(-1, (-1, self.head_dim)), gates
 
     def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """x [B, T, in] -> rotated q [B, Hq, T, hd], rotated k and plain v [B, Hkv, T, hd], with gradients."""
-        q, k, v = self.all_heads(x).split((self.heads, self.kv_heads, self.kv_heads), 2)
+        return self.turned(self.all_heads(x)[0], cos, sin)
+
+    def turned(self, heads: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """`project` of heads [B, T, Hq + 2 Hkv, hd]."""
+        q, k, v = heads.split((self.heads, self.kv_heads, self.kv_heads), 2)
         if self.q_norm is not None and not self.wide_norm:
             q, k = self.q_norm(q), self.k_norm(k)
         cos, sin = self.own_turn(cos, sin)
         q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
+    def output(self, heads: Tensor, gates: Tensor | None, residual: Tensor | None, multiplier: float) -> Tensor:
+        """What attention gives [B, T, Hq, hd], times the gates, -> [B, T, H], times multiplier (+ residual)."""
+        out = heads.reshape(*heads.shape[:2], -1)
+        out = out if gates is None else out * kernels.sigmoid(gates)
+        return linear(self.o, out, residual, multiplier=multiplier)
+
     def forward(self, x: Tensor, nodes: Nodes, kv: Tensor, residual: Tensor | None = None) -> Tensor:
         """x [B, T, in] -> [B, T, H], with the residual added.
 
         kv [2, B, Hkv, S, hd], or [2, 1, Hkv, S, hd] with nodes.segments, is written at nodes.slots, then read.
         """
-        B, T, _ = x.shape
+        gates = None
         own = self.q_norm is not None and not self.wide_norm
         norms = (self.q_norm.weight, self.k_norm.weight, self.q_norm.eps) if own else ()
         turn = *self.own_turn(nodes.cos, nodes.sin), kv, nodes.slots, *norms
-        if isinstance(self.qkv, nn.Linear) or self.wide_norm:
-            q, arrived = kernels.rope_write_kv(self.all_heads(x), *turn)
+        if isinstance(self.qkv, nn.Linear) or self.wide_norm or self.gated:
+            heads, gates = self.all_heads(x)
+            q, arrived = kernels.rope_write_kv(heads, *turn)
         else:
             q, arrived = self.qkv.heads(x, self.head_dim, *turn)
         visible = nodes.visible_window if self.window else nodes.visible
         seen = nodes.start, visible, nodes.positions, self.window
         shape = self.scale, arrived, self.cap, self.sinks
         out = kernels.tree_attention(q, kv, *seen, *shape, nodes.segments, nodes.longest, nodes.chain)
-        return linear(self.o, out.reshape(B, T, -1), residual, multiplier=self.multiplier)
+        return self.output(out, gates, residual, self.multiplier)
 
     def forward_train(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """The same attention over a whole sequence x [B, T, in], with gradients and without a cache."""
-        B, T, _ = x.shape
-        q, k, v = self.project(x, cos, sin)
+        T = x.shape[1]
+        heads, gates = self.all_heads(x)
+        q, k, v = self.turned(heads, cos, sin)
         mask = None
         if self.window or self.cap or self.sinks is not None:
             i = torch.arange(T, device=x.device)
@@ -145,7 +162,41 @@ class Attention(nn.Module):
         else:
             how = {"attn_mask": mask, "is_causal": mask is None, "scale": self.scale, "enable_gqa": True}
             out = F.scaled_dot_product_attention(q, k, v, **how)
-        return self.o(out.transpose(1, 2).reshape(B, T, -1))
+        return self.output(out.transpose(1, 2), gates, None, 1.0)
+
+
+class DeltaNet(nn.Module):
+    """A recurrent layer in place of attention: a short convolution, and the gated delta rule (`kernels.delta`)."""
+
+    multiplier = 1.0  # of what a block adds, as of Attention
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.sizes = sizes = config.delta
+        H, heads = config.hidden_size, sizes.value_heads
+        self.qkvz = nn.Linear(H, sizes.channels + sizes.values, bias=False)  # z is the gate of the output
+        self.ba = nn.Linear(H, 2 * heads, bias=False)  # how strongly a token writes, and how much the memory fades
+        self.conv = nn.Parameter(torch.empty(sizes.channels, 1, sizes.kernel))
+        self.A_log, self.dt_bias = nn.Parameter(torch.empty(heads)), nn.Parameter(torch.empty(heads))
+        self.norm = RMSNorm(sizes.value_dim, config.rms_norm_eps)
+        self.out = nn.Linear(sizes.values, H, bias=False)
+
+    def forward(self, x: Tensor, nodes: Nodes, layer: Memory, residual: Tensor | None = None) -> Tensor:
+        """x [B, T, H] -> [B, T, H], with the residual added. layer: what this layer keeps; `fresh` gets the rows."""
+        qkv, z = self.qkvz(x).split((self.sizes.channels, self.sizes.values), -1)
+        rows = torch.cat((qkv, self.ba(x)), -1)
+        read = kernels.delta_rule(rows, self.conv, self.A_log, self.dt_bias, layer, None if nodes.chain else nodes.walk)
+        width = self.sizes.kernel - 1
+        fresh = kernels.next_window(layer, rows, width) if nodes.chain else rows
+        layer.fresh[:, : fresh.shape[1]] = fresh
+        return linear(self.out, kernels.gated_norm(read, z, self.norm.weight, self.norm.eps), residual)
+
+    def forward_train(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """The same layer over a whole sequence x [B, T, H], from an empty memory. No gradients flow through it."""
+        layer = next(iter(new_memory(self.sizes, 1, len(x), 0, 0, x.dtype, x.device).layers()))
+        layer.keep.fill_(x.shape[1])
+        nodes = Nodes(cos, sin, *[layer.keep] * 5, chain=True)
+        return self.forward(x, nodes, layer)
 
 
 class MLP(nn.Module):
@@ -229,9 +280,7 @@ def add_shared(experts: nn.Module, x: Tensor, residual: Tensor | None) -> Tensor
     """The residual with what the shared expert of `Experts` or its like adds to it."""
     if experts.shared is None:
         return residual
-    score = experts.shared_gate(x).to(torch.promote_types(x.dtype, torch.float32))
-    # On a CPU exp has the same bits for a row alone and among others, which sigmoid has not.
-    added = (1 / (1 + torch.exp(-score))).to(x.dtype) * experts.shared(x)
+    added = kernels.sigmoid(experts.shared_gate(x)) * experts.shared(x)
     return added if residual is None else residual + added
 
 
@@ -253,7 +302,10 @@ class Block(nn.Module):
             return RMSNorm(config.hidden_size, config.rms_norm_eps) if config.norms in places else None
 
         self.input_norm = norm("before", "both")
-        self.attention = Attention(config, config.windows[layer], rotation=config.rotation(layer))
+        if config.recurrent[layer]:
+            self.attention = DeltaNet(config)
+        else:
+            self.attention = Attention(config, config.windows[layer], rotation=config.rotation(layer))
         self.attention_norm = norm("after", "both")  # of what attention adds
         self.post_norm = norm("before", "both")  # of what the MLP reads
         if config.num_local_experts:
@@ -263,8 +315,8 @@ class Block(nn.Module):
             self.mlp = MLP(config.hidden_size, config.intermediate_size, *how)
         self.mlp_norm = norm("after", "both")  # of what the MLP adds
 
-    def forward(self, x: Tensor, nodes: Nodes, kv: Tensor) -> Tensor:
-        """x [B, T, H] -> [B, T, H] through this layer's cache kv [2, B, Hkv, S, hd]."""
+    def forward(self, x: Tensor, nodes: Nodes, kv: Tensor | Memory) -> Tensor:
+        """x [B, T, H] -> [B, T, H] through this layer's cache kv [2, B, Hkv, S, hd], or what a recurrent one keeps."""
         normed = normed_by(self.input_norm, x)
         if self.attention_norm is None:
             x = self.attention(normed, nodes, kv, x)
@@ -347,8 +399,16 @@ class Transformer(nn.Module):
         if dtype == torch.int8 and c.head_dim % 4:
             raise ValueError(f"--kv int8 needs a head_dim divisible by 4, not {c.head_dim}. Use --kv model.")
         row = c.head_dim + kernels.KV_SCALE * (dtype == torch.int8)
-        shape = (c.num_hidden_layers, 2, batch_size, c.num_key_value_heads, slots, row)
+        shape = (c.kv_layers, 2, batch_size, c.num_key_value_heads, slots, row)
         return zeros(shape, dtype or self.dtype, self.device)
+
+    def new_memory(self, batch_size: int, nodes: int = 1, depth: int = 0) -> Memory | None:
+        """The empty memory of all recurrent layers, for trees of so many nodes, root included, and that depth. None for a
+        model without such layers."""
+        layers = sum(self.config.recurrent)
+        if not layers:
+            return None
+        return new_memory(self.config.delta, layers, batch_size, nodes, depth, self.dtype, self.device)
 
     def nodes(
         self, n: Tensor, depth: Tensor, ancestors: Tensor, slots: int, segments: Tensor | None = None,
@@ -362,11 +422,13 @@ class Transformer(nn.Module):
         rotary = Rotary(self.rotary.cos, self.rotary.sin)
         where = kernels.place_rows(n, depth, rotary, slots, 0, None, None, 0, segments)
         nodes = nodes_at(where, n, ancestors, max(self.config.windows))
-        return nodes._replace(segments=segments, longest=slots, chain=chain)
+        walk = kernels.depth_first(ancestors) if any(self.config.recurrent) and not chain else None
+        return nodes._replace(segments=segments, longest=slots, chain=chain, walk=walk)
 
     def forward(
-        self, tokens: Tensor, nodes: Nodes, kv_cache: Tensor, taps: tuple[int, ...] = (), layers: Callable | None = None
-    ) -> tuple[Tensor, Tensor | None]:
+        self, tokens: Tensor, nodes: Nodes, kv_cache: Tensor, taps: tuple[int, ...] = (),
+        layers: Callable | None = None, memory: Memory | None = None,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         """Forward on nodes, without a host sync. All shapes depend on B, T and S only.
 
         Args:
@@ -375,12 +437,13 @@ class Transformer(nn.Module):
             kv_cache: [L, 2, B, Hkv, S, hd], or with nodes.segments [L, 2, 1, Hkv, S, hd]. It is written at nodes.slots.
             taps: layers whose *input* residual state to return (EAGLE-3), ascending. num_layers is after the last layer.
             layers: runs all layers instead of `run_layers`, with the same arguments but the last.
+            memory: from `new_memory`. What the rows would add to it lies in `fresh` afterwards.
 
         Returns:
             hidden_states [B, T, H] after the final norm, which the LM head and EAGLE-1 read, and the tapped states
             [B, T, len(taps) * H] or None.
         """
-        return (layers or Transformer.run_layers)(self, self.embed(tokens), nodes, kv_cache, taps)
+        return (layers or Transformer.run_layers)(self, self.embed(tokens), nodes, kv_cache, taps, memory)
 
     def embed(self, tokens: Tensor) -> Tensor:
         """tokens [B, T] -> what the first layer reads, [B, T, H]."""
@@ -388,13 +451,15 @@ class Transformer(nn.Module):
         return x if self.config.embedding_multiplier == 1 else x * self.config.embedding_multiplier
 
     def run_layers(
-        self, x: Tensor, nodes: Nodes, kv_cache: Tensor, taps: tuple[int, ...], block: Callable | None = None
-    ) -> tuple[Tensor, Tensor | None]:
+        self, x: Tensor, nodes: Nodes, kv_cache: Tensor, taps: tuple[int, ...], memory: Memory | None = None,
+        block: Callable | None = None,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         """`forward` of the embeddings x [B, T, H]. block: runs a layer instead of its own `forward`."""
-        tapped = []
+        tapped, caches, memories = [], iter(kv_cache), memory.layers() if memory else iter(())
         for i, layer in enumerate(self.layers):
             tapped += [x] * taps.count(i)
-            x = block(layer, x, nodes, kv_cache[i]) if block else layer(x, nodes, kv_cache[i])
+            own = next(memories if isinstance(layer.attention, DeltaNet) else caches)
+            x = block(layer, x, nodes, own) if block else layer(x, nodes, own)
         tapped += [x] * taps.count(len(self.layers))
         return self.norm(x), torch.cat(tapped, -1) if tapped else None
 
@@ -442,7 +507,20 @@ class Transformer(nn.Module):
         c = self.config
         element_size = element_size or self.dtype.itemsize
         row = 2 * c.num_key_value_heads * c.head_dim * element_size
-        return float(sum(min(context, window or context) for window in c.windows) * row)
+        lengths = [min(context, w or context) for w, recurrent in zip(c.windows, c.recurrent, strict=True) if not recurrent]
+        return float(sum(lengths) * row)
+
+
+def new_memory(
+    sizes: DeltaConfig, layers: int, batch_size: int, nodes: int, depth: int, dtype: torch.dtype, device: torch.device,
+) -> Memory:  # fmt: skip
+    """The empty memory of so many recurrent layers."""
+    wide, K = torch.promote_types(dtype, torch.float32), sizes.kernel
+    row = sizes.channels + 2 * sizes.value_heads
+    state = zeros((batch_size, layers, sizes.value_heads, sizes.key_dim, sizes.value_dim), wide, device)
+    path, fresh = (zeros((batch_size, layers, n, row), dtype, device) for n in (K + depth, max(nodes, K - 1)))
+    counts = [torch.zeros(batch_size, dtype=d, device=device) for d in (torch.int64, torch.bool, torch.int64)]
+    return Memory(state, path, fresh, *counts)
 
 
 def nodes_at(where: tuple[Tensor, ...], start: Tensor, visible: Tensor, window: int = 0) -> Nodes:

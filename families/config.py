@@ -38,6 +38,11 @@ GEMMA = {"num_key_value_heads": 4, "head_dim": 256, "tie_word_embeddings": True,
 GEMMA |= {"query_pre_attn_scalar": 256, "attn_logit_softcapping": 0.0, "final_logit_softcapping": 0.0}
 GEMMA_FACTS = {"norms": "both", "norm_offset": 1.0, "activation": "gelu_tanh"}
 OLMO_FACTS = {"norms": "after", "qk_norm": True, "wide_qk_norm": True}
+# Models of which most layers are recurrent: by default all but every fourth one.
+QWEN_NEXT = {"num_key_value_heads": 2, "head_dim": 256, "partial_rotary_factor": 0.25, "full_attention_interval": 4}
+QWEN_NEXT |= {"linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_conv_kernel_dim": 4}
+QWEN_NEXT |= {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
+QWEN_NEXT_FACTS = {"norm_offset": 1.0, "qk_norm": True, "output_gate": True}
 GRANITE = dict.fromkeys(("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling"), 1.0)
 # Supported values of `model_type`.
 FAMILIES: dict[str, Family] = {
@@ -119,6 +124,19 @@ FAMILIES: dict[str, Family] = {
         width=OWN_WIDTH,
     ),
     "qwen3": Family({"num_key_value_heads": 32, "head_dim": 128}, {"qk_norm": True}, windows="switch"),
+    "qwen3_5_moe_text": Family(
+        QWEN_NEXT | {"num_experts": 256, "num_experts_per_tok": 8, "shared_expert_intermediate_size": 512},
+        QWEN_NEXT_FACTS,
+        width=OWN_WIDTH,
+    ),
+    "qwen3_5_text": Family(QWEN_NEXT | {"num_key_value_heads": 4}, QWEN_NEXT_FACTS),
+    "qwen3_next": Family(
+        QWEN_NEXT
+        | {"num_experts": 512, "num_experts_per_tok": 10, "norm_topk_prob": True}
+        | {"shared_expert_intermediate_size": 512},
+        QWEN_NEXT_FACTS,
+        width=OWN_WIDTH,
+    ),
     "qwen3_moe": Family(
         {"num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": False},
         {"qk_norm": True},
@@ -136,10 +154,10 @@ FAMILIES: dict[str, Family] = {
     ),
 }
 # Why some families are refused.
-RECURRENT = "some of its layers keep a recurrent state, which would have to be taken back where a draft is rejected"
+RECURRENT = "its recurrent layers are of a kind that is not implemented"
 REFUSED = dict.fromkeys(
     """bamba falcon_h1 falcon_mamba granitemoehybrid jamba kimi_linear lfm2 lfm2_moe mamba mamba2 minimax nemotron_h
-    qwen3_5 qwen3_next recurrent_gemma rwkv xlstm zamba zamba2""".split(),
+    recurrent_gemma rwkv xlstm zamba zamba2""".split(),
     RECURRENT,
 )
 REFUSED |= dict.fromkeys("deepseek_v2 deepseek_v3 kimi_k2 minicpm3".split(), "its latent attention is not implemented")
@@ -231,6 +249,31 @@ class RopeConfig:
         return inv / self.factor * (1 - keep) + inv * keep, attention_factor
 
 
+# The keys of the fields of DeltaConfig.
+DELTA_KEYS = """linear_num_key_heads linear_num_value_heads linear_key_head_dim linear_value_head_dim
+    linear_conv_kernel_dim""".split()
+
+
+@dataclass(frozen=True)
+class DeltaConfig:
+    """Sizes of the recurrent layers (`kernels.delta`). Each key head serves value_heads / key_heads value heads."""
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    kernel: int  # the width of the convolution
+
+    @property
+    def values(self) -> int:
+        return self.value_heads * self.value_dim
+
+    @property
+    def channels(self) -> int:
+        """Channels of the convolution: queries, keys and values."""
+        return 2 * self.key_heads * self.key_dim + self.values
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     """Geometry of a model. The names are Hugging Face's. `windows[i]` is the attention window of layer i, 0 if full."""
@@ -263,6 +306,9 @@ class ModelConfig:
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0  # of what a block adds to its input
     logits_multiplier: float = 1.0
+    delta: DeltaConfig | None = None
+    recurrent: tuple[bool, ...] = ()  # whether each layer is recurrent, in place of attention; (): none is
+    output_gate: bool = False  # whether what attention gives is multiplied by a gate for each query
     sinks: bool = False  # whether each head has the score of one more key, without a value
     attention_cap: float = 0.0  # scores s become cap * tanh(s / cap); 0: they stay as they are
     logits_cap: float = 0.0
@@ -278,6 +324,8 @@ class ModelConfig:
     def __post_init__(self) -> None:
         if not self.windows:
             object.__setattr__(self, "windows", (0,) * self.num_hidden_layers)
+        if not self.recurrent:
+            object.__setattr__(self, "recurrent", (False,) * self.num_hidden_layers)
         heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
         if heads % kv_heads:
             raise ValueError(
@@ -302,6 +350,11 @@ class ModelConfig:
         if layer in self.unrotated:
             return len(self.ropes) - 1
         return int(self.window_rope is not None and self.windows[layer] > 0)
+
+    @property
+    def kv_layers(self) -> int:
+        """How many layers have keys and values."""
+        return self.recurrent.count(False)
 
     @property
     def max_positions(self) -> int:
@@ -333,7 +386,7 @@ class ModelConfig:
         if defaults.get("head_dim") is None and hidden % heads and config.get("head_dim") is None:
             raise read.error(f"hidden_size {hidden} is not a multiple of num_attention_heads {heads}.")
         positions = read.integer("max_position_embeddings", 2048, high=2**24)
-        windows = _read_windows(read, family, layers)
+        windows, recurrent = _read_windows(read, family, layers), _read_recurrent(read, family, layers)
         rope, window_rope = _read_ropes(read, family, positions)
         facts = _read_biases(read, family) | _read_numbers(read, defaults, hidden) | _read_experts(read, defaults)
         if "no_rope_layer_interval" in defaults:
@@ -357,6 +410,8 @@ class ModelConfig:
             window_rope=window_rope if any(windows) and window_rope != rope else None,
             tie_word_embeddings=read.boolean("tie_word_embeddings", defaults.get("tie_word_embeddings", False)),
             windows=windows,
+            recurrent=recurrent,
+            delta=_read_delta(read, defaults) if any(recurrent) else None,
             dtype=read.text("dtype" if "dtype" in config else "torch_dtype", "float32", tuple(DTYPES)),
             bos_token_id=bos if isinstance(bos, int) else None,
             eos_token_ids=tuple(i for i in (eos if isinstance(eos, list) else [eos]) if isinstance(i, int)),
@@ -501,6 +556,32 @@ def _read_unrotated(read: ConfigReader, layers: int) -> tuple[int, ...]:
     if not isinstance(marks, list) or len(marks) != layers or any(mark not in (0, 1) for mark in marks):
         raise read.error("no_rope_layers must hold 1 (with rotary positions) or 0 for each layer.")
     return tuple(i for i, mark in enumerate(marks) if not mark)
+
+
+def _read_recurrent(read: ConfigReader, family: Family, layers: int) -> tuple[bool, ...]:
+    """Which layers are recurrent: those that `layer_types` says, or else all but every n-th one."""
+    if (every := family.defaults.get("full_attention_interval")) is None:
+        return ()
+    kinds = read.config.get("layer_types")
+    if kinds is None:
+        every = read.integer("full_attention_interval", every)
+        kinds = ["full_attention" if (i + 1) % every == 0 else "linear_attention" for i in range(layers)]
+    known = ("full_attention", "linear_attention")
+    if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in known for kind in kinds):
+        raise read.error("layer_types must name full_attention or linear_attention for each layer.")
+    if "full_attention" not in kinds:
+        raise read.error("layer_types names no layer with full_attention, which is not implemented.")
+    return tuple(kind == "linear_attention" for kind in kinds)
+
+
+def _read_delta(read: ConfigReader, defaults: dict[str, Any]) -> DeltaConfig:
+    """The sizes of the recurrent layers."""
+    delta = DeltaConfig(*(read.integer(key, defaults[key], high=65536) for key in DELTA_KEYS))
+    if delta.value_heads % delta.key_heads:
+        raise read.error("linear_num_value_heads is not a multiple of linear_num_key_heads.")
+    if not 2 <= delta.kernel <= 16:
+        raise read.error(f"linear_conv_kernel_dim is {delta.kernel}; allowed: 2 to 16.")
+    return delta
 
 
 def _read_windows(read: ConfigReader, family: Family, layers: int) -> tuple[int, ...]:

@@ -27,6 +27,7 @@ from kernels.cpu import TILE as CPU_TILE
 from kernels.cpu import fits as cpu_fits
 from kernels.cpu import problem as cpu_problem
 from kernels.cpu import seconds_alone
+from kernels.delta import delta_rule, depth_first, gated_norm, next_window, sigmoid
 from kernels.draft import place_rows
 from kernels.experts import choose_experts, packed_experts, route
 from kernels.kv import CPU_DTYPES, KV_SCALE, commit_kv, dequantize_rows, quantize_rows, write_kv

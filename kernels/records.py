@@ -9,6 +9,7 @@ T rows of a forward, R rows that these may see, W rows of a draft level.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple, get_type_hints
 
 import torch
@@ -37,6 +38,28 @@ class Nodes(NamedTuple):
     segments: Tensor | None = None
     longest: int = 0  # slots of a sequence at most; 0: those of the cache
     chain: bool = False  # whether row t stands at position start + t and sees the rows 0 to t: a part of a text
+    # [B, T, 3] int64, where layers have memories and the rows are a tree: see `kernels.depth_first`
+    walk: Tensor | None = None
+
+
+class Memory(NamedTuple):
+    """What a recurrent layer keeps of B sequences, or with an axis of L behind B, what all of them keep.
+
+    The text of a sequence ends with its path: the rows that were accepted last. `memory` lacks those, so that they can be
+    taken back. `kernels.delta` explains rows.
+    """
+
+    memory: Tensor  # [B, Hv, dk, dv] float32 or wider
+    path: Tensor  # [B, K - 1 + P, R] the K - 1 rows before the path, then the path
+    fresh: Tensor  # [B, N, R] the rows of the tree, or behind a part of a text its last K - 1 rows
+    pending: Tensor  # [B] int64: rows of the path
+    frozen: Tensor  # [B] bool: sequences that have finished, whose memory stays as it is
+    keep: Tensor  # [B] int64: rows of a part of a text that count, 0 of a tree
+
+    def layers(self) -> Iterator[Memory]:
+        """What each layer keeps, as views."""
+        for layer in zip(*(t.unbind(1) for t in self[:3]), strict=True):
+            yield Memory(*layer, *self[3:])
 
 
 class Accepted(NamedTuple):

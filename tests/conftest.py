@@ -144,6 +144,16 @@ FAMILIES = {
 }
 
 
+DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 24}
+DELTA |= {"head_dim": 32, "num_hidden_layers": 4, **rope("default", partial_rotary_factor=0.25)}
+SHARED = {"shared_expert_intermediate_size": 80}
+FAMILIES |= {
+    "qwen3_5": ("Qwen3_5TextConfig", DELTA),
+    "qwen3_5_moe": ("Qwen3_5MoeTextConfig", DELTA | EXPERTS | SHARED),
+    "qwen3_next": ("Qwen3NextConfig", DELTA | EXPERTS | SHARED),
+}
+
+
 def empty_cache_in(folder: Path) -> Path:
     """An empty cache folder in `folder`, but for the C++ kernels, whose build takes 20 seconds."""
     built, made = cache.folder() / "kernels", folder / "cache"

@@ -28,10 +28,10 @@ from weights.hf import (
     as_computed,
     build_model,
     fill_hf,
-    head_order,
     read_config,
     read_meta_config,
     read_meta_entries,
+    row_order,
     token_ids,
 )
 from weights.lora import Adapter, add_, read_adapters
@@ -172,7 +172,7 @@ class Checkpoint:
             entries = read_meta_entries(self.directory, self.config, share)
         elif files := tensor_files(self.directory):
             entries = self._stored if self.kind == "mxfp4" else read_entries(files, share)
-            if self.kind == "published" and head_order(self.config) is not None:
+            if self.kind == "published" and row_order("k_proj.weight", self.config.head_dim, self.config) is not None:
                 family = self.config.model_type
                 raise ValueError(f"{self.config_file}: {family} in GPTQ's or AWQ's format is not implemented.")
             entries = float_entries(entries) if self.kind == "mxfp4" else entries

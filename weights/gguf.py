@@ -36,7 +36,7 @@ from support.reader import is_a
 from weights.files import Destination, Entries, Entry, Spans, check_finite
 from weights.gguf_metadata import ARCHITECTURES, REORDERED, TOKEN_LISTS, hf_config, tokenizer_files
 from weights.gguf_types import BY_NAME, FITS, FLOAT_TYPES, FORMATS, TYPES, kept_bytes, pack_kept, read_blocks, source_of
-from weights.hf import EXPERT_NAMES, FUSED_GATE_UP, checked_views, head_order, norm_names, parameter_sources, views_for
+from weights.hf import EXPERT_NAMES, FUSED_GATE_UP, checked_views, norm_names, parameter_sources, row_order, views_for
 from weights.quantized import Stored, TiedEmbedding, pack_nibbles
 from weights.shards import Shard
 from weights.stored import fill_parameters
@@ -230,14 +230,11 @@ class GGUFFile:
             return hf_config(self.metadata, self.tensors, read, str(self.path))
 
     @cached_property
-    def _turning(self) -> tuple[np.ndarray | None, float]:
-        """The rows of a head of Q or K here, in the order of our rows, None if that is their order; and the share of V in
-        a matrix of Q, K and V."""
+    def _turning(self) -> ModelConfig:
+        """The geometry, for the order of the rows of Q and K here (`row_order`)."""
         config = ModelConfig.from_hf(self.config(), str(self.path))
         neighbours = config.neighbours or self.metadata["general.architecture"] in REORDERED
-        order = head_order(replace(config, neighbours=neighbours))
-        q, kv = config.num_attention_heads, config.num_key_value_heads
-        return None if order is None else order.numpy(), kv / (q + 2 * kv)
+        return replace(config, neighbours=neighbours)
 
     @cached_property
     def sources(self) -> dict[str, tuple[GGUFTensor, int | None]]:
@@ -288,12 +285,8 @@ class GGUFFile:
             parts = [rows[:, piece] if spans.axis else rows[piece] for piece in pieces]
             rows = np.concatenate(parts, spans.axis) if len(parts) > 1 else parts[0]
         match = re.search(r"\.attn_(q|k|qkv)\.", tensor.name)
-        order, values = self._turning if match else (None, 0.0)
-        if order is None:
-            return rows
-        end = len(rows) - round(values * len(rows)) * (match[1] == "qkv")
-        heads = rows[:end].reshape(-1, len(order), *rows.shape[1:])[:, order].reshape(-1, *rows.shape[1:])
-        return np.concatenate((heads, rows[end:])) if end < len(rows) else heads
+        order = row_order(f"{match[1]}_proj.weight", len(rows), self._turning) if match else None
+        return rows if order is None else rows[order.numpy()]
 
     def _read(self, tensor: GGUFTensor, expert: int | None = None, spans: Spans | None = None) -> Tensor:
         block = BY_NAME[tensor.kind].values

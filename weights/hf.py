@@ -9,8 +9,8 @@ from __future__ import annotations
 import contextlib
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import astuple, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from families.config import ACTIVATIONS, FAMILIES, OWN_WIDTH, ModelConfig, RopeConfig
-from model import Experts, Transformer
+from families.config import ACTIVATIONS, DELTA_KEYS, FAMILIES, OWN_WIDTH, ModelConfig, RopeConfig
+from model import DeltaNet, Experts, Transformer
 from support.files import read_json, write_json
 from support.machine import shapes_only
 from support.reader import INDEX_LIMIT, ConfigReader, is_a, refusal
@@ -44,6 +44,8 @@ EXPERT_NAMES = {
     "gpt_oss": ("mlp", "router", ("gate_proj", "up_proj", "down_proj")),  # an expert has its own in GGUF files alone
     "qwen2_moe": QWEN_EXPERTS,
     "qwen3_moe": QWEN_EXPERTS,
+    "qwen3_next": QWEN_EXPERTS,
+    "qwen3_5_moe_text": QWEN_EXPERTS,
 }
 # Hugging Face's names of a block's norms: before and after attention, before and after the MLP.
 NORM_NAMES = {
@@ -215,15 +217,19 @@ def hf_views(model: Transformer, fused_experts: bool | None = None) -> dict[str,
         norms = block.input_norm, block.attention_norm, block.post_norm, block.mlp_norm
         for name, norm in zip(norm_names(c.model_type), norms, strict=True):
             put(at, name, norm)
-        if c.model_type in FUSED_QKV:
+        if c.recurrent[i]:
+            _put_recurrent(put, views, f"{at}.linear_attn", block.attention, c)
+        elif c.model_type in FUSED_QKV:
             put(f"{at}.self_attn", "qkv_proj", block.attention.qkv)
         else:
-            put(f"{at}.self_attn", "q_proj k_proj v_proj", block.attention.qkv, [q, kv, kv])
-        put(f"{at}.self_attn", "o_proj", block.attention.o)
-        if block.attention.sinks is not None:
-            views[f"{at}.self_attn.sinks"] = block.attention.sinks
-        put(f"{at}.self_attn", "q_norm", block.attention.q_norm)
-        put(f"{at}.self_attn", "k_norm", block.attention.k_norm)
+            sizes = [q * (1 + c.output_gate), kv, kv]
+            put(f"{at}.self_attn", "q_proj k_proj v_proj", block.attention.qkv, sizes)
+        if not c.recurrent[i]:
+            put(f"{at}.self_attn", "o_proj", block.attention.o)
+            put(f"{at}.self_attn", "q_norm", block.attention.q_norm)
+            put(f"{at}.self_attn", "k_norm", block.attention.k_norm)
+            if block.attention.sinks is not None:
+                views[f"{at}.self_attn.sinks"] = block.attention.sinks
         if not c.num_local_experts:
             if c.model_type in FUSED_GATE_UP:
                 put(f"{at}.mlp", "gate_up_proj", block.mlp.gate_up)
@@ -242,6 +248,20 @@ def hf_views(model: Transformer, fused_experts: bool | None = None) -> dict[str,
         views |= _expert_views(block.mlp, f"{at}.{place}.experts", () if fused_experts else names)
     put("model", "norm", model.norm)
     return views if model.lm_head is None else views | {"lm_head.weight": model.lm_head.weight}
+
+
+def _put_recurrent(put: Callable, views: dict[str, Tensor], at: str, layer: DeltaNet, config: ModelConfig) -> None:
+    """`hf_views` of a recurrent layer."""
+    heads, sizes = layer.sizes.value_heads, [layer.sizes.channels, layer.sizes.values]
+    if config.model_type == "qwen3_next":
+        put(at, "in_proj_qkvz", layer.qkvz)
+        put(at, "in_proj_ba", layer.ba)
+    else:
+        put(at, "in_proj_qkv in_proj_z", layer.qkvz, sizes)
+        put(at, "in_proj_b in_proj_a", layer.ba, [heads, heads])
+    views |= {f"{at}.conv1d.weight": layer.conv, f"{at}.A_log": layer.A_log, f"{at}.dt_bias": layer.dt_bias}
+    put(at, "norm", layer.norm)
+    put(at, "out_proj", layer.out)
 
 
 def _expert_views(experts: Experts, at: str, names: Sequence[str]) -> dict[str, Tensor]:
@@ -264,45 +284,69 @@ def norm_names(model_type: str) -> tuple[str, ...]:
     return GLM4_NORMS if model_type == "glm4" else NORM_NAMES[FAMILIES[model_type].facts.get("norms", "before")]
 
 
-def head_order(config: ModelConfig) -> Tensor | None:
-    """The rows [hd] of a head of queries or keys in a checkpoint, in the order of our rows, where i and i + hd / 2 turn
-    together. None if that is their order."""
-    hd, rotated = config.head_dim, int(config.head_dim * config.rope.partial)
-    if rotated == hd and not config.neighbours:
+def row_order(name: str, rows: int, config: ModelConfig) -> Tensor | None:
+    """The rows of a Hugging Face tensor in our order. None if that is their order.
+
+    In a head of queries or keys, our dimensions i and i + hd / 2 turn together. Where queries have gates, files alternate
+    them by heads, and ours begin with all gates. Qwen3-Next's recurrent layers alternate what they project by key heads.
+    """
+    place, hd, rotated = name.split(".")[-2], config.head_dim, int(config.head_dim * config.rope.partial)
+    if place in ("in_proj_qkvz", "in_proj_ba"):
+        d = config.delta
+        values = d.value_heads // d.key_heads
+        sizes = [values] * 2 if place == "in_proj_ba" else [d.key_dim] * 2 + [values * d.value_dim] * 2
+        parts = torch.arange(rows).view(d.key_heads, -1).split(sizes, 1)
+        return torch.cat([part.flatten() for part in parts])
+    head = torch.arange(hd)
+    if rotated < hd or config.neighbours:
+        pairs = torch.arange(rotated).view(-1, 2).T if config.neighbours else torch.arange(rotated).view(2, -1)
+        head = torch.cat((pairs, torch.arange(rotated, hd).view(2, -1)), 1).flatten()
+    elif not config.output_gate:
         return None
-    pairs = torch.arange(rotated).view(-1, 2).T if config.neighbours else torch.arange(rotated).view(2, -1)
-    return torch.cat((pairs, torch.arange(rotated, hd).view(2, -1)), 1).flatten()
-
-
-def _reordered(t: Tensor, name: str, order: Tensor, config: ModelConfig) -> Tensor:
-    """The rows of q and k in t, whole heads, in this order within each head. Other tensors stay as they are."""
+    if place in ("q_norm", "k_norm") and rows == hd:
+        return head
+    if place not in ("q_proj", "k_proj", "qkv_proj"):
+        return None
     q, kv = config.num_attention_heads, config.num_key_value_heads
-    place = name.split(".")[-2]
-    if place not in ("q_proj", "k_proj", "qkv_proj") and not (place in ("q_norm", "k_norm") and len(t) == len(order)):
-        return t
-    rows = len(t) * (q + kv) // (q + 2 * kv) if place == "qkv_proj" else len(t)
-    return torch.cat((t[:rows].unflatten(0, (-1, len(order)))[:, order].flatten(0, 1), t[rows:]))
+    turned = rows * (q + kv) // (q + 2 * kv) if place == "qkv_proj" else rows
+    if place == "q_proj" and config.output_gate:
+        queries, gates = torch.arange(rows).view(-1, 2, hd).unbind(1)
+        return torch.cat((gates.flatten(), queries[:, head].flatten()))
+    heads = torch.arange(turned).view(-1, hd)[:, head]
+    return torch.cat((heads.flatten(), torch.arange(turned, rows)))
+
+
+def norm_offset(name: str, config: ModelConfig) -> float:
+    """What a file leaves out of the weights of this norm. The norm in a recurrent layer is whole."""
+    return config.norm_offset if name.endswith("norm.weight") and ".linear_attn." not in name else 0.0
 
 
 def as_computed(entries: Entries, config: ModelConfig) -> dict[str, Entry]:
     """The tensors of a Hugging Face directory as the model computes with them: norms whole, where files lack a part, and
-    the rows of queries and keys in our order."""
-    order = head_order(config)
+    rows in our order."""
 
     def of(name: str, entry: Entry) -> Entry:
-        if config.norm_offset and name.endswith("norm.weight"):
+        if offset := norm_offset(name, config):
             wide = torch.promote_types(entry.dtype, torch.float32)
-            return entry._replace(dtype=wide, read=lambda: entry.read().to(wide) + config.norm_offset, part=None)
+            order = row_order(name, entry.shape[0], config)
+            order = slice(None) if order is None else order
+            return entry._replace(dtype=wide, read=lambda: entry.read().to(wide)[order] + offset, part=None)
         if config.expert_bias and ".mlp.experts." in name:
             change = partial(split_pairs, name=name)
             shape = tuple(change(torch.empty(entry.shape, device="meta")).shape)
             return entry._replace(shape=shape, read=lambda: change(entry.read()), part=None)
-        if order is None or ".self_attn." not in name:
+        if "attn." not in name or not entry.shape or (order := row_order(name, entry.shape[0], config)) is None:
             return entry
-        part = entry.part and (lambda spans: _reordered(entry.part(spans), name, order, config))
-        return entry._replace(read=lambda: _reordered(entry.read(), name, order, config), part=part)
+        part = entry.part and (lambda spans: _part_in_order(entry, spans, name, config))
+        return entry._replace(read=lambda: entry.read()[order], part=part)
 
     return {name: of(name, entry) for name, entry in entries.items()}
+
+
+def _part_in_order(entry: Entry, spans: Spans, name: str, config: ModelConfig) -> Tensor:
+    """The rows of whole heads of queries or keys, in our order."""
+    rows = entry.part(spans)
+    return rows[row_order(name, len(rows), config)]
 
 
 def split_pairs(t: Tensor, name: str, back: bool = False) -> Tensor:
@@ -317,12 +361,13 @@ def split_pairs(t: Tensor, name: str, back: bool = False) -> Tensor:
 
 def as_stored(views: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
     """What a Hugging Face directory holds of these tensors: the inverse of `as_computed`."""
-    views = {n: v - config.norm_offset if n.endswith("norm.weight") else v for n, v in views.items()}
-    if config.expert_bias:
-        views = {n: split_pairs(v, n, True) if ".mlp.experts." in n else v for n, v in views.items()}
-    if (order := head_order(config)) is None:
-        return views
-    return {n: _reordered(v, n, order.argsort(), config) if ".self_attn." in n else v for n, v in views.items()}
+    stored = {}
+    for name, view in views.items():
+        view = view - offset if (offset := norm_offset(name, config)) else view
+        view = split_pairs(view, name, True) if config.expert_bias and ".mlp.experts." in name else view
+        order = row_order(name, len(view), config) if "attn." in name else None
+        stored[name] = view if order is None else view[order.argsort()]
+    return stored
 
 
 def save_hf(model: Transformer, directory: str | Path) -> None:
@@ -378,6 +423,10 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
         out |= {key: getattr(config, key) for key in ("num_local_experts", "num_experts_per_tok", "norm_topk_prob")}
     if family.width == OWN_WIDTH:
         out |= {"num_experts": config.num_local_experts, OWN_WIDTH: config.intermediate_size}
+    if config.delta is not None:
+        kinds = ["linear_attention" if recurrent else "full_attention" for recurrent in config.recurrent]
+        names = dict(zip(DELTA_KEYS, astuple(config.delta), strict=True))
+        out |= {"layer_types": kinds, **names}
     if config.shared_intermediate_size:
         out["shared_expert_intermediate_size"] = config.shared_intermediate_size
     if family.windows in ("switch", "pattern"):

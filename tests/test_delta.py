@@ -1,0 +1,166 @@
+"""Recurrent layers: nodes of trees have the bits of separate sequences, and paths that were accepted are advanced along."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import kernels
+from families.config import DeltaConfig
+from kernels.records import Memory
+from model import new_memory
+
+SIZES = DeltaConfig(key_heads=2, value_heads=4, key_dim=16, value_dim=24, kernel=4)
+ROW = SIZES.channels + 2 * SIZES.value_heads
+BACKENDS = ("reference", "cpu")
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request: pytest.FixtureRequest):
+    """The kernels that do all calls of a test."""
+    if request.param == "cpu" and kernels.cpu_problem():
+        pytest.skip("the CPU kernels do not run here")
+    with kernels.KernelBackend(request.param, "cpu").active() as active:
+        yield active
+
+
+def weights(sizes: DeltaConfig = SIZES) -> tuple[torch.Tensor, ...]:
+    """conv, A_log and dt_bias, as `kernels.delta_rule` takes them."""
+    generator = torch.Generator().manual_seed(1)
+    conv = torch.randn(sizes.channels, 1, sizes.kernel, generator=generator)
+    return conv, torch.rand(sizes.value_heads, generator=generator), torch.randn(sizes.value_heads, generator=generator)
+
+
+def one_layer(batch: int, nodes: int = 1, depth: int = 0, sizes: DeltaConfig = SIZES) -> Memory:
+    """An empty memory of one layer."""
+    return next(new_memory(sizes, 1, batch, nodes, depth, torch.float32, torch.device("cpu")).layers())
+
+
+def read_text(layer: Memory, rows: torch.Tensor, keep: int | None = None) -> torch.Tensor:
+    """Walk rows [B, T, R] of a text, of which the first `keep` count, and take them into the memory."""
+    layer.keep.fill_(rows.shape[1] if keep is None else keep)
+    read = kernels.delta_rule(rows, *weights(), layer, None)
+    layer.path[:, : SIZES.kernel - 1] = kernels.next_window(layer, rows, SIZES.kernel - 1)
+    layer.pending.zero_()
+    layer.keep.zero_()
+    return read
+
+
+def random_tree(size: int, seed: int) -> torch.Tensor:
+    """Ancestors [N, N] of a random tree, each node its own."""
+    generator = torch.Generator().manual_seed(seed)
+    ancestors = torch.eye(size, dtype=torch.bool)
+    for i in range(1, size):
+        ancestors[i] |= ancestors[int(torch.randint(max(0, i - 5), i, (), generator=generator))]
+    return ancestors
+
+
+def test_a_walk_is_depth_first():
+    """Catches an order in which a node comes before its parent, or between the nodes of another subtree."""
+    for seed in range(50):
+        ancestors = random_tree(12, seed)
+        walk = kernels.depth_first(ancestors[None])[0]
+        parent = [max((j for j in range(12) if ancestors[i, j] and j != i), default=-1) for i in range(12)]
+        expected = []
+
+        def visit(node: int, depth: int) -> None:
+            children = [i for i in range(12) if parent[i] == node]  # noqa: B023
+            expected.append([node, depth, int(len(children) > 1)])  # noqa: B023
+            for child in children:
+                visit(child, depth + 1)
+
+        visit(0, 0)
+        assert walk.tolist() == expected
+    alone = kernels.depth_first(torch.eye(5, dtype=torch.bool)[None])[0]  # rows that pad a forward
+    assert alone.tolist() == [[i, 0, 0] for i in range(5)]
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_nodes_have_the_bits_of_separate_sequences(backend, batch):
+    """Catches a sibling's memory or convolution window under a node, and bits that depend on the number of rows."""
+    for seed in range(20 if batch == 1 else 5):
+        generator = torch.Generator().manual_seed(seed)
+        size = 1 + seed % 12
+        text, tree = (torch.randn(batch, n, ROW, generator=generator) for n in (9, size))
+        each = torch.stack([random_tree(size, seed * batch + b) for b in range(batch)])
+        depth = int(each.sum(-1).max()) - 1
+        layer = one_layer(batch, size, depth)
+        read_text(layer, text)
+        out = kernels.delta_rule(tree, *weights(), layer, kernels.depth_first(each))
+        for b in range(batch):
+            for node in range(size):
+                path = tree[b : b + 1, each[b, node]]
+                alone = one_layer(1)
+                for row in (*text[b].unbind(0), *path[0].unbind(0)):
+                    expected = read_text(alone, row[None, None])
+                assert torch.equal(out[b, node], expected[0, 0])
+
+
+def test_a_memory_advances_along_the_accepted_path(backend):
+    """Catches pending rows that are dropped or advanced twice, a wrong window behind them, and a finished sequence that
+    goes on."""
+    generator = torch.Generator().manual_seed(0)
+    text = torch.randn(3, 5, ROW, generator=generator)
+    path, last = torch.randn(3, 4, ROW, generator=generator), torch.randn(3, 1, ROW, generator=generator)
+    layer = one_layer(3, 1, 3)
+    read_text(layer, text)
+    layer.path[:, SIZES.kernel - 1 :] = path
+    layer.pending[:] = torch.tensor([4, 2, 3])
+    layer.frozen[2] = True
+    before = layer.memory.clone()
+    read = kernels.delta_rule(last, *weights(), layer, kernels.depth_first(torch.ones(3, 1, 1, dtype=torch.bool)))
+    for b, count in ((0, 4), (1, 2)):
+        alone = one_layer(1)
+        read_text(alone, torch.cat((text[b : b + 1], path[b : b + 1, :count]), 1))
+        assert torch.equal(layer.memory[b], alone.memory[0])
+        assert torch.equal(read[b], read_text(alone, last[b : b + 1])[0])
+    assert torch.equal(layer.memory[2], before[2])
+
+
+@pytest.mark.parametrize("chunks", [(1,) * 14, (5, 9), (9, 5), (2, 1, 11), (14,)])
+def test_chunks_of_a_text_leave_the_same_memory(backend, chunks):
+    """Catches a window that is cut at the border of a chunk, and padding that is taken into the memory."""
+    rows = torch.randn(2, 14, ROW, generator=torch.Generator().manual_seed(3))
+    whole, parts, at, out = one_layer(2), one_layer(2), 0, []
+    expected = read_text(whole, rows)
+    for size in chunks:
+        padded = torch.cat((rows[:, at : at + size], torch.full((2, 3, ROW), 7.0)), 1)
+        out.append(read_text(parts, padded, size)[:, :size])
+        at += size
+    assert torch.equal(torch.cat(out, 1), expected)
+    assert torch.equal(parts.memory, whole.memory)
+    assert torch.equal(parts.path[:, :3], whole.path[:, :3])
+
+
+def test_the_rule_equals_its_definition(backend):
+    """Catches a wrong gate, norm, scale or decay: float64 and plain loops, from the published formulas."""
+    conv, a_log, dt_bias = (w.double() for w in weights())
+    rows = torch.randn(1, 8, ROW, generator=torch.Generator().manual_seed(5))
+    got = read_text(one_layer(1), rows)[0]
+    d, x = SIZES, torch.nn.functional.pad(rows[0].double(), (0, 0, 3, 0))
+    memory = torch.zeros(d.value_heads, d.key_dim, d.value_dim, dtype=torch.float64)
+    keys = d.key_heads * d.key_dim
+    for t in range(8):
+        mixed = torch.nn.functional.silu((x[t : t + 4, : d.channels].T * conv[:, 0]).sum(1))
+        q, k, v = mixed.split((keys, keys, d.values))
+        b, a = rows[0, t, d.channels :].double().chunk(2)
+        for head in range(d.value_heads):
+            own = slice(head // 2 * d.key_dim, (head // 2 + 1) * d.key_dim)
+            query, key = (z[own] / (z[own].square().sum() + 1e-6).sqrt() for z in (q, k))
+            value = v[head * d.value_dim : (head + 1) * d.value_dim]
+            memory[head] *= torch.exp(-a_log[head].exp() * torch.nn.functional.softplus(a[head] + dt_bias[head]))
+            memory[head] += torch.outer(key, b[head].sigmoid() * (value - key @ memory[head]))
+            assert torch.allclose(got[t, head].double(), query @ memory[head] / d.key_dim**0.5, atol=1e-5)
+
+
+def test_a_gated_norm_equals_its_definition(backend):
+    """Catches a norm over the wrong axis and a gate without its silu; and a row has the same bits among others."""
+    generator = torch.Generator().manual_seed(0)
+    x, gate = torch.randn(2, 5, 4, 24, generator=generator), torch.randn(2, 5, 96, generator=generator)
+    weight = torch.randn(24, generator=generator)
+    got = kernels.gated_norm(x, gate, weight, 1e-6)
+    normed = x.double() / (x.double().square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight
+    expected = normed.flatten(-2) * torch.nn.functional.silu(gate.double())
+    assert torch.allclose(got.double(), expected, atol=1e-5)
+    for t in range(5):
+        assert torch.equal(kernels.gated_norm(x[:1, t : t + 1], gate[:1, t : t + 1], weight, 1e-6), got[:1, t : t + 1])

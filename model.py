@@ -302,7 +302,7 @@ class Block(nn.Module):
             return RMSNorm(config.hidden_size, config.rms_norm_eps) if config.norms in places else None
 
         self.input_norm = norm("before", "both")
-        if config.recurrent[layer]:
+        if layer in config.recurrent:
             self.attention = DeltaNet(config)
         else:
             self.attention = Attention(config, config.windows[layer], rotation=config.rotation(layer))
@@ -405,7 +405,7 @@ class Transformer(nn.Module):
     def new_memory(self, batch_size: int, nodes: int = 1, depth: int = 0) -> Memory | None:
         """The empty memory of all recurrent layers, for trees of so many nodes, root included, and that depth. None for a
         model without such layers."""
-        layers = sum(self.config.recurrent)
+        layers = len(self.config.recurrent)
         if not layers:
             return None
         return new_memory(self.config.delta, layers, batch_size, nodes, depth, self.dtype, self.device)
@@ -422,7 +422,7 @@ class Transformer(nn.Module):
         rotary = Rotary(self.rotary.cos, self.rotary.sin)
         where = kernels.place_rows(n, depth, rotary, slots, 0, None, None, 0, segments)
         nodes = nodes_at(where, n, ancestors, max(self.config.windows))
-        walk = kernels.depth_first(ancestors) if any(self.config.recurrent) and not chain else None
+        walk = kernels.depth_first(ancestors) if self.config.recurrent and not chain else None
         return nodes._replace(segments=segments, longest=slots, chain=chain, walk=walk)
 
     def forward(
@@ -507,8 +507,8 @@ class Transformer(nn.Module):
         c = self.config
         element_size = element_size or self.dtype.itemsize
         row = 2 * c.num_key_value_heads * c.head_dim * element_size
-        lengths = [min(context, w or context) for w, recurrent in zip(c.windows, c.recurrent, strict=True) if not recurrent]
-        return float(sum(lengths) * row)
+        windows = (window for i, window in enumerate(c.windows) if i not in c.recurrent)
+        return float(sum(min(context, window or context) for window in windows) * row)
 
 
 def new_memory(

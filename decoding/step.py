@@ -19,10 +19,11 @@ from torch import Tensor
 import kernels
 from decoding import sampling
 from decoding.drafter import UNCOMPILED, Draft, Drafter, DraftInput, StepParts
+from decoding.memory import Snapshot, commit_memory
 from decoding.params import MAX_STOP_IDS, SamplingMode
 from decoding.sampling import Logprobs, SamplingState
 from decoding.verify import accept, multi_round
-from kernels.records import Accepted, StepBuffers
+from kernels.records import Accepted, Memory, StepBuffers
 from model import Transformer
 
 PHASES = ("draft", "verify", "accept")  # accept is choosing, walking and committing
@@ -74,6 +75,10 @@ class DecodeState:
             self.hashes = sampling.hash_ids(torch.arange(V))
             # bits of the tokens that a grammar allows after each node (`sampling.restrict`)
             self.allowed = torch.full((B, drafter.N, -(-V // 32)), -1, dtype=torch.int32)
+        memory = model.new_memory(B, drafter.N, D)
+        self.memory = memory and memory._replace(frozen=self.done)  # of recurrent layers
+        self.window = model.config.delta.kernel - 1 if memory else 0
+        self.snapshots: list[Snapshot | None] = [None] * B  # of each row's text
         self.sampling = SamplingState(B, model.device)
         self.lay_out()
 
@@ -100,14 +105,17 @@ class DecodeState:
         view.ring = self.ring.narrow(1, 0, rows)
         view.sampling = self.sampling.first(rows)
         vars(view).update({name: vars(self)[name].narrow(0, 0, rows) for name in PER_ROW})
+        view.memory = self.memory and Memory(*(t.narrow(0, 0, rows) for t in self.memory))
         return view
 
     def swap(self, a: int, b: int) -> None:
         """Exchange what two rows hold. Of the cache they exchange their places, which copies nothing. No host sync."""
         both, swapped = [a, b], [b, a]
-        for buffer in (*(vars(self)[name] for name in PER_ROW), *vars(self.sampling).values()):
+        remembered = (self.memory.memory, self.memory.path, self.memory.pending) if self.memory else ()
+        for buffer in (*(vars(self)[name] for name in PER_ROW), *vars(self.sampling).values(), *remembered):
             buffer[both] = buffer[swapped]
-        self.spans[a], self.spans[b] = self.spans[b], self.spans[a]
+        for held in (self.spans, self.snapshots):
+            held[a], held[b] = held[b], held[a]
 
     def step_buffers(self) -> StepBuffers:
         """What a commit reads and writes, under the names that the kernels use."""
@@ -118,7 +126,8 @@ class DecodeState:
 
     def buffers(self) -> list[Tensor]:
         """Every tensor of the state."""
-        return [t for t in (*vars(self).values(), *vars(self.sampling).values()) if isinstance(t, Tensor)]
+        held = *vars(self).values(), *vars(self.sampling).values(), *(self.memory or ())
+        return list({id(t): t for t in held if isinstance(t, Tensor)}.values())
 
     def nbytes(self) -> int:
         return sum(buffer.nbytes for buffer in self.buffers())
@@ -209,7 +218,7 @@ def verify_phase(
 ) -> StepOutput:  # fmt: skip
     """The second half: run the target on the tree, accept and commit."""
     nodes = model.nodes(state.n, draft.depth, draft.ancestors, state.slots, state.segments)
-    hidden_states, taps = model(draft.tokens, nodes, state.kv, drafter.taps, parts.layers)
+    hidden_states, taps = model(draft.tokens, nodes, state.kv, drafter.taps, parts.layers, state.memory)
     logits = model.logits(hidden_states)
     if mark is not None:
         mark("verify")
@@ -274,6 +283,8 @@ def _commit(
     count, finite, source, target = _write(accepted, usable, features.contiguous(), state.step_buffers())
     if accepted.path.shape[1] > 1:
         kernels.commit_kv(state.kv, source, target)
+    if state.memory is not None:
+        commit_memory(state.memory, accepted.path, count, state.window)
     if mode.penalties:
         new = torch.arange(target.shape[1], device=count.device) < count[:, None]
         state.counts.scatter_add_(1, accepted.emitted, new.int())

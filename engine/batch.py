@@ -21,13 +21,14 @@ from typing import Any, NamedTuple
 
 import torch
 
+from decoding.memory import Snapshot
 from decoding.params import SamplingMode
 from decoding.sampling import Logprobs
 from decoding.step import RING, StepOutput
 from engine.grammar import GrammarError
 from engine.pool import Pool
 from engine.prefill import CHUNKS, not_finite
-from engine.prompt_cache import WORTHWHILE, PromptCache, Saved, Text, cache_rows, common_length, kept_ids, usable
+from engine.prompt_cache import WORTHWHILE, PromptCache, Saved, Text, cache_rows, common_length, go_on, kept_ids, usable
 from engine.request import Request
 from engine.runner import Pacer
 from engine.stepping import Stepper, View
@@ -143,13 +144,21 @@ class Batch:
             self._ended += 1
             ids, drafted = request.cached() if error is None else ([], 0)
             self.engine.state.done.select(0, request.row).fill_(True)  # steps under way still add to it, for nobody
-            self.texts[request.row] = Text(ids, drafted, self._ended)
+            self.texts[request.row] = Text(ids, drafted, self._ended, *self._remembered(request.row))
             self.rows[request.row] = None
         if self._is_read(request):
             self._reading = None
         if error is not None:
             self.prompt_cache.distrust(request.restored)
         self._tell_end(request, error)
+
+    def _remembered(self, row: int) -> tuple[int, Snapshot | None]:
+        """The tokens in the memory of recurrent layers, and the snapshot of the row. Waits for the steps under way."""
+        state = self.engine.state
+        if state.memory is None:
+            return 0, None
+        earlier, state.snapshots[row] = state.snapshots[row], None
+        return int(state.n[row] - state.memory.pending[row]), earlier
 
     def _tell_end(self, request: Request, error: Exception | None) -> None:
         request.ended = True
@@ -172,6 +181,7 @@ class Batch:
             self._tell_end(request, error)
         self.engine.state.done.fill_(True)
         self.engine.state.lay_out()
+        self.engine.state.snapshots = [None] * len(self.rows)
         self.engine.runner.begin()
 
     # ---- prompts ---------------------------------------------------------------------------------------------
@@ -230,6 +240,7 @@ class Batch:
         start = min(common_length(text.ids, kept), len(request.prompt) - 1)
         if engine.drafter.D > 0:  # draft row i holds token i + 1, which must agree too
             start = max(0, min(start - 1, text.drafted))
+        start = go_on(state, row, text, start)
         self.texts[row] = Text()  # nothing is valid until the request has ended well
         self.rows[row], request.row, request.began = request, row, time.perf_counter()
         self.waiting.popleft()
@@ -286,9 +297,10 @@ class Batch:
     def _arrange(self, row: int, prompt: list[int], tokens: int) -> Saved | None:
         """Have the free row `row` hold as much of a prompt as any row or kept text has, and lose no text that is newer
         than another one. Returns the kept text that it got, if it got one. tokens: that the row needs room for."""
-        drafter = self.engine.drafter
+        drafter, state = self.engine.drafter, self.engine.state
         held = [
-            Text(*request.cached()) if request else text for request, text in zip(self.rows, self.texts, strict=True)
+            Text(*request.cached(), 0, request.length + 1, state.snapshots[b]) if request else text
+            for b, (request, text) in enumerate(zip(self.rows, self.texts, strict=True))
         ]
         gains = [usable(text, prompt, drafter) for text in held]
         free = [b for b, request in enumerate(self.rows) if request is None]
@@ -298,16 +310,18 @@ class Batch:
             own = min(free, key=lambda b: (len(self.texts[b].ids) > 0, self.texts[b].used))
         self._swap(row, own)
         self._make_room(row, tokens, prompt)
-        text, state = self.texts[row], self.engine.state
+        text = self.texts[row]
         restored = self.prompt_cache.exchange(state, drafter, row, text, prompt)
         common = gains[best]
         if self.rows[best] is None or common < usable(text, prompt, drafter) + WORTHWHILE:
             return restored
+        common = common_length(held[best].ids, prompt)
         drafted = min(common, held[best].drafted)
         places, parts = (cache_rows(state, drafter, b, common, drafted) for b in (row, best))
         for place, part in zip(places, parts, strict=True):
             place.copy_(part)
         text.ids, text.drafted = prompt[:common], drafted
+        text.at, text.snapshot = held[best].at, held[best].snapshot
         return None
 
     def _close_gaps(self) -> None:

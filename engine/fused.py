@@ -20,7 +20,7 @@ from decoding.drafter import Draft, DraftInput, StepParts
 from drafters.trees import TreeDrafter
 from eagle_draft import EagleDrafter, EagleHead
 from kernels import records
-from model import MLP, Block, Transformer
+from model import MLP, Block, DeltaNet, Transformer
 from weights.lora import LoraLinear
 from weights.quantized import QuantLinear, TiedEmbedding
 
@@ -43,18 +43,19 @@ def fused_parts() -> StepParts:
             known[owner] = stack(layers, **how)
         return known[owner]
 
-    def block(layer: Block, x: Tensor, nodes: records.Nodes, kv: Tensor) -> Tensor:
+    def block(layer: Block, x: Tensor, nodes: records.Nodes, kv: Tensor | records.Memory) -> Tensor:
         found = stacked(layer, [layer])
         if found is None or kv.dtype not in kernels.CPU_DTYPES:
             return layer(x, nodes, kv)
         return _run(x, None, found, nodes, kv[None])[0]
 
     def layers(
-        model: Transformer, x: Tensor, nodes: records.Nodes, kv: Tensor, taps: tuple[int, ...]
-    ) -> tuple[Tensor, Tensor | None]:
+        model: Transformer, x: Tensor, nodes: records.Nodes, kv: Tensor, taps: tuple[int, ...],
+        memory: records.Memory | None = None,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         found = stacked(model, model.layers, norm=model.norm.weight)
         if found is None or kv.dtype not in kernels.CPU_DTYPES:
-            return model.run_layers(x, nodes, kv, taps, block)
+            return model.run_layers(x, nodes, kv, taps, memory, block)
         normed, tapped = _run(x, None, found, nodes, kv, taps)
         return normed, tapped if taps else None
 
@@ -118,8 +119,11 @@ def stack(layers: Sequence[nn.Module], norm: Tensor | None = None, input_norm: b
 def layer_problem(layer: nn.Module) -> str:
     """What of a layer the C++ kernels do not have, so that they cannot run it in one call, or ""."""
     attention, mlp = layer.attention, layer.mlp
+    if isinstance(attention, DeltaNet):
+        return "a recurrent layer"
     lacking = {
         "experts": not isinstance(mlp, MLP),
+        "a gate behind attention": attention.gated,
         f"heads of {attention.head_dim}": attention.head_dim % 16,
         "norms over all heads": attention.wide_norm,
         "a multiplied residual": attention.multiplier != 1,

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from decoding import sampling
 from decoding.drafter import Drafter
+from decoding.memory import commit_text, part_of_text, resume, take_snapshot
 from decoding.params import SamplingMode
 from decoding.sampling import Logprobs
 from decoding.step import HISTORY, DecodeState
@@ -116,15 +117,20 @@ class Prefill:
         P = len(text)
         device = self.model.device
         ids = torch.tensor([*text, 0], dtype=torch.int64)
+        if state.memory is not None and start == 0:
+            resume(state.memory, row, None)
         while start < P:
             width = next((w for w in CHUNKS if P - start <= w), CHUNKS[-1])
             take = min(width, P - start)
             chunk, nexts = torch.zeros(2, 1, width, dtype=torch.int64)
             chunk[0, :take] = ids[start : start + take]
             nexts[0, :take] = ids[start + 1 : start + take + 1]
-            where = torch.tensor([start], device=device)
+            where, keep = (torch.tensor([n], device=device) for n in (start, take))
+            if state.memory is not None and 0 < start and start + take == P:  # a text that is changed at its end
+                at = start - int(state.memory.pending[row])
+                state.snapshots[row] = take_snapshot(state.memory, row, at, start)
             hidden_states, features = self.forward(
-                self.model, self.drafter, state, row, chunk.to(device), nexts.to(device), where
+                self.model, self.drafter, state, row, chunk.to(device), nexts.to(device), where, keep
             )
             start += take
             if start < P:
@@ -181,17 +187,20 @@ def _result(parts: Generator[None, None, Any]) -> Any:
 
 def _run_chunk(
     model: Transformer, drafter: Drafter, state: DecodeState, row: int, tokens: Tensor, nexts: Tensor, start: Tensor,
-    layers: Callable | None = None,
+    keep: Tensor, layers: Callable | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """A chunk of known tokens [1, T] from position start [1] -> hidden_states [1, T, H], features [1, T, F].
 
-    nexts [1, T] are the tokens that follow each of them.
+    nexts [1, T] are the tokens that follow each of them. keep [1]: how many of the tokens are no padding.
     """
     T = tokens.shape[1]
     depth = torch.arange(T, device=tokens.device)[None]
     seen = chain_ancestors(1, T, tokens.device), state.slots, state.segments.narrow(0, row, 1)
     nodes = model.nodes(start, depth, *seen, chain=True)
-    hidden_states, taps = model(tokens, nodes, state.kv, drafter.taps, layers)
+    memory = state.memory and part_of_text(state.memory, row, keep)
+    hidden_states, taps = model(tokens, nodes, state.kv, drafter.taps, layers, memory)
+    if memory is not None:
+        commit_text(memory, state.window)
     features = hidden_states if taps is None else taps
     drafter.prefill(row, torch.cat((tokens, nexts[:, -1:]), 1), features, start)
     return hidden_states, features

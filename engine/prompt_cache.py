@@ -13,10 +13,12 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
 from decoding.drafter import Drafter
+from decoding.memory import Snapshot, resume
 from decoding.step import DecodeState
 from support import cache
 from support.files import clean_up
@@ -44,6 +46,16 @@ class Text:
     ids: list[int] = field(default_factory=list)
     drafted: int = 0  # rows of the draft caches that are valid
     used: int = 0  # when a row came to hold it; a larger number is later
+    # Of a model with recurrent layers: the tokens that their memory has, which cannot be taken back, and an earlier copy.
+    at: int = 0
+    snapshot: Snapshot | None = None
+
+    def reach(self, tokens: int) -> int:
+        """From which of the first so many tokens one can go on, at best."""
+        if self.at <= tokens:
+            return tokens
+        earlier = self.snapshot and self.snapshot.up_to(tokens)
+        return earlier.end if earlier else 0
 
 
 @dataclass(eq=False)
@@ -54,12 +66,44 @@ class Saved(Text):
     rows: list[Tensor] = field(default_factory=list)
     file: Path | None = None
 
+    @property
+    def about(self) -> dict[str, Any]:
+        """What a file says beside the tensors."""
+        earlier = self.snapshot
+        return {
+            "ids": self.ids,
+            "drafted": self.drafted,
+            "at": self.at,
+            "snapshot": earlier and [earlier.at, earlier.end],
+        }
+
 
 def cache_rows(state: DecodeState, drafter: Drafter, row: int, length: int, drafted: int) -> Iterator[Tensor]:
     """The live part of every cache of a row, [..., tokens, width]: the target's first, then the drafter's."""
     yield state.kv.narrow(-2, state.spans[row][0], length)
     for drafts in drafter.caches:
         yield drafts.narrow(-4, row, 1).narrow(-2, 0, drafted)
+
+
+def kept_rows(state: DecodeState, drafter: Drafter, row: int, length: int, drafted: int) -> list[Tensor]:
+    """`cache_rows`, and what recurrent layers remember of the row's last token."""
+    remembered = [state.memory.memory[row], state.memory.path[row]] if state.memory else []
+    return [*cache_rows(state, drafter, row, length, drafted), *remembered]
+
+
+def go_on(state: DecodeState, row: int, text: Text, tokens: int) -> int:
+    """Prepare what recurrent layers remember of a row that holds `text`, to go on from one of its first `tokens` tokens.
+    Returns from which."""
+    start, memory = text.reach(tokens), state.memory
+    if memory is None:
+        return start
+    earlier = text.snapshot and text.snapshot.up_to(start)
+    state.snapshots[row] = earlier if start else None
+    if text.at <= tokens:
+        memory.pending[row] = start - text.at
+    else:
+        resume(memory, row, earlier)
+    return start
 
 
 class PromptCache:
@@ -111,7 +155,7 @@ class PromptCache:
             return None
         length = min(len(best.ids), state.spans[row][1])
         drafted = min(best.drafted, length)
-        places = list(cache_rows(state, drafter, row, length, drafted))
+        places = kept_rows(state, drafter, row, length, drafted)
         parts = [part[..., : place.shape[-2], :] for place, part in zip(places, best.rows, strict=False)]
         alike = [place.shape for place in places] == [part.shape for part in parts]
         if not alike or len(parts) < len(best.rows):  # a file of another engine
@@ -120,7 +164,7 @@ class PromptCache:
         for place, part in zip(places, parts, strict=True):
             place.copy_(part)
         self.hits += 1
-        text.ids, text.drafted = best.ids[:length], drafted
+        text.ids, text.drafted, text.at, text.snapshot = best.ids[:length], drafted, best.at, best.snapshot
         self._shrink()
         return best
 
@@ -138,12 +182,13 @@ class PromptCache:
         for saved in list(self.entries):
             if saved.drafted <= drafted and ids[: len(saved.ids)] == saved.ids:
                 self._drop(saved)
-        rows = list(cache_rows(state, drafter, row, len(ids), drafted))
-        nbytes = sum(part.nbytes for part in rows)
+        rows, earlier = kept_rows(state, drafter, row, len(ids), drafted), text.snapshot
+        nbytes = sum(part.nbytes for part in rows) + (earlier.nbytes if earlier else 0)
         if nbytes > max(self.limit, self.disk_limit):
             return
         copies = [part.to("cpu", copy=True).contiguous() for part in rows]
-        self.entries.append(Saved(list(ids), drafted, nbytes=nbytes, rows=copies))
+        saved = Saved(list(ids), drafted, 0, text.at, earlier and earlier.on_host(), nbytes, copies)
+        self.entries.append(saved)
         self._shrink()
 
     def distrust(self, saved: Saved | None) -> None:
@@ -166,10 +211,12 @@ class PromptCache:
             from safetensors.torch import load
 
             kept = cache.fetch(saved.file)
-            if kept is None or (kept.about["ids"], kept.about["drafted"]) != (saved.ids, saved.drafted):
+            if kept is None or kept.about != saved.about:
                 self._drop(saved)
                 return False
             tensors = load(kept.payload)
+            earlier = [tensors.pop(name) for name in ("memory", "path") if name in tensors]
+            saved.snapshot = Snapshot(*saved.about["snapshot"], *earlier) if earlier else None
             saved.rows = [tensors[f"rows{i}"] for i in range(len(tensors))]
             saved.file.unlink(missing_ok=True)
             saved.file = None
@@ -193,13 +240,15 @@ class PromptCache:
 
         # in the order of writing, and unlike the name that any other process gives at the same time
         file = self.folder / f"{time.time_ns():020}-{secrets.token_hex(8)}{ENDING}"
-        rows = save({f"rows{i}": part for i, part in enumerate(saved.rows)})
+        tensors, earlier = {f"rows{i}": part for i, part in enumerate(saved.rows)}, saved.snapshot
+        tensors |= {"memory": earlier.memory, "path": earlier.path} if earlier else {}
         try:
-            cache.store(file, rows, {"ids": saved.ids, "drafted": saved.drafted}, 0o600)  # somebody's own words
+            cache.store(file, save(tensors), saved.about, 0o600)  # somebody's own words
         except OSError:
             self._drop(saved)
             return
         saved.file, saved.rows = file, []
+        saved.snapshot = earlier and earlier._replace(memory=None, path=None)
 
     def _drop(self, saved: Saved) -> None:
         self.entries.remove(saved)
@@ -210,10 +259,14 @@ class PromptCache:
 def usable(text: Text, prompt: list[int], drafter: Drafter) -> int:
     """How many tokens of a prompt need not be run if a row holds this text."""
     common = common_length(text.ids, prompt)
-    return common if drafter.D == 0 else min(common, text.drafted)
+    return text.reach(common if drafter.D == 0 else min(common, text.drafted))
 
 
 def _described(file: Path) -> Saved | None:
     """What a file holds, without its rows. None for a file that cannot be used."""
     kept = cache.fetch(file, payload=False)
-    return kept and Saved(kept.about["ids"], kept.about["drafted"], nbytes=file.stat().st_size, file=file)
+    if kept is None:
+        return None
+    earlier = Snapshot(*kept.about["snapshot"], None, None) if kept.about["snapshot"] else None
+    size = file.stat().st_size
+    return Saved(kept.about["ids"], kept.about["drafted"], 0, kept.about["at"], earlier, size, file=file)

@@ -165,6 +165,9 @@ REFUSED |= dict.fromkeys(
     "gemma3 gemma3n gemma4 llama4 mistral3 qwen2_vl qwen2_5_vl qwen3_vl".split(),
     "it reads images, too, and only folders with a text model alone are read",
 )
+# Models that also see, of which the text part is read, and the `model_type` of that part.
+WITH_IMAGES = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
+SHARED_KEYS = "tie_word_embeddings dtype torch_dtype bos_token_id eos_token_id".split()  # may stand beside text_config
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "dynamic", "longrope")
 # What `hidden_act` or `hidden_activation` may say, by the activation that it stands for.
 ACTIVATIONS = {"silu": ("silu", "swish"), "gelu_tanh": ("gelu_pytorch_tanh", "gelu_new"), "swiglu_clamped": ("silu",)}
@@ -307,7 +310,7 @@ class ModelConfig:
     residual_multiplier: float = 1.0  # of what a block adds to its input
     logits_multiplier: float = 1.0
     delta: DeltaConfig | None = None
-    recurrent: tuple[bool, ...] = ()  # whether each layer is recurrent, in place of attention; (): none is
+    recurrent: tuple[int, ...] = ()  # the layers that are recurrent, in place of attention
     output_gate: bool = False  # whether what attention gives is multiplied by a gate for each query
     sinks: bool = False  # whether each head has the score of one more key, without a value
     attention_cap: float = 0.0  # scores s become cap * tanh(s / cap); 0: they stay as they are
@@ -324,8 +327,6 @@ class ModelConfig:
     def __post_init__(self) -> None:
         if not self.windows:
             object.__setattr__(self, "windows", (0,) * self.num_hidden_layers)
-        if not self.recurrent:
-            object.__setattr__(self, "recurrent", (False,) * self.num_hidden_layers)
         heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
         if heads % kv_heads:
             raise ValueError(
@@ -354,7 +355,7 @@ class ModelConfig:
     @property
     def kv_layers(self) -> int:
         """How many layers have keys and values."""
-        return self.recurrent.count(False)
+        return self.num_hidden_layers - len(self.recurrent)
 
     @property
     def max_positions(self) -> int:
@@ -373,6 +374,7 @@ class ModelConfig:
 
         Raises ValueError that names the key for anything missing, mistyped, out of range or not implemented.
         """
+        config = text_part(config, where)
         read = ConfigReader(config, where)
         if reason := REFUSED.get(str(config.get("model_type"))):
             raise read.error(f"model_type {config['model_type']!r} is not supported, because {reason}.")
@@ -411,12 +413,24 @@ class ModelConfig:
             tie_word_embeddings=read.boolean("tie_word_embeddings", defaults.get("tie_word_embeddings", False)),
             windows=windows,
             recurrent=recurrent,
-            delta=_read_delta(read, defaults) if any(recurrent) else None,
+            delta=_read_delta(read, defaults) if recurrent else None,
             dtype=read.text("dtype" if "dtype" in config else "torch_dtype", "float32", tuple(DTYPES)),
             bos_token_id=bos if isinstance(bos, int) else None,
             eos_token_ids=tuple(i for i in (eos if isinstance(eos, list) else [eos]) if isinstance(i, int)),
         )
         return cls(**(geometry | facts | family.facts))
+
+
+def text_part(config: dict[str, Any], where: str) -> dict[str, Any]:
+    """The part of a config.json that describes the text model, of a model that also sees. Others stay as they are."""
+    if config.get("model_type") not in WITH_IMAGES:
+        return config
+    text = config.get("text_config")
+    if not isinstance(text, dict):
+        raise ConfigReader(config, where).error("text_config must be an object.")
+    shared = {key: config[key] for key in SHARED_KEYS if config.get(key) is not None}
+    name = WITH_IMAGES[config["model_type"]]
+    return text | shared | {"model_type": name, "architectures": ["ForCausalLM"]}
 
 
 def _refuse_unknown_architecture(read: ConfigReader, family: Family) -> None:
@@ -558,8 +572,8 @@ def _read_unrotated(read: ConfigReader, layers: int) -> tuple[int, ...]:
     return tuple(i for i, mark in enumerate(marks) if not mark)
 
 
-def _read_recurrent(read: ConfigReader, family: Family, layers: int) -> tuple[bool, ...]:
-    """Which layers are recurrent: those that `layer_types` says, or else all but every n-th one."""
+def _read_recurrent(read: ConfigReader, family: Family, layers: int) -> tuple[int, ...]:
+    """The recurrent layers: those that `layer_types` names so, or else all but every n-th one."""
     if (every := family.defaults.get("full_attention_interval")) is None:
         return ()
     kinds = read.config.get("layer_types")
@@ -571,7 +585,7 @@ def _read_recurrent(read: ConfigReader, family: Family, layers: int) -> tuple[bo
         raise read.error("layer_types must name full_attention or linear_attention for each layer.")
     if "full_attention" not in kinds:
         raise read.error("layer_types names no layer with full_attention, which is not implemented.")
-    return tuple(kind == "linear_attention" for kind in kinds)
+    return tuple(i for i, kind in enumerate(kinds) if kind == "linear_attention")
 
 
 def _read_delta(read: ConfigReader, defaults: dict[str, Any]) -> DeltaConfig:

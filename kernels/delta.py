@@ -88,8 +88,8 @@ def delta_rule(
 
     rows [B, T, R]: the C inputs of the convolution (queries, keys, values), then beta and decay of every value head
     before their functions. conv [C, 1, K]; a_log, dt_bias [Hv].
-    walk [B, T, 3] (`depth_first`): the rows are a tree behind the accepted path, along which the memory is advanced. None:
-    they are a text, and the memory also takes the first `layer.keep` of them.
+    walk [B, T, 3] (`depth_first`): the rows are a tree behind the accepted path, along which the memory is advanced.
+    None: they are a text, and the memory also takes the first `layer.keep` of them.
     """
     memory, path, _, pending, frozen, keep = layer
     weights, K = (conv, a_log, dt_bias), conv.shape[2]

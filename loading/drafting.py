@@ -176,6 +176,8 @@ def read_drafter(options: LoadOptions, config: ModelConfig, tokenizer: Tokenizer
         head = read_head(options.eagle, config, overrides)
     if options.draft_checkpoint:
         draft = options.open_checkpoint(draft=True)
+        if draft.config.recurrent:
+            raise UsageError("--draft-checkpoint: a model with recurrent layers cannot draft yet; take another one.")
         theirs = load_tokenizer(draft.tokenizer_source, draft.config.vocab_size)
         check_vocabulary(config, draft.config, (tokenizer, theirs))
     return DraftFiles(head, draft)

@@ -12,7 +12,7 @@ from decoding.step import HISTORY, RING, pool_places
 from families.config import DTYPES, ModelConfig
 from loading.drafting import DraftFiles, rounds_head, tree_shape
 from loading.options import LoadOptions
-from model import Transformer
+from model import Transformer, new_memory
 from support.errors import NotEnoughMemory
 from support.machine import size_text
 from weights.block_heads import BlockConfig, context_rows
@@ -36,6 +36,7 @@ class MemoryPlan:
     buffers: int
     lora: int = 0  # adapters that are not merged
     graphs: int = 0  # an estimate of what a captured step keeps for its intermediate results
+    recurrent: int = 0  # what recurrent layers remember of each row, with a snapshot
 
     @property
     def total(self) -> int:
@@ -82,9 +83,13 @@ def plan_memory(checkpoint: Checkpoint, files: DraftFiles, options: LoadOptions)
         row = geometry.head_dim * {"float16": 2, "int8": 1}.get(kv, element) + kernels.KV_SCALE * (kv == "int8")
         return places * 2 * geometry.num_key_value_heads * row * layers
 
-    kv = cache_bytes(config, config.num_hidden_layers, pool_places(B, ctx, N, options.pool), options.kv)
+    kv = cache_bytes(config, config.kv_layers, pool_places(B, ctx, N, options.pool), options.kv)
     rotary = 4 * ctx * config.head_dim
     buffers = B * (length * 8 + BIAS_BYTES) + (B * 5 + 8) * config.vocab_size + rotary + RING * B * 2 * (D + 2) * 8
+    recurrent = 0
+    if config.delta is not None:
+        memory = new_memory(config.delta, len(config.recurrent), B, N, D, dtype, torch.device("meta"))
+        recurrent = sum(t.nbytes for t in memory) + memory.memory.nbytes + memory.path.nbytes  # and a snapshot of each
     drafter = 0
     if head is not None:
         kv += cache_bytes(head.config.layer, head.config.layer.num_hidden_layers, B * (length + 128))
@@ -111,7 +116,7 @@ def plan_memory(checkpoint: Checkpoint, files: DraftFiles, options: LoadOptions)
     widest = max(config.hidden_size, config.intermediate_size, config.vocab_size)
     graphs = LIVE_ROWS * 4 * B * N * widest if captured else 0
     lora = 0 if checkpoint.merges(dtype) else sum(adapter.bytes(element) for adapter in checkpoint.adapters)
-    return MemoryPlan(model_bytes(checkpoint, options), drafter, kv, buffers, lora, graphs)
+    return MemoryPlan(model_bytes(checkpoint, options), drafter, kv, buffers, lora, graphs, recurrent)
 
 
 def check_memory(plan: MemoryPlan, free: int, options: LoadOptions) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from decoding.memory import commit_text
 from engine.engine import Engine
 from model import chain_ancestors
 from serving.fields import ApiError, Fields, wrong
@@ -84,7 +85,7 @@ def _embed(engine: Engine, ids: list[int], adapter: int) -> torch.Tensor:
         if choice is not None:
             choice.set([adapter])
         slots = -(-len(ids) // CHUNK) * CHUNK
-        kv = model.new_cache(1, slots)
+        kv, memory = model.new_cache(1, slots), model.new_memory(1)
         total = torch.zeros(model.config.hidden_size, device=model.device)
         for start in range(0, len(ids), CHUNK):
             part = ids[start : start + CHUNK]
@@ -92,7 +93,10 @@ def _embed(engine: Engine, ids: list[int], adapter: int) -> torch.Tensor:
             depth = torch.arange(CHUNK, device=model.device)[None]
             at = torch.tensor([start], device=model.device)
             nodes = model.nodes(at, depth, chain_ancestors(1, CHUNK, model.device), slots, chain=True)
-            hidden, _ = model(tokens, nodes, kv)
+            own = memory and memory._replace(keep=torch.tensor([len(part)], device=model.device))
+            hidden, _ = model(tokens, nodes, kv, memory=own)
+            if own is not None:
+                commit_text(own, model.config.delta.kernel - 1)
             total += hidden[0, : len(part)].float().sum(0)
         return torch.nn.functional.normalize(total, dim=0).cpu()
 

@@ -243,7 +243,7 @@ def build_hf(family: str, **changes):
         for parameter in model.parameters():
             if parameter.dim() == 1:
                 parameter.data.add_(torch.randn_like(parameter), alpha=0.1)
-    if any(kind in family for kind in ("mixtral", "moe", "gpt_oss")):
+    if any(kind in family for kind in ("mixtral", "moe", "next", "gpt_oss")):
         model.set_experts_implementation("eager")  # the grouped kernel has no float64
     return model.eval().requires_grad_(False)
 

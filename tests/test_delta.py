@@ -1,4 +1,4 @@
-"""Recurrent layers: nodes of trees have the bits of separate sequences, and paths that were accepted are advanced along."""
+"""Recurrent layers: nodes of trees have the bits of separate sequences, and the memory follows the accepted path."""
 
 from __future__ import annotations
 

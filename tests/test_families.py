@@ -88,7 +88,7 @@ def test_a_family_is_quantized_as_it_computes(tiny_checkpoint, tmp_path, family)
 @pytest.mark.parametrize(("name", "words"), [
     ("gemma", "model_type = 'gemma' is not supported"),
     ("glm", "model_type = 'glm' is not supported"),
-    ("qwen3_next", "'qwen3_next' is not supported, because some of its layers keep a recurrent state"),
+    ("falcon_h1", "its recurrent layers are of a kind that is not implemented"),
     ("gemma3", "images"),
     ("deepseek_v3", "latent attention"),
 ])  # fmt: skip

@@ -215,7 +215,7 @@ def test_a_layer_with_an_adapter_is_one_graph(llama, folders):
     nodes = model.nodes(torch.zeros(1, dtype=torch.long), torch.arange(8)[None], chain_ancestors(1, 8, "cpu"), 16)
     cache = model.new_cache(1, 16)
     want = model(tokens, nodes, cache)[0]
-    got = model.run_layers(model.embed(tokens), nodes, cache, (), block)[0]
+    got = model.run_layers(model.embed(tokens), nodes, cache, (), None, block)[0]
     assert torch.equal(got, want)
 
 

@@ -9,8 +9,10 @@ import torch
 from conftest import BASE, FAMILIES, build_hf
 
 import kernels
+from decoding.memory import commit_text
 from engine.fused import fused_parts
 from families.config import ROPE_TYPES, ModelConfig
+from kernels.records import Memory
 from loading.options import LoadOptions
 from model import Transformer, chain_ancestors
 from weights import checkpoint
@@ -42,23 +44,30 @@ def tokens_of(length: int, seed: int = 0, batch: int = 1) -> torch.Tensor:
 
 
 def feed(
-    model: Transformer, cache: torch.Tensor, tokens: torch.Tensor, n: int, rows: int | None = None, taps=(), layers=None
+    model: Transformer, cache: torch.Tensor, tokens: torch.Tensor, n: int, rows: int | None = None, taps=(), layers=None,
+    memory: Memory | None = None,
 ):  # fmt: skip
-    """Feeds one chunk at n as a chain, padded to `rows` rows. Returns hidden states of the real rows, and taps."""
+    """Feeds one chunk at n as a chain, padded to `rows` rows. Returns hidden states of the real rows, and taps. memory:
+    of recurrent layers, which takes the real rows."""
     B, T = tokens.shape
     rows = rows or T
     padded = torch.cat((tokens, tokens.new_zeros(B, rows - T)), 1)
     depth = torch.arange(rows).expand(B, -1)
-    nodes = model.nodes(torch.full((B,), n), depth, chain_ancestors(B, rows, "cpu"), cache.shape[4])
-    hidden, tapped = model(padded, nodes, cache, taps, layers)
+    where = torch.full((B,), n), depth, chain_ancestors(B, rows, "cpu"), cache.shape[4]
+    memory = memory and memory._replace(keep=torch.full((B,), T))
+    nodes = model.nodes(*where, chain=memory is not None)
+    hidden, tapped = model(padded, nodes, cache, taps, layers, memory)
+    if memory is not None:
+        commit_text(memory, model.config.delta.kernel - 1)
     return hidden[:, :T], None if tapped is None else tapped[:, :T]
 
 
 def run(model: Transformer, tokens: torch.Tensor, chunk: int) -> torch.Tensor:
     """Logits of a whole prompt fed in fixed chunks, the last one padded."""
     length = tokens.shape[1]
-    cache = model.new_cache(tokens.shape[0], length + chunk + 1)
-    out = [feed(model, cache, tokens[:, i : i + chunk], i, chunk)[0] for i in range(0, length, chunk)]
+    cache, memory = model.new_cache(tokens.shape[0], length + chunk + 1), model.new_memory(tokens.shape[0])
+    parts = ((i, tokens[:, i : i + chunk]) for i in range(0, length, chunk))
+    out = [feed(model, cache, part, i, chunk, memory=memory)[0] for i, part in parts]
     return model.logits(torch.cat(out, 1))
 
 
@@ -106,15 +115,16 @@ def test_greedy_tokens_equal_transformers(pair, tiny_checkpoint, family, dtype, 
     with kernels.KernelBackend(mode, "cpu").active(), torch.inference_mode():
         if mode == "cpu":
             pack_(ours, dtype)
-        cache, tokens = ours.new_cache(3, 64), prompts
+        cache, memory, tokens = ours.new_cache(3, 64), ours.new_memory(3), prompts
         for _ in range(40):
-            hidden, _ = feed(ours, cache, tokens, 9 + len(found) - tokens.shape[1], layers=layers)
+            hidden, _ = feed(ours, cache, tokens, 9 + len(found) - tokens.shape[1], layers=layers, memory=memory)
             logits.append(ours.logits(hidden[:, -1]))
             tokens = logits[-1].argmax(-1, keepdim=True)
             found.append(tokens)
     want = hf(torch.cat((prompts, *found[:-1]), 1)).logits[:, 8:]
     assert torch.equal(want.argmax(-1), torch.cat(found, 1))
-    assert (torch.stack(logits, 1) - want).abs().max() < 1e-4
+    # transformers computes recurrent layers in float32 and in another order, and their roundings add up along the text
+    assert (torch.stack(logits, 1) - want).abs().max() < (1e-3 if ours.config.recurrent else 1e-4)
 
 
 @pytest.mark.parametrize("family", ["llama31", "llama-tied", "yarn", "yarn-set", "linear", "codellama"])

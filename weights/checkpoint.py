@@ -32,6 +32,7 @@ from weights.hf import (
     read_meta_config,
     read_meta_entries,
     row_order,
+    text_entries,
     token_ids,
 )
 from weights.lora import Adapter, add_, read_adapters
@@ -176,6 +177,7 @@ class Checkpoint:
                 family = self.config.model_type
                 raise ValueError(f"{self.config_file}: {family} in GPTQ's or AWQ's format is not implemented.")
             entries = float_entries(entries) if self.kind == "mxfp4" else entries
+            entries = text_entries(entries) if self.config.delta else entries
             if self.kind != "eaglet":
                 entries = as_computed(entries, self.config)
         else:

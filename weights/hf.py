@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from families.config import ACTIVATIONS, DELTA_KEYS, FAMILIES, OWN_WIDTH, ModelConfig, RopeConfig
+from families.config import ACTIVATIONS, DELTA_KEYS, FAMILIES, OWN_WIDTH, ModelConfig, RopeConfig, text_part
 from model import DeltaNet, Experts, Transformer
 from support.files import read_json, write_json
 from support.machine import shapes_only
@@ -63,6 +63,7 @@ def read_config(raw: dict[str, Any], directory: Path) -> ModelConfig:
     Raises ValueError in one line for a key that is missing, mistyped, out of range or not implemented.
     """
     where = str(directory / "config.json")
+    raw = text_part(raw, where)
     config = ModelConfig.from_hf(raw, where)
     bos, eos = (token_ids(raw, f"{x}_token_id", where, config.vocab_size, directory) for x in ("bos", "eos"))
     return replace(config, bos_token_id=bos[0] if bos else None, eos_token_ids=eos)
@@ -217,14 +218,14 @@ def hf_views(model: Transformer, fused_experts: bool | None = None) -> dict[str,
         norms = block.input_norm, block.attention_norm, block.post_norm, block.mlp_norm
         for name, norm in zip(norm_names(c.model_type), norms, strict=True):
             put(at, name, norm)
-        if c.recurrent[i]:
+        if i in c.recurrent:
             _put_recurrent(put, views, f"{at}.linear_attn", block.attention, c)
         elif c.model_type in FUSED_QKV:
             put(f"{at}.self_attn", "qkv_proj", block.attention.qkv)
         else:
             sizes = [q * (1 + c.output_gate), kv, kv]
             put(f"{at}.self_attn", "q_proj k_proj v_proj", block.attention.qkv, sizes)
-        if not c.recurrent[i]:
+        if i not in c.recurrent:
             put(f"{at}.self_attn", "o_proj", block.attention.o)
             put(f"{at}.self_attn", "q_norm", block.attention.q_norm)
             put(f"{at}.self_attn", "k_norm", block.attention.k_norm)
@@ -319,6 +320,12 @@ def row_order(name: str, rows: int, config: ModelConfig) -> Tensor | None:
 def norm_offset(name: str, config: ModelConfig) -> float:
     """What a file leaves out of the weights of this norm. The norm in a recurrent layer is whole."""
     return config.norm_offset if name.endswith("norm.weight") and ".linear_attn." not in name else 0.0
+
+
+def text_entries(entries: Entries) -> dict[str, Entry]:
+    """The tensors of the text model, without those of an image encoder and of the layers that predict further tokens."""
+    texts = {name.replace("model.language_model.", "model.", 1): entry for name, entry in entries.items()}
+    return {name: entry for name, entry in texts.items() if not name.startswith(("model.visual.", "mtp."))}
 
 
 def as_computed(entries: Entries, config: ModelConfig) -> dict[str, Entry]:
@@ -424,7 +431,8 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
     if family.width == OWN_WIDTH:
         out |= {"num_experts": config.num_local_experts, OWN_WIDTH: config.intermediate_size}
     if config.delta is not None:
-        kinds = ["linear_attention" if recurrent else "full_attention" for recurrent in config.recurrent]
+        recurrent, layers = config.recurrent, range(config.num_hidden_layers)
+        kinds = ["linear_attention" if i in recurrent else "full_attention" for i in layers]
         names = dict(zip(DELTA_KEYS, astuple(config.delta), strict=True))
         out |= {"layer_types": kinds, **names}
     if config.shared_intermediate_size:

@@ -36,7 +36,7 @@ CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 MOST = 64  # the highest rank
 ROWS = 4096  # the most rows of a forward whose adapters can be chosen
 NAME = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
-OURS = re.compile(r"layers\.\d+\.(attention\.(qkv|o)|mlp\.(shared\.)?(gate_up|down))\.weight")
+OURS = re.compile(r"layers\.\d+\.(attention\.(qkv|o|qkvz|ba|out)|mlp\.(shared\.)?(gate_up|down))\.weight")
 # Keys of adapter_config.json that are read, and those that say nothing about a finished adapter.
 READ = "peft_type r lora_alpha use_rslora target_modules rank_pattern alpha_pattern init_lora_weights".split()
 IDLE = """task_type auto_mapping peft_version base_model_name_or_path revision inference_mode exclude_modules lora_dropout

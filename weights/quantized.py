@@ -63,12 +63,13 @@ class QuantSpec:
             raise UsageError("--act-order orders GPTQ's column updates; add --algorithm gptq.")
 
     def bits(self, name: str, in_features: int) -> int:
-        """Bits of the linear `name`: 4, 8, or 16 if it is left alone (a router, a shared expert's gate, an fp16 LM head).
+        """Bits of the linear `name`: 4, 8, or 16 if it is left alone: a router, a shared expert's gate, the few rows of a
+        recurrent layer that become exponents, an fp16 LM head.
 
         Raises UsageError if the group size does not divide its inputs.
         """
         leaf = name.rpartition(".")[2]
-        kind = "fp16" if leaf in ("router", "shared_gate") else self.lm_head if leaf == "lm_head" else self.mode
+        kind = "fp16" if leaf in ("router", "shared_gate", "ba") else self.lm_head if leaf == "lm_head" else self.mode
         if kind == "int4" and in_features % self.group_size:
             fits = [str(g) for g in GROUPS if in_features % g == 0]
             advice = f"use --group-size {' or '.join(fits)}" if fits else "use --mode int8"

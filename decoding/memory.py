@@ -1,0 +1,79 @@
+"""What recurrent layers remember of the sequences of an engine: committed behind a step, kept, and taken up again.
+
+A memory cannot be cut back to an earlier token as keys and values can. So the rows of the path that was accepted last
+wait beside it (`records.Memory`), and the memory before the last part of a prompt is kept as a snapshot.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kernels.records import Memory
+
+
+class Snapshot(NamedTuple):
+    """The memory of one sequence after `at` tokens, and the rows behind it up to token `end`, from where it can go on."""
+
+    at: int
+    end: int
+    memory: Tensor  # [L, Hv, dk, dv]
+    path: Tensor  # [L, K - 1 + P, R]
+
+    @property
+    def nbytes(self) -> int:
+        return self.memory.nbytes + self.path.nbytes
+
+    def on_host(self) -> Snapshot:
+        """The same, in the memory of the host."""
+        return self._replace(memory=self.memory.cpu(), path=self.path.cpu())
+
+    def up_to(self, tokens: int) -> Snapshot | None:
+        """The same with no more than so many tokens. None if the memory has more."""
+        return self._replace(end=min(self.end, tokens)) if self.at <= tokens else None
+
+
+def commit_memory(memory: Memory, path: Tensor, count: Tensor, window: int) -> None:
+    """Let the accepted rows of a step wait in `memory.path`, where those before were until the step's forward took them.
+
+    path [B, D + 1]: the accepted nodes; count [B]: how many of them count, 0 for a sequence that had finished. window:
+    rows before the path, K - 1. No host sync.
+    """
+    kept, fresh = memory.path, memory.fresh
+    behind = memory.pending[:, None] + torch.arange(window, device=path.device)
+    places = (at[:, None, :, None].expand(-1, kept.shape[1], -1, kept.shape[3]) for at in (behind, path))
+    rows = torch.cat([rows.gather(2, at) for rows, at in zip((kept, fresh), places, strict=True)], 2)
+    place = kept.narrow(2, 0, rows.shape[2])
+    place.copy_(torch.where((count > 0)[:, None, None, None], rows, place))
+    memory.pending.copy_(torch.where(count > 0, count, memory.pending))
+
+
+def part_of_text(memory: Memory, row: int, keep: Tensor) -> Memory:
+    """The memory of one sequence, for a forward of a part of its text of which the first `keep` [1] rows count."""
+    own = Memory(*(t.narrow(0, row, 1) for t in memory))
+    return own._replace(frozen=torch.zeros_like(own.frozen), keep=keep)
+
+
+def commit_text(own: Memory, window: int) -> None:
+    """Behind a forward of a part of a text: its rows are in the memory, and the last `window` ones before the path."""
+    own.path[:, :, :window] = own.fresh[:, :, :window]
+    own.pending.zero_()
+
+
+def take_snapshot(memory: Memory, row: int, at: int, end: int) -> Snapshot:
+    """A copy of what is remembered of a sequence. at: the tokens in its memory; end: with the rows that wait."""
+    return Snapshot(at, end, memory.memory[row].clone(), memory.path[row].clone())
+
+
+def resume(memory: Memory, row: int, snapshot: Snapshot | None) -> None:
+    """Let a sequence go on from a snapshot, or from nothing."""
+    if snapshot is None:
+        memory.memory[row] = 0
+        memory.path[row] = 0
+        memory.pending[row] = 0
+        return
+    memory.memory[row] = snapshot.memory
+    memory.path[row] = snapshot.path
+    memory.pending[row] = snapshot.end - snapshot.at

@@ -1,0 +1,212 @@
+"""Engines of models with recurrent layers: the tests of all engines, and what their memory does besides."""
+
+from __future__ import annotations
+
+import functools
+import json
+import random
+
+import pytest
+import test_engine
+import test_prompt_cache
+import torch
+from conftest import BASE, DELTA
+from test_engine import (  # noqa: F401 - they are run again, on the model below
+    test_a_nan_on_the_accepted_path_is_an_error,
+    test_a_rejected_nan_branch_changes_nothing,
+    test_oracle_is_accepted_whole_and_hostile_not_at_all,
+    test_same_tokens_in_a_batch,
+    test_stop_strings_across_tokens_and_steps,
+    test_the_engine_survives,
+    test_wide_plain_forward_is_plain,
+)
+from test_model import random_tree
+from test_prompt_cache import (  # noqa: F401
+    test_a_restored_row_is_bitwise_what_was_saved,
+    test_texts_of_an_earlier_run_are_found_and_bad_files_are_not_used,
+    test_two_chats_that_take_turns_run_only_what_is_new,
+)
+from tiny import PROMPT, TREES, eagle_engine, heads, tiny_head, tiny_model
+
+import kernels
+from decoding.memory import commit_memory, commit_text
+from decoding.params import SamplingParams
+from engine.engine import Engine, EngineConfig
+from engine.fused import fused_parts
+from families.config import DeltaConfig
+from generate import load
+from model import chain_ancestors
+from weights.quantized import pack_
+
+HYBRID = {"recurrent": (0, 1), "delta": DeltaConfig(2, 4, 8, 8, 4), "qk_norm": True, "output_gate": True, "layers": 3}
+MODEL = tiny_model(**HYBRID)
+HEADS = heads(MODEL)
+
+
+@pytest.fixture(autouse=True)
+def recurrent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the imported tests use this file's model."""
+    monkeypatch.setattr(test_engine, "MODEL", MODEL)
+    monkeypatch.setattr(test_engine, "HEADS", HEADS)
+    monkeypatch.setattr(test_engine, "plain", plain)
+    monkeypatch.setattr(test_engine, "tiny_model", functools.partial(tiny_model, **HYBRID))
+    monkeypatch.setattr(test_prompt_cache, "MODEL", MODEL)
+    monkeypatch.setattr(test_prompt_cache, "HEAD", HEADS["eagle3-full"])
+
+
+@functools.cache
+def plain(params: SamplingParams, row: int = 0) -> tuple[int, ...]:
+    seed = {**vars(params), "seed": params.seed + row}
+    return tuple(Engine(MODEL).generate(test_engine.PROMPTS[row], SamplingParams(**seed)).run()[0].token_ids)
+
+
+@pytest.mark.parametrize("mode", ["reference", "cpu"])
+def test_nodes_of_trees_have_the_bits_of_separate_sequences(mode):
+    """Catches a node whose layers see a sibling, or whose bits depend on the number of rows: 200 random trees."""
+    if mode == "cpu" and kernels.cpu_problem():
+        pytest.skip("the CPU kernels do not run here")
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "delta": DeltaConfig(2, 4, 16, 16, 4)}
+    model = tiny_model(torch.float32 if mode == "cpu" else torch.float64, **(HYBRID | sizes))
+    with kernels.KernelBackend(mode, "cpu").active(), torch.inference_mode():
+        pack_(model, model.dtype)
+        layers = fused_parts().layers if mode == "cpu" else None
+        for seed in range(100):
+            generator = torch.Generator().manual_seed(seed)
+            size = 2 + seed % 10
+            parent, ancestors = random_tree(size, seed)
+            text, tree = (torch.randint(0, 97, (1, n), generator=generator) for n in (7, size))
+            cache, memory = model.new_cache(1, 40), model.new_memory(1, size, size)
+            own = memory._replace(keep=torch.tensor([7]))
+            chain = torch.arange(7)[None], chain_ancestors(1, 7, "cpu")
+            model(text, model.nodes(torch.zeros(1).long(), *chain, 40, chain=True), cache, (), layers, own)
+            commit_text(own, 3)
+            depth = ancestors.sum(-1)[None] - 1
+            nodes = model.nodes(torch.tensor([7]), depth, ancestors[None], 40)
+            kept = cache.clone(), [t.clone() for t in memory]
+            together = model(tree, nodes, cache, (), layers, memory)[0]
+            leaf = int(torch.randint(size, (), generator=generator))
+            cache.copy_(kept[0])
+            for t, value in zip(memory, kept[1], strict=True):
+                t.copy_(value)
+            for at, node in enumerate(ancestors[leaf].nonzero().flatten().tolist()):
+                one = torch.zeros(1, 1).long(), torch.ones(1, 1, 1, dtype=torch.bool)
+                nodes = model.nodes(torch.tensor([7 + at]), *one, 40)
+                alone = model(tree[:, node : node + 1], nodes, cache, (), layers, memory)[0]
+                commit_memory(memory, one[0], torch.ones(1).long(), 3)
+                if mode == "cpu":
+                    assert torch.equal(alone[0, 0], together[0, node])
+                else:  # torch's own products have other bits in other widths
+                    assert torch.allclose(alone[0, 0], together[0, node], atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", [None, "eagle3"])
+def test_a_chat_goes_on_from_its_memory_or_from_a_snapshot(kind):
+    """Catches an answer that is run again at every turn, a memory that goes on although the text behind it has changed,
+    and a thought that a template takes out of the history, so that all of the chat would be run again."""
+
+    def made() -> Engine:
+        return eagle_engine(HEADS[kind], TREES["chain4"]) if kind else Engine(MODEL)
+
+    params = SamplingParams(1.0, seed=5, max_new_tokens=20)
+    engine = made()
+    first = PROMPT + engine.generate(PROMPT, params).run()[0].token_ids
+    turns = [first + [4, 8, 2], None, None]
+    result = engine.generate(turns[0], params).run()[0]
+    assert len(first) - 6 <= result.cached_tokens < len(first)
+    turns[1] = turns[0] + [9, 9, 1]  # as if the answer had been taken out
+    again = engine.generate(turns[1], params).run()[0]
+    assert again.cached_tokens >= len(first) - 7
+    turns[2] = PROMPT[:4] + [6, 6]
+    fresh = engine.generate(turns[2], params).run()[0]
+    assert fresh.cached_tokens == 0
+    for text, found in zip(turns, (result, again, fresh), strict=True):
+        assert made().generate(text, params).run()[0].token_ids == found.token_ids
+
+
+def test_a_stop_within_a_step_leaves_a_memory_to_go_on_from():
+    """Catches a memory that has taken the tokens behind a stop. Steps that ran ahead of the host may take them: then the
+    text is run again, and the tokens are right."""
+    params = SamplingParams(seed=3, max_new_tokens=24)
+    truth = PROMPT + list(plain(params))
+    for lag in (0, 2):
+        for k in (3, 4, 5, 6):
+            engine = test_engine.scripted("chain4", params, lag=lag)
+            stop = SamplingParams(seed=3, max_new_tokens=24, stop_ids=(truth[len(PROMPT) + k],))
+            ended = engine.generate(PROMPT, stop).run()[0].token_ids
+            text = PROMPT + ended + [7, 7]
+            result = engine.generate(text, params).run()[0]
+            assert result.token_ids == Engine(MODEL).generate(text, params).run()[0].token_ids
+            assert result.cached_tokens >= len(PROMPT) - 1
+
+
+def test_random_requests_in_slots_have_the_tokens_of_requests_alone():
+    """Catches rows that take each other's memory when they change places, are cancelled, or go on from another's text."""
+    rng = random.Random(0)
+    engine, alone = eagle_engine(HEADS["eagle3"], TREES["dynamic"], 4), Engine(MODEL)
+    stems = [[rng.randrange(97) for _ in range(n)] for n in (40, 70)]
+    for _ in range(6):
+        streams, asked = [], []
+        for _ in range(7):
+            prompt = rng.choice(stems)[: rng.randrange(2, 70)] + [rng.randrange(97) for _ in range(rng.randrange(4))]
+            params = SamplingParams(
+                rng.choice((0, 0.7, 1.0)), seed=rng.randrange(9), max_new_tokens=rng.randrange(1, 30)
+            )
+            asked.append((prompt, params))
+            streams.append(engine.generate(prompt, params))
+        dropped = rng.randrange(7)
+        next(iter(streams[dropped]))
+        streams[dropped].close()
+        for i, (stream, (prompt, params)) in enumerate(zip(streams, asked, strict=True)):
+            if i != dropped:
+                assert stream.run()[0].token_ids == alone.generate(prompt, params).run()[0].token_ids
+
+
+def test_int8_keys_keep_the_promise_beside_recurrent_layers():
+    """Catches a cache that is cut for all layers where only some have one."""
+    head, params = HEADS["eagle3"], SamplingParams(1.0, seed=2, max_new_tokens=24)
+    config = EngineConfig(kv_dtype=torch.int8)
+    drafter = test_engine.eagle_drafter(head, TREES["paper25"])
+    got = Engine(MODEL, None, drafter, config).generate(PROMPT, params).run()[0]
+    plain_engine = Engine(MODEL, config=config)
+    assert plain_engine.state.kv.shape[0] == 1
+    assert got.token_ids == plain_engine.generate(PROMPT, params).run()[0].token_ids
+
+
+def test_the_folder_of_a_model_that_also_sees_gives_its_text_model(tmp_path):
+    """Catches a text model that is refused because an image encoder lies beside it, or read with the wrong settings."""
+    transformers = pytest.importorskip("transformers")
+    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 64}
+    config = transformers.Qwen3_5Config(text_config={**BASE, **DELTA}, vision_config=vision, eos_token_id=2)
+    torch.manual_seed(0)
+    theirs = transformers.Qwen3_5ForConditionalGeneration(config).eval()
+    theirs.save_pretrained(tmp_path)
+    prompt = [3, 17, 99, 45, 23, 60]
+    ours = load(tmp_path, ctx=64, dtype="float64", kernels="reference")
+    found = ours.generate(prompt, SamplingParams(max_new_tokens=20)).run()[0].token_ids
+    want = theirs.double().generate(torch.tensor([prompt]), max_new_tokens=20, do_sample=False)[0, 6:]
+    assert found == want.tolist()
+    raw = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(raw | {"text_config": 3}))
+    with pytest.raises(ValueError, match="text_config must be an object"):
+        load(tmp_path)
+
+
+def test_what_recurrent_layers_cannot_do_is_said(tiny_checkpoint):
+    """Catches a model with recurrent layers that is split among processes, or drafts, with wrong results."""
+    folder = str(tiny_checkpoint("qwen3_5"))
+    with pytest.raises(ValueError, match="a model with recurrent layers cannot draft yet"):
+        load(folder, draft_checkpoint=folder)
+
+
+def test_the_plan_counts_what_recurrent_layers_keep(tiny_checkpoint):
+    """Catches a plan without the memory of recurrent layers, or with keys and values for them."""
+    engine = load(tiny_checkpoint("qwen3_5"), ctx=128, slots=2)
+    memory = engine.state.memory
+    kept = sum(t.nbytes for t in memory) + memory.memory.nbytes + memory.path.nbytes
+    assert engine.plan.recurrent == kept and engine.plan.kv == pytest.approx(engine.state.kv.nbytes, rel=0.02)
+
+
+def test_a_head_of_a_recurrent_target_loads():
+    """Catches a draft head that takes the target's recurrent layers for its own."""
+    head = tiny_head(MODEL, 3)
+    assert not head.config.layer.recurrent and head.new_cache(1, 8).dim() == 5

@@ -22,7 +22,7 @@ from torch import Tensor
 import kernels
 from decoding.drafter import DraftInput, StepParts, take_rows
 from drafters.trees import DEFAULT_RULE, DraftRule, FedRows, TreeDrafter, streamed_head
-from model import MLP, Attention, Nodes, RMSNorm, RotaryTable, Transformer, weight_bytes
+from model import MLP, Attention, Block, Nodes, RMSNorm, RotaryTable, Transformer, weight_bytes
 from support.machine import zeros
 from tree import DynamicTree, TreeTables, check_width
 from weights.heads import EagleConfig
@@ -71,10 +71,15 @@ class EagleHead(nn.Module):
             self.embed_tokens = nn.Embedding(target.config.vocab_size, H)
         if config.has_lm_head:
             self.lm_head = nn.Linear(H, geometry.vocab_size, bias=False)
+        self._bind(target, draft_vocab)
+
+    def _bind(self, target: Transformer, draft_vocab: Tensor | None) -> None:
+        """Take what follows from the target: the draft vocabulary, and positions."""
+        geometry = self.config.layer
         trimmed = geometry.vocab_size != target.config.vocab_size or draft_vocab is not None
         ids = torch.arange(geometry.vocab_size) if draft_vocab is None else draft_vocab
         self.register_buffer("draft_ids", ids if trimmed else None)
-        self.trimmed = trimmed and config.version == 1  # it drafts with some rows of the target's LM head
+        self.trimmed = trimmed and self.config.version == 1  # it drafts with some rows of the target's LM head
         self.rotary = RotaryTable([geometry.rope], geometry.head_dim, target.config.max_positions)
         object.__setattr__(self, "target", target)  # the head does not own it, so it stays out of the state dict
 
@@ -114,14 +119,16 @@ class EagleHead(nn.Module):
         EAGLE-3 norms both. EAGLE-1's layer makes its own residual, so what stands in its place here is not read. Kernels
         have no gradients.
         """
-        embed = self.embed_tokens or self.target.embed_tokens
-        norms = (None, None, 0.0)
-        if self.config.version == 3:
-            norms = self.layer.input_norm.weight, self.layer.hidden_norm.weight, self.layer.input_norm.eps
-        keep_normed = self.config.norm_before_residual
+        embed, keep_normed = self.embed_tokens or self.target.embed_tokens, self.config.norm_before_residual
+        both = self.norms_of_inputs()
+        norms = (both[0].weight, both[1].weight, both[0].eps) if both else (None, None, 0.0)
         if isinstance(embed, nn.Embedding):
             return join_rows(embed.weight, tokens, feature, source, *norms, keep_normed)
         return join_rows.outside(embed(tokens), None, feature, source, *norms, keep_normed)  # a quantized one
+
+    def norms_of_inputs(self) -> tuple[RMSNorm, RMSNorm] | None:
+        """The norms of embeddings and features, if there are any."""
+        return (self.layer.input_norm, self.layer.hidden_norm) if self.config.version == 3 else None
 
     def joined_train(self, tokens: Tensor, feature: Tensor) -> tuple[Tensor, Tensor]:
         """`joined` with gradients."""
@@ -154,7 +161,7 @@ class EagleHead(nn.Module):
         compiled `EagleHead.layer_forward`, or None for the method itself. source [B, T]: the rows of `feature` that the
         tokens are paired with, None if each has its own.
         """
-        out = (layer or EagleHead.layer_forward)(self, *self.joined(tokens, feature, source), nodes, kv)
+        out = (layer or type(self).layer_forward)(self, *self.joined(tokens, feature, source), nodes, kv)
         return self.norm(out) if self.config.norm_output else out
 
     def predict(self, output: Tensor) -> Tensor:
@@ -234,6 +241,41 @@ class EagleHead(nn.Module):
         for s, (_, own) in enumerate(memory[1:]):
             out = out + weights[..., T + s : T + s + 1] * own
         return attention.o(out.transpose(1, 2).flatten(2))
+
+
+class MtpHead(EagleHead):
+    """The target's own layer for multi-token prediction, applied to its own outputs to draft further ahead.
+
+    That is EAGLE-1 with norms: of the embedding and of the feature, before the layer and behind it. The feature is the
+    target's hidden state behind its final norm, and then this head's own output behind its norm.
+    """
+
+    def __init__(self, config: EagleConfig, target: Transformer, draft_vocab: Tensor | None = None):
+        nn.Module.__init__(self)
+        self.config = config
+        self.embed_tokens = self.lm_head = None
+        self._bind(target, draft_vocab)
+
+    @property
+    def layer(self) -> Block:
+        """The target's module, which is no part of this one."""
+        return self.target.mtp.layer
+
+    @property
+    def norm(self) -> RMSNorm:
+        return self.target.mtp.norm
+
+    def norms_of_inputs(self) -> tuple[RMSNorm, RMSNorm]:
+        return self.target.mtp.embed_norm, self.target.mtp.feature_norm
+
+    def layer_forward(self, _residual: Tensor, joined: Tensor, nodes: Nodes, kv: Tensor) -> Tensor:
+        return self.layer(self.target.mtp.fc(joined), nodes, kv)
+
+    def forward_train(self, tokens: Tensor, feature: Tensor, shift: int = 0, memory: list | None = None) -> Tensor:
+        own = self.target.mtp
+        x = own.fc(torch.cat((own.embed_norm(self.target.embed_tokens(tokens)), own.feature_norm(feature)), -1))
+        cos, sin = self.rotary(torch.arange(tokens.shape[1], device=tokens.device)[None] + shift)
+        return own.norm(own.layer.forward_train(x, cos, sin))
 
 
 def _join_cpu(

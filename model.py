@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 import torch.nn as nn
@@ -332,6 +333,18 @@ class Block(nn.Module):
         return self.mlp(normed, x) if self.mlp_norm is None else x + self.mlp_norm(self.mlp(normed))
 
 
+class MtpLayer(nn.Module):
+    """The layer for multi-token prediction that a checkpoint brings. `eagle_draft.MtpHead` drafts with it."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        H, eps = config.hidden_size, config.rms_norm_eps
+        self.embed_norm, self.feature_norm = RMSNorm(H, eps), RMSNorm(H, eps)
+        self.fc = nn.Linear(2 * H, H, bias=False)  # of an embedding beside a feature
+        self.layer = Block(replace(config, num_hidden_layers=1, recurrent=(), windows=()))
+        self.norm = RMSNorm(H, eps)
+
+
 class RotaryTable(nn.Module):
     """cos and sin for positions 0..length-1, in float32 whatever the model's dtype, side by side for all rotations."""
 
@@ -377,6 +390,7 @@ class Transformer(nn.Module):
         self.lm_head = None
         if not config.tie_word_embeddings:
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.mtp = MtpLayer(config) if config.mtp else None  # no part of a forward
         self.rotary = RotaryTable(config.ropes, config.head_dim, config.max_positions)
 
     @property
@@ -500,7 +514,8 @@ class Transformer(nn.Module):
     def weight_bytes(self, nodes: int = 1) -> float:
         """Bytes of weights that one forward of `nodes` rows reads, of the embedding table only the rows it looks up."""
         row = self.config.hidden_size * self.dtype.itemsize
-        return weight_bytes(self, nodes) + nodes * row
+        others = 0.0 if self.mtp is None else weight_bytes(self.mtp, nodes)
+        return weight_bytes(self, nodes) - others + nodes * row
 
     def kv_bytes(self, context: int, element_size: int | None = None) -> float:
         """Bytes of keys and values that one forward reads at `context` cached tokens."""

@@ -29,6 +29,7 @@ from support.machine import synchronize
 from weights.block_heads import BlockConfig, read_head
 from weights.checkpoint import load_config
 from weights.files import local_path, read_entries
+from weights.heads import MTP
 
 SAME_TOKENS, SAME_DISTRIBUTION, OTHER_ENGINE = "same tokens", "same distribution", "other engine"
 NO_STOP = (2**31 - 1,)  # no token has this id, so decoding goes on to the length limit
@@ -39,6 +40,7 @@ SHARED = (
 PATHS = ("eagle", "draft_checkpoint", "medusa")
 DYNAMIC = "dynamic:16,4,4"  # the default dynamic tree on a CPU, where no row is free
 CHAIN = "chain:3"  # the default chain there
+MTP_CHAINS = ("chain:1", "chain:2", "chain:3", "chain:4")  # what other programs draft with the layer that models bring
 DYNAMIC_GPU = "dynamic:32,6,8"
 MULTI_ROUND = {"verify": "multi-round"}
 RULES = {"": {}, "top-k drafts": {"draft_noise": "off"}, "multi-round": MULTI_ROUND}
@@ -230,7 +232,7 @@ def build_engine(base: Engine, options: dict[str, Any], ctx: int) -> Engine:
     )
     model = base.model
     files = DraftFiles()
-    if base.head is not None and opts.drafter_kind == "eagle":
+    if base.head is not None and opts.eagle == base.options.eagle:
         head = base.head
     elif opts.drafter_kind == "eagle" and opts.eagle.startswith("random:"):
         head = random_head(model, opts.eagle.removeprefix("random:"), model.quant)
@@ -259,6 +261,9 @@ def arms_of(args: argparse.Namespace, base: Engine, ctx: int) -> list[Arm]:
         specs += [("eagle1 paper25", {"eagle": "random:1"}), ("eagle3 dynamic", third)]
     elif with_default:
         specs = default_arms(directory, base.model.config, cuda)
+        if base.model.mtp is not None:
+            trees = *MTP_CHAINS, "paper25", DYNAMIC_GPU if cuda else DYNAMIC
+            specs[1:1] = [(f"mtp {tree}", {"eagle": MTP, "tree": tree}) for tree in trees]
         if args.suite:
             specs = suite_arms(args.suite, args.head, specs)
     if args.only:
@@ -273,6 +278,8 @@ def arms_of(args: argparse.Namespace, base: Engine, ctx: int) -> list[Arm]:
     arms: list[Arm] = []
     for name, given in specs:
         label, options = arm_options(name, given, directory)
+        if base.options.eagle:  # the model's own head, which loads by itself
+            options = {"eagle": None} | options
         if cuda and base.compiled:  # torch.compile rounds in its own way at each width
             label = SAME_DISTRIBUTION
         if isinstance(base, RankedEngine) and not options.get("eagle_always", True):
@@ -283,4 +290,4 @@ def arms_of(args: argparse.Namespace, base: Engine, ctx: int) -> list[Arm]:
 
 def shown(options: dict[str, Any]) -> dict[str, Any]:
     """Options as the JSON keeps them: file names without the folders of this machine."""
-    return {k: Path(v).name if k in PATHS or str(v).endswith(".json") else v for k, v in options.items()}
+    return {k: Path(v).name if v and k in PATHS or str(v).endswith(".json") else v for k, v in options.items()}

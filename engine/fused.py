@@ -62,7 +62,7 @@ def fused_parts() -> StepParts:
     def draft_layer(head: EagleHead, residual: Tensor, joined: Tensor, nodes: records.Nodes, kv: Tensor) -> Tensor:
         found = stacked(head, [head.layer], input_norm=False)
         if found is None:
-            return EagleHead.layer_forward(head, residual, joined, nodes, kv)
+            return head.layer_forward(residual, joined, nodes, kv)
         residual, x = head.layer_inputs(residual, joined)
         return _run(x, residual, found, nodes, kv[None])[0]
 

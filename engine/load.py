@@ -26,7 +26,7 @@ from engine.first_look import first_look
 from engine.ranks import OtherRank, RankedEngine, RankLost, Ranks, end_with_the_leader, follow, meet
 from families.config import DTYPES
 from kernels import tuned
-from loading.drafting import DraftFiles, build_drafter, build_head, drafts_blocks, read_drafter, resolve
+from loading.drafting import DraftFiles, build_drafter, build_head, drafts_blocks, own_head, read_drafter, resolve
 from loading.memory import MemoryPlan, check_memory, plan_memory
 from loading.options import DEMO, LoadKeywords, LoadOptions, check_names
 from support import cache
@@ -120,11 +120,14 @@ def _load(
         checkpoint = asked.open_checkpoint()
         if ranks:
             checkpoint = checkpoint.sharded(Shard(ranks.rank, ranks.size))
+        given, (asked, checkpoint) = asked, own_head(asked, checkpoint)
         tokenizer = load_tokenizer(checkpoint.tokenizer_source, checkpoint.config.vocab_size)
         checkpoint.forget_texts()
         files = read_drafter(asked, checkpoint.config, tokenizer)
     if ranks and files.head and drafts_blocks(files.head.config):
         raise UsageError(f"--tp splits no {files.head.config.kind} head yet; leave out --tp, or take an EAGLE head.")
+    if asked.eagle and not given.eagle:
+        say("note    the model's own MTP layer drafts (--eagle none: it does not)")
     options = resolve(asked, checkpoint, files.head)
     if asked.compile and not options.compile:
         say("note    nothing to compile: the C++ kernels run (--kernels reference --compile compiles the reference)")

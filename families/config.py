@@ -311,6 +311,7 @@ class ModelConfig:
     logits_multiplier: float = 1.0
     delta: DeltaConfig | None = None
     recurrent: tuple[int, ...] = ()  # the layers that are recurrent, in place of attention
+    mtp: bool = False  # whether a layer that predicts one more token is read (MTP)
     output_gate: bool = False  # whether what attention gives is multiplied by a gate for each query
     sinks: bool = False  # whether each head has the score of one more key, without a value
     attention_cap: float = 0.0  # scores s become cap * tanh(s / cap); 0: they stay as they are

@@ -21,9 +21,9 @@ from drafters.lookahead import LookaheadDrafter
 from drafters.medusa import MedusaDrafter, load_medusa
 from drafters.ngram import NGramDrafter, WithNGrams
 from drafters.trees import DraftRule
-from eagle_draft import EagleDrafter, EagleHead, UnshiftedDrafter
+from eagle_draft import EagleDrafter, EagleHead, MtpHead, UnshiftedDrafter
 from families.config import ModelConfig
-from loading.options import NGRAM_NODES, LoadOptions, flag
+from loading.options import NGRAM_NODES, NO_HEAD, LoadOptions, flag
 from model import Transformer
 from support import cache
 from support.errors import UsageError, bad_files
@@ -33,7 +33,7 @@ from tree import DynamicTree, TreeTables, check_width, parse_tree, tree_tables
 from weights.block_heads import BlockConfig, BlockFile, read_head
 from weights.checkpoint import Checkpoint
 from weights.files import local_path
-from weights.heads import EagleConfig, EagleFile
+from weights.heads import MTP, EagleConfig, EagleFile
 from weights.quantized import QuantSpec, adopt_, pack_, replace_module
 from weights.rounding import quantize_
 
@@ -165,6 +165,22 @@ class DraftFiles(NamedTuple):
     model: Checkpoint | None = None  # a draft LLM's
 
 
+def own_head(options: LoadOptions, checkpoint: Checkpoint) -> tuple[LoadOptions, Checkpoint]:
+    """The options and the checkpoint with its own MTP layer, where it has one and no other drafter is asked for.
+
+    Raises UsageError where one is asked for that is not there.
+    """
+    if options.eagle == NO_HEAD:
+        return replace(options, eagle=None), checkpoint
+    asked = options.eagle == MTP
+    fits = options.kv != "int8" or options.kernel_mode == "cpu"  # as `LoadOptions.validate` says of every drafter
+    if not asked and (options.drafter_kind or options.verify != "match" or not fits or not checkpoint.has_mtp):
+        return options, checkpoint
+    if not checkpoint.has_mtp:
+        raise UsageError(f"--eagle {MTP}: {checkpoint.directory} has no MTP layer; leave it out, or name a head.")
+    return replace(options, eagle=MTP), checkpoint.with_mtp()
+
+
 def read_drafter(options: LoadOptions, config: ModelConfig, tokenizer: Tokenizer | None) -> DraftFiles:
     """Open what the options name for drafting. config, tokenizer: the target's.
 
@@ -227,7 +243,9 @@ def _vocabulary_order(tokenizer: Tokenizer, K: int, V: int) -> Tensor:
 
 def head_class(config: EagleConfig | BlockConfig) -> type[DraftHead]:
     """The module of a head."""
-    return BlockHead if isinstance(config, BlockConfig) else EagleHead
+    if isinstance(config, BlockConfig):
+        return BlockHead
+    return MtpHead if config.mtp else EagleHead
 
 
 def head_drafter(head: DraftHead) -> Callable[..., Drafter]:

@@ -33,6 +33,7 @@ HEAD_QUANTS = ("auto", "none")
 ACTIVATIONS = ("int8", "float")
 TREES = "paper25, chain:K, dynamic:N,DEPTH,TOPK, FILE.json, medusa:vicuna_7b_stage2, medusa:mc_sim_7b_63"
 NGRAM_NODES = 16  # the deepest tree that is allowed
+NO_HEAD = "none"  # what --eagle says where no head shall draft
 # What `--compile` does. torch.compile rounds in its own way, so on a GPU only "graph" promises plain decoding's tokens.
 COMPILE_MODES = ("graph", "blocks", "reduce-overhead")
 FIRST_OF_DRAFTING = "eagle"  # with this field the second group of --help begins
@@ -113,7 +114,7 @@ class LoadOptions:
     )  # fmt: skip
     eagle: str | None = option(
         "draft head (EAGLE-1/2/3, DFlash, DFlash2, DSpark, JetSpec): folder, .safetensors, .bin, .pth, or org/name in "
-        "the Hugging Face cache",
+        "the Hugging Face cache; mtp: the model's own MTP layer (default where it has one); none: no head",
         metavar="HEAD",
     )
     head_quant: str = option(
@@ -156,7 +157,8 @@ class LoadOptions:
     def drafter_kind(self) -> str:
         """The drafter that the options ask for: one of DRAFTERS, or "" for plain decoding. UsageError if they differ."""
         flags = {"eagle": "--eagle HEAD", "draft": "--draft-checkpoint DIR", "medusa": "--medusa FILE"}
-        files = {"eagle": self.eagle, "draft": self.draft_checkpoint, "medusa": self.medusa}
+        head = None if self.eagle == NO_HEAD else self.eagle
+        files = {"eagle": head, "draft": self.draft_checkpoint, "medusa": self.medusa}
         given = [kind for kind, file in files.items() if file]
         kind = self.drafter or (given[0] if given else "")
         for extra in (k for k in given if k != kind):
@@ -199,7 +201,10 @@ class LoadOptions:
     @property
     def can_prune(self) -> bool:
         """Whether nodes of the tree can be left out while it is drafted."""
-        return self.drafter_kind == "eagle" and self.verify == "match" and self.kernel_mode == "cpu"
+        from weights.heads import MTP
+
+        head = self.drafter_kind == "eagle" and self.eagle != MTP
+        return head and self.verify == "match" and self.kernel_mode == "cpu"
 
     @property
     def trees(self) -> tuple[str, ...]:

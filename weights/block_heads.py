@@ -19,7 +19,18 @@ from families.config import ModelConfig
 from support.files import read_json
 from support.reader import ConfigReader, is_a
 from weights.files import few_names, local_path, tensor_files
-from weights.heads import EagleFile, HeadFile, HeadReader, Table, made_for, published_parts, read_eagle, read_quantized
+from weights.heads import (
+    MTP,
+    EagleFile,
+    HeadFile,
+    HeadReader,
+    Table,
+    made_for,
+    mtp_head,
+    published_parts,
+    read_eagle,
+    read_quantized,
+)
 from weights.hf import config_to_hf, write_directory
 
 SLOT0 = ("Qwen3DSparkModel", "DSparkDraftModel", "DSparkSpeculator")  # of these, slot 0 drafts, too
@@ -151,7 +162,9 @@ def is_block_head(path: str | Path) -> bool:
 def read_head(
     path: str | Path, target: ModelConfig, overrides: Mapping[str, str] | None = None
 ) -> EagleFile | BlockFile:
-    """Read a draft head of any kind, which its own files say. The arguments are those of `read_eagle`."""
+    """Read a draft head of any kind, which its own files say. The arguments are those of `read_eagle`, or MTP as path."""
+    if path == MTP:
+        return mtp_head(target)
     return read_block(path, target, overrides) if is_block_head(path) else read_eagle(path, target, overrides)
 
 

@@ -106,6 +106,17 @@ class Checkpoint:
         return cls(directory, kind, raw, config, generation=generation, layout=layout)
 
     @property
+    def has_mtp(self) -> bool:
+        """Whether a layer that predicts one more token lies beside the model."""
+        if self.config.delta is None:
+            return False
+        return any(name.startswith("mtp.") for name in replace(self, config=replace(self.config, mtp=True)).entries)
+
+    def with_mtp(self) -> Checkpoint:
+        """The same checkpoint, with its MTP layer."""
+        return replace(self, config=replace(self.config, mtp=True))
+
+    @property
     def config_file(self) -> Path:
         names = {"meta": "params.json", "gguf": ""}
         return self.directory / names.get(self.kind, "config.json")
@@ -177,7 +188,7 @@ class Checkpoint:
                 family = self.config.model_type
                 raise ValueError(f"{self.config_file}: {family} in GPTQ's or AWQ's format is not implemented.")
             entries = float_entries(entries) if self.kind == "mxfp4" else entries
-            entries = text_entries(entries) if self.config.delta else entries
+            entries = text_entries(entries, self.config.mtp) if self.config.delta else entries
             if self.kind != "eaglet":
                 entries = as_computed(entries, self.config)
         else:

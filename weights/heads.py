@@ -55,13 +55,14 @@ class EagleConfig:
     has_embed: bool = False
     has_lm_head: bool = False
     target_vocab_size: int = 0  # needed to save a head that has a draft vocabulary
+    mtp: bool = False  # version 1: the target's own MTP layer, of which this says how it drafts
     unshifted: bool = False  # version 1: feature i goes with token i, not i + 1 (an ablation of the paper)
     key = "eaglet_head"  # of all this in the config.json of a quantized head
 
     @property
     def kind(self) -> str:
         """What it is called in reports."""
-        return f"EAGLE-{self.version}"
+        return "MTP" if self.mtp else f"EAGLE-{self.version}"
 
     def layout(self, layers: int) -> str:
         """What `save_eagle` writes for a target of that many layers, and which programs read it correctly."""
@@ -162,6 +163,16 @@ def read_eagle(path: str | Path, target: ModelConfig, overrides: Mapping[str, st
     if (path / "config.json").is_file() and read_json(path / "config.json").get("eaglet_quant"):
         return made_for(target, read_quantized_eagle(path), path)
     return _EagleReader(path, target, overrides or {}).read()
+
+
+MTP = "mtp"  # the name of the head that lies in the target's own checkpoint
+
+
+def mtp_head(target: ModelConfig) -> EagleFile:
+    """The head that the target's own MTP layer is. It has no tensors besides the target's."""
+    layer = replace(target, num_hidden_layers=1, recurrent=(), windows=(), delta=None, mtp=False)
+    size, vocab = target.hidden_size, target.vocab_size
+    return EagleFile(EagleConfig(1, layer, size, norm_output=True, target_vocab_size=vocab, mtp=True), {}, [])
 
 
 def made_for(target: ModelConfig, file: HeadFile[Config], path: Path) -> HeadFile[Config]:

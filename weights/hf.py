@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from families.config import ACTIVATIONS, DELTA_KEYS, FAMILIES, OWN_WIDTH, ModelConfig, RopeConfig, text_part
-from model import DeltaNet, Experts, Transformer
+from model import Attention, Block, DeltaNet, Experts, Transformer
 from support.files import read_json, write_json
 from support.machine import shapes_only
 from support.reader import INDEX_LIMIT, ConfigReader, is_a, refusal
@@ -54,6 +54,8 @@ NORM_NAMES = {
     "both": ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"),
 }
 GLM4_NORMS = "input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"
+# Hugging Face's names of the parts of `model.MtpLayer`, in their order there.
+MTP_NAMES = "pre_fc_norm_embedding pre_fc_norm_hidden fc mtp.layers.0 norm".split()
 CLASSES = {"gemma3_text": "Gemma3", "smollm3": "SmolLM3"}  # names that do not follow from the model_type
 
 
@@ -213,19 +215,25 @@ def hf_views(model: Transformer, fused_experts: bool | None = None) -> dict[str,
             for name, part in zip(names.split(), parts, strict=True):
                 views[f"{at}.{name}.{kind}"] = part
 
-    for i, block in enumerate(model.layers):
-        at = f"model.layers.{i}"
+    blocks = [(f"model.layers.{i}", block) for i, block in enumerate(model.layers)]
+    if model.mtp is not None:
+        for name, part in zip(MTP_NAMES, model.mtp.children(), strict=True):
+            if isinstance(part, Block):
+                blocks.append((name, part))
+            else:
+                put("mtp", name.removeprefix("mtp."), part)
+    for at, block in blocks:
         norms = block.input_norm, block.attention_norm, block.post_norm, block.mlp_norm
         for name, norm in zip(norm_names(c.model_type), norms, strict=True):
             put(at, name, norm)
-        if i in c.recurrent:
+        if isinstance(block.attention, DeltaNet):
             _put_recurrent(put, views, f"{at}.linear_attn", block.attention, c)
         elif c.model_type in FUSED_QKV:
             put(f"{at}.self_attn", "qkv_proj", block.attention.qkv)
         else:
             sizes = [q * (1 + c.output_gate), kv, kv]
             put(f"{at}.self_attn", "q_proj k_proj v_proj", block.attention.qkv, sizes)
-        if i not in c.recurrent:
+        if isinstance(block.attention, Attention):
             put(f"{at}.self_attn", "o_proj", block.attention.o)
             put(f"{at}.self_attn", "q_norm", block.attention.q_norm)
             put(f"{at}.self_attn", "k_norm", block.attention.k_norm)
@@ -319,13 +327,15 @@ def row_order(name: str, rows: int, config: ModelConfig) -> Tensor | None:
 
 def norm_offset(name: str, config: ModelConfig) -> float:
     """What a file leaves out of the weights of this norm. The norm in a recurrent layer is whole."""
-    return config.norm_offset if name.endswith("norm.weight") and ".linear_attn." not in name else 0.0
+    whole = ".linear_attn." in name
+    return config.norm_offset if re.search(r"norm(_\w+)?\.weight$", name) and not whole else 0.0
 
 
-def text_entries(entries: Entries) -> dict[str, Entry]:
-    """The tensors of the text model, without those of an image encoder and of the layers that predict further tokens."""
+def text_entries(entries: Entries, mtp: bool) -> dict[str, Entry]:
+    """The tensors of the text model, without those of an image encoder. mtp: with its MTP layer, if it has one."""
     texts = {name.replace("model.language_model.", "model.", 1): entry for name, entry in entries.items()}
-    return {name: entry for name, entry in texts.items() if not name.startswith(("model.visual.", "mtp."))}
+    others = ("model.visual.",) if mtp else ("model.visual.", "mtp.")
+    return {name: entry for name, entry in texts.items() if not name.startswith(others)}
 
 
 def as_computed(entries: Entries, config: ModelConfig) -> dict[str, Entry]:

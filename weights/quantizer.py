@@ -110,6 +110,8 @@ class _Source:
 
     def __init__(self, directory: Path):
         self.checkpoint = Checkpoint.open(directory)
+        if self.checkpoint.has_mtp:
+            self.checkpoint = self.checkpoint.with_mtp()
         if key := QUANTIZED.get(self.checkpoint.kind):
             raise UsageError(f"{directory} is already quantized ({key} in config.json); use the original.")
         config = self.checkpoint.config
@@ -161,6 +163,8 @@ class _Run:
         for i in range(len(model.layers)):
             self._layer(i)
             progress(i + 1, len(model.layers) + 1, f"layer {i}")
+        if model.mtp is not None:
+            self._mtp(model.mtp)
         return self._head(windows.evaluation[:, 1:])
 
     def _embed(self, calibration: Tensor, evaluation: Tensor) -> None:
@@ -193,6 +197,13 @@ class _Run:
         self._through(forward, self.inputs)
         block.to("meta")
 
+    def _mtp(self, layer: nn.Module) -> None:
+        """Round the layer that drafts to the nearest levels, whatever the algorithm: it cannot change a token."""
+        for name in [name for name, _ in layer.named_parameters()]:
+            set_tensor(layer, name, self.source.read(f"mtp.{name}", self.device))
+        self._unit("mtp", layer, "mtp.", layer, replace(self.spec, algorithm="rtn", act_order=False))
+        layer.to("meta")
+
     def _head(self, targets: Tensor) -> dict[str, Any]:
         """Quantize the LM head and compare the logits of the models."""
         source, device, tally, rounded = self.source, self.device, Tally(), Tally()
@@ -215,23 +226,24 @@ class _Run:
             del self.stored["lm_head.weight"]
         return tally.report() | {"rounded_activations": rounded.report()}
 
-    def _unit(self, unit: str, module: nn.Module, prefix: str, forward: Forward) -> None:
-        """Quantize `module`, or take over what an interrupted run has stored of it.
+    def _unit(self, unit: str, module: nn.Module, prefix: str, forward: Forward, spec: QuantSpec | None = None) -> None:
+        """Quantize `module`, or take over what an interrupted run has stored of it. spec: instead of that of the run.
 
         Its linears are rounded one after the other, and each sees what its rounded predecessors produce. The module is
         left with the weights that the stored tensors stand for.
         """
         path = self.work / f"{unit}.safetensors"
+        spec = spec or self.spec
         finished = cache.sealed(path)  # a file that no longer is what was written is made again
         known = _tensors_in(path) if finished else {}
-        for _, child, weights, bits in quantizable(module, self.spec):
+        for _, child, weights, bits in quantizable(module, spec):
             for full, weight in weights.items():
                 key = prefix + full
                 if f"{key}.qweight" in known:
                     out = {leaf: known[f"{key}.{leaf}"] for leaf in ("qweight", "scales")}
                 else:
                     feed = partial(self._through, forward, self.inputs, keep=False)
-                    out = round_weight(child, full, weight, bits, self.spec, feed)
+                    out = round_weight(child, full, weight, bits, spec, feed)
                     known |= {f"{key}.{leaf}": tensor.cpu() for leaf, tensor in out.items()}
                 restored = QuantLinear(out).dequantize().to(weight.device)
                 self.errors[key] = relative_error(weight, restored)

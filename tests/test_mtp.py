@@ -1,0 +1,196 @@
+"""The layer for multi-token prediction that a checkpoint brings, as a drafter of trees."""
+
+from __future__ import annotations
+
+import functools
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import build_hf
+from safetensors.torch import load_file, save_file
+from test_recurrent import HYBRID
+from tiny import CTX, TREES, eagle_drafter, tiny_model
+
+import quantize
+from decoding.params import SamplingParams
+from eagle_draft import MtpHead
+from engine.engine import Engine, EngineConfig
+from generate import load
+from weights.heads import mtp_head
+
+FAMILIES = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
+
+
+def add_mtp(folder: Path, hidden: int = 64) -> None:
+    """Give a model directory an MTP layer: a layer with full attention like one of its own, but for some noise."""
+    tensors, generator = load_file(folder / "model.safetensors"), torch.Generator().manual_seed(3)
+    at = next(name.partition("self_attn.q_proj")[0] for name in tensors if "self_attn.q_proj" in name)
+    for name in [name for name in tensors if name.startswith(at)]:
+        noise = torch.randn(tensors[name].shape, generator=generator)
+        tensors[name.replace(at, "mtp.layers.0.")] = tensors[name] + 0.05 * noise
+    tensors["mtp.fc.weight"] = 0.2 * torch.randn(hidden, 2 * hidden, generator=generator)
+    for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"):
+        tensors[f"mtp.{name}.weight"] = 0.1 * torch.randn(hidden, generator=generator)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tiny_checkpoint, tmp_path_factory):
+    """checkpoint(family) is a model directory with an MTP layer."""
+    made: dict[str, Path] = {}
+
+    def make(family: str) -> Path:
+        if family not in made:
+            made[family] = tmp_path_factory.mktemp(f"{family}-mtp") / "model"
+            shutil.copytree(tiny_checkpoint(family), made[family])
+            add_mtp(made[family])
+        return made[family]
+
+    return make
+
+
+@functools.cache
+def trained() -> MtpHead:
+    """A tiny target whose MTP layer has learned the target's own continuations of some prompts, in seconds."""
+    target = tiny_model(torch.float32, mtp=True, **HYBRID)
+    head = MtpHead(mtp_head(target.config).config, target)
+    head.rotary.build("cpu", CTX)
+    engine = Engine(target, config=EngineConfig(batch_size=24))
+    texts = [prompt + engine_text for prompt, engine_text in zip(PROMPTS, decoded(engine, PROMPTS, 40), strict=True)]
+    tokens = torch.tensor(texts)
+    features = target.forward_train(tokens)[0]
+    parameters = [p.requires_grad_() for p in target.mtp.parameters()]
+    optimizer = torch.optim.Adam(parameters, 5e-3)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(250):
+        feature, loss = features, 0.0
+        for depth in range(1, 4):  # the layer reads true features, and its own outputs, as when it drafts
+            out = head.forward_train(tokens[:, depth:-1], feature[:, : -1 - depth])
+            logits = head.predict(out)
+            loss = loss + torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, depth + 1 :].flatten())
+            own = torch.rand(*out.shape[:2], 1, generator=generator) < 0.5
+            feature = torch.where(own, out, features[:, depth:-1])
+            feature = torch.nn.functional.pad(feature, (0, 0, 0, depth + 1))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    target.mtp.requires_grad_(False)
+    return head
+
+
+PROMPTS = [[(7 * i + 3 * j * j + i * j) % 97 for j in range(6)] for i in range(24)]
+
+
+def decoded(engine: Engine, prompts: list[list[int]], tokens: int, temperature: float = 0.0) -> list[list[int]]:
+    params = SamplingParams(temperature, seed=1, max_new_tokens=tokens)
+    return [result.token_ids for result in engine.generate_batch(prompts, params).run()]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_layer_equals_that_of_transformers(checkpoint, family):
+    """Catches embedding and feature in the wrong order, a norm that is left out, and a layer with other settings."""
+    layers = pytest.importorskip("transformers.modeling_layers")
+    theirs, folder = build_hf(family).double(), checkpoint(family)
+    decoder = theirs.get_decoder()
+    at = next(i for i, layer in enumerate(decoder.layers) if hasattr(layer, "self_attn"))
+    layer = layers.MtpLayer(theirs.config, type(decoder.layers[at]), type(decoder.norm), at)
+    names = {"pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm", "fc": "eh_proj", "norm": "post_norm"}
+    state = {}
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        if name.startswith("mtp."):
+            first, _, rest = name.removeprefix("mtp.").partition(".")
+            rest = rest.removeprefix("0.")
+            state[f"mtp_block.{rest}" if first == "layers" else f"{names[first]}.{rest}"] = tensor
+    if family != "qwen3_5":  # files have a matrix for each expert
+        of = {
+            x: [state.pop(f"mtp_block.mlp.experts.{e}.{x}_proj.weight") for e in range(4)]
+            for x in ("gate", "up", "down")
+        }
+        both = torch.cat((torch.stack(of["gate"]), torch.stack(of["up"])), 1)
+        state |= {
+            "mtp_block.mlp.experts.gate_up_proj": both,
+            "mtp_block.mlp.experts.down_proj": torch.stack(of["down"]),
+        }
+    layer.load_state_dict(state)
+    layer = layer.double().eval()
+    tokens = torch.randint(3, 120, (1, 12), generator=torch.Generator().manual_seed(0))
+    ours = load(folder, dtype="float64", kernels="reference", eagle="mtp", ctx=64)
+    features = theirs.model(tokens).last_hidden_state
+    rows = tokens.shape[1] - 1
+    place = torch.arange(rows)[None]
+    mask = torch.full((rows, rows), float("-inf"), dtype=torch.float64).triu(1)[None, None]
+    turn = decoder.rotary_emb(features, place)
+    with torch.no_grad():
+        first = layer(decoder.embed_tokens(tokens[:, 1:]), features[:, :-1], turn, mask, place, None)
+        got = ours.head.forward_train(tokens[:, 1:], features[:, :-1])
+    assert torch.allclose(got, first, atol=1e-5)  # theirs norms in float32
+    assert torch.allclose(ours.head.predict(got), theirs.lm_head(first), atol=1e-5)
+
+
+def test_a_trained_layer_drafts_well_and_changes_no_token():
+    """Catches features from the wrong place, positions that are off, a cache row beside its token, and drafts that are
+    made of the layer's outputs before their norm: nothing but the number of accepted tokens shows them."""
+    head = trained()
+    plain = Engine(head.target, config=EngineConfig(batch_size=24))
+    for name, floor in (("chain4", 3.3), ("paper25", 3.3), ("dynamic", 3.3)):
+        drafter = eagle_drafter(head, TREES[name], 4)
+        engine = Engine(head.target, None, drafter, EngineConfig(batch_size=4))
+        params = SamplingParams(max_new_tokens=40, seed=1)
+        results = engine.generate_batch(PROMPTS, params).run()
+        assert [r.token_ids for r in results] == decoded(plain, PROMPTS, 40)
+        assert sum(r.tau for r in results) / len(results) > floor
+
+
+def test_random_requests_have_the_tokens_of_plain_decoding():
+    """Catches drafts that change a token at any temperature, alone or in slots: 100 requests."""
+    head, rng = trained(), random.Random(0)
+    plain = Engine(head.target, config=EngineConfig(batch_size=4))
+    alone = Engine(head.target, None, eagle_drafter(head, TREES["dynamic"]))
+    slots = Engine(head.target, None, eagle_drafter(head, TREES["dynamic"], 4), EngineConfig(batch_size=4))
+    for index in range(25):
+        prompts = [[rng.randrange(97) for _ in range(rng.randrange(1, 30))] for _ in range(4)]
+        params = SamplingParams((0.0, 0.7, 1.0)[index % 3], seed=index, max_new_tokens=rng.randrange(2, 24))
+        want = [r.token_ids for r in plain.generate_batch(prompts, params).run()]
+        assert [r.token_ids for r in slots.generate_batch(prompts, params).run()] == want
+        assert alone.generate(prompts[0], params).run()[0].token_ids == want[0]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_checkpoint_with_the_layer_drafts_with_it_by_default(checkpoint, tiny_checkpoint, family):
+    """Catches a layer that is left unused, is read where nobody drafts with it, or is drafted with in secret."""
+    notes: list[str] = []
+    engine = load(checkpoint(family), ctx=128, report=notes.append, slots=2)
+    assert engine.head.config.kind == "MTP" and any("own MTP layer drafts" in note for note in notes)
+    off = load(checkpoint(family), ctx=128, eagle="none")
+    assert off.head is None and off.model.mtp is None and off.plan.weights < engine.plan.weights
+    assert load(checkpoint(family), ctx=128, drafter="ngram", tree="chain:4").model.mtp is None
+    with pytest.raises(ValueError, match="has no MTP layer"):
+        load(tiny_checkpoint(family), eagle="mtp")
+    params = SamplingParams(0.7, seed=2, max_new_tokens=16)
+    prompts = [[3, 17, 99, 45, 23, 60], [5, 6]]
+    want = [r.token_ids for r in off.generate_batch(prompts, params).run()]
+    assert [r.token_ids for r in engine.generate_batch(prompts, params).run()] == want
+    trimmed = load(checkpoint(family), ctx=128, eagle="mtp", draft_vocab=60)
+    assert trimmed.head.vocab_size == 60
+    assert trimmed.generate(prompts[0], params).run()[0].token_ids == want[0]
+
+
+@pytest.mark.parametrize("mode", ["int4", "int8"])
+def test_quantize_keeps_the_layer(checkpoint, tmp_path, mode):
+    """Catches a quantized model that has lost the layer it drafts with, or holds it in 16 bits; and what must stay in 16
+    bits in recurrent layers."""
+    command = ["--checkpoint", str(checkpoint("qwen3_5")), "--out", str(tmp_path / "q"), "--mode", mode]
+    (tmp_path / "text").write_text(" ".join(str(i % 100) for i in range(80)))
+    assert quantize.main([*command, "--group-size", "32", "--eval-text", str(tmp_path / "text")]) == 0
+    stored = load_file(tmp_path / "q" / "model.safetensors")
+    assert {"mtp.fc.qweight", "mtp.layer.attention.qkv.qweight", "layers.0.attention.qkvz.qweight"} <= stored.keys()
+    assert {"layers.0.attention.ba.weight", "layers.0.attention.conv", "mtp.norm.weight"} <= stored.keys()
+    params = SamplingParams(max_new_tokens=16)
+    for folder, options in ((tmp_path / "q", {}), (checkpoint("qwen3_5"), {"quant": "int8"})):
+        drafting, plain = load(folder, ctx=64, **options), load(folder, ctx=64, eagle="none", **options)
+        assert drafting.head.config.kind == "MTP" and drafting.model.quant
+        prompt = [3, 17, 99, 45]
+        assert drafting.generate(prompt, params).run()[0].token_ids == plain.generate(prompt, params).run()[0].token_ids

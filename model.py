@@ -178,7 +178,7 @@ class DeltaNet(nn.Module):
         self.qkvz = nn.Linear(H, sizes.channels + sizes.values, bias=False)  # z is the gate of the output
         self.ba = nn.Linear(H, 2 * heads, bias=False)  # how strongly a token writes, and how much the memory fades
         self.conv = nn.Parameter(torch.empty(sizes.channels, 1, sizes.kernel))
-        self.A_log, self.dt_bias = nn.Parameter(torch.empty(heads)), nn.Parameter(torch.empty(heads))
+        self.A_log, self.dt_bias = nn.Parameter(torch.zeros(heads)), nn.Parameter(torch.zeros(heads))
         self.norm = RMSNorm(sizes.value_dim, config.rms_norm_eps)
         self.out = nn.Linear(sizes.values, H, bias=False)
 

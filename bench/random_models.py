@@ -17,7 +17,7 @@ from drafters.block import BlockHead
 from eagle_draft import EagleHead
 from engine.engine import Engine, EngineConfig
 from engine.load import open_backend, use_threads
-from families.config import DTYPES, ModelConfig, RopeConfig
+from families.config import DTYPES, DeltaConfig, ModelConfig, RopeConfig
 from loading.options import LoadOptions
 from model import Transformer
 from support.machine import shapes_only
@@ -33,6 +33,14 @@ def _llama(hidden: int, inner: int, layers: int, heads: int, kv: int, vocab=3200
     return ModelConfig(family, hidden, inner, layers, heads, kv, 64 if hidden < 2048 else 128, vocab, **(base | more))
 
 
+def _qwen(hidden: int, inner: int, layers: int, heads: int, value_heads: int) -> ModelConfig:
+    """A Qwen3.5 with its MTP layer."""
+    more = dict(dtype="bfloat16", rope=RopeConfig(theta=1e7, partial=0.25), qk_norm=True, output_gate=True, mtp=True)
+    recurrent, delta = tuple(i for i in range(layers) if i % 4 < 3), DeltaConfig(16, value_heads, 128, 128, 4)
+    sizes = hidden, inner, layers, heads, 4, 256, 248320, 32768
+    return ModelConfig("qwen3_5_text", *sizes, norm_offset=1.0, recurrent=recurrent, delta=delta, **more)
+
+
 SHAPES: dict[str, ModelConfig] = {
     "tiny": _llama(64, 96, 2, 4, 2, 256, max_position_embeddings=512),
     "tiny-moe": _llama(64, 96, 2, 4, 2, 256, max_position_embeddings=512, num_local_experts=4, num_experts_per_tok=2),
@@ -42,6 +50,8 @@ SHAPES: dict[str, ModelConfig] = {
     "llama-2-70b": _llama(8192, 28672, 80, 64, 8),
     "llama-3-8b": _llama(4096, 14336, 32, 32, 8, 128256, theta=5e5, max_position_embeddings=8192),
     "mixtral-8x7b": _llama(4096, 14336, 32, 32, 8, theta=1e6, num_local_experts=8, num_experts_per_tok=2),
+    "qwen3.5-9b": _qwen(4096, 12288, 32, 16, 32),
+    "qwen3.5-27b": _qwen(5120, 17408, 64, 24, 48),
 }
 
 

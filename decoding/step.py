@@ -19,10 +19,10 @@ from torch import Tensor
 import kernels
 from decoding import sampling
 from decoding.drafter import UNCOMPILED, Draft, Drafter, DraftInput, StepParts
-from decoding.memory import Snapshot, commit_memory
 from decoding.params import MAX_STOP_IDS, SamplingMode
 from decoding.sampling import Logprobs, SamplingState
 from decoding.verify import accept, multi_round
+from kernels.memory import Snapshot, commit_memory
 from kernels.records import Accepted, Memory, StepBuffers
 from model import Transformer
 

@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from decoding.memory import Snapshot
 from decoding.params import SamplingMode
 from decoding.sampling import Logprobs
 from decoding.step import RING, StepOutput
@@ -32,6 +31,7 @@ from engine.prompt_cache import WORTHWHILE, PromptCache, Saved, Text, cache_rows
 from engine.request import Request
 from engine.runner import Pacer
 from engine.stepping import Stepper, View
+from kernels.memory import Snapshot
 from tree import TreeTables
 from weights.lora import choice_of
 

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from decoding import sampling
 from decoding.drafter import Drafter
-from decoding.memory import commit_text, part_of_text, resume, take_snapshot
 from decoding.params import SamplingMode
 from decoding.sampling import Logprobs
 from decoding.step import HISTORY, DecodeState
+from kernels.memory import commit_text, part_of_text, resume, take_snapshot
 from model import Transformer, chain_ancestors
 from support.errors import advised
 from text.tokenizer import Tokenizer

@@ -18,8 +18,8 @@ from typing import Any
 from torch import Tensor
 
 from decoding.drafter import Drafter
-from decoding.memory import Snapshot, resume
 from decoding.step import DecodeState
+from kernels.memory import Snapshot, resume
 from support import cache
 from support.files import clean_up
 

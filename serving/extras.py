@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from decoding.memory import commit_text
 from engine.engine import Engine
+from kernels.memory import commit_text
 from model import chain_ancestors
 from serving.fields import ApiError, Fields, wrong
 from serving.messages import count_tokens

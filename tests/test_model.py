@@ -9,9 +9,9 @@ import torch
 from conftest import BASE, FAMILIES, build_hf
 
 import kernels
-from decoding.memory import commit_text
 from engine.fused import fused_parts
 from families.config import ROPE_TYPES, ModelConfig
+from kernels.memory import commit_text
 from kernels.records import Memory
 from loading.options import LoadOptions
 from model import Transformer, chain_ancestors

@@ -23,7 +23,7 @@ from bench.arms import build_engine
 from decoding.params import SamplingParams
 from eagle_draft import EagleHead
 from engine.load import load
-from families.config import ModelConfig
+from families.config import DeltaConfig, ModelConfig, RopeConfig
 from kernels import cpu
 from loading.drafting import rounds_head
 from loading.options import DEMO, LoadOptions
@@ -44,6 +44,10 @@ CONFIG = ModelConfig(
 UNTIED = replace(CONFIG, tie_word_embeddings=False)
 MIXTRAL = replace(UNTIED, model_type="mixtral", num_local_experts=4, num_experts_per_tok=2)
 GQA_BIAS = replace(UNTIED, model_type="qwen2", qkv_bias=True)
+RECURRENT = replace(
+    UNTIED, model_type="qwen3_5_text", head_dim=64, rope=RopeConfig(partial=0.25), qk_norm=True, norm_offset=1.0,
+    output_gate=True, recurrent=(0,), delta=DeltaConfig(2, 4, 16, 32, 4),
+)  # fmt: skip
 WIDE = replace(UNTIED, hidden_size=512, intermediate_size=512, num_attention_heads=16)  # two groups of 256 columns
 
 
@@ -709,7 +713,8 @@ def published(
     matrices, tensors, orders = {}, {}, {}
     for name, view in hf.hf_views(model).items():
         base, leaf = name.rsplit(".", 1)
-        if leaf != "weight" or view.dim() < 2 or "embed" in name or "lm_head" in name or "gate.weight" in name:
+        left = any(part in name for part in ("embed", "lm_head", "gate.weight", "in_proj_a", "in_proj_b"))
+        if leaf != "weight" or view.dim() != 2 or left:
             tensors[name] = view.clone().half()
             continue
         N, K = view.shape
@@ -767,7 +772,8 @@ PUBLISHED = [
     ("awq", {"symmetric": False}), ("awq", {"symmetric": False, "group": 128, "config": MIXTRAL}),
     ("awq", {"symmetric": True, "group": 64, "config": GQA_BIAS}), ("ct", {}), ("ct", {"group": -1}),
     ("ct", {"symmetric": False}), ("ct", {"symmetric": False, "v2": True, "group": 64}),
-    ("ct", {"act_order": True, "group": 128}),
+    ("ct", {"act_order": True, "group": 128}), ("gptq", {"config": RECURRENT, "symmetric": False}),
+    ("awq", {"config": RECURRENT, "symmetric": False}), ("ct", {"config": RECURRENT}),
 ]  # fmt: skip
 
 
@@ -785,10 +791,9 @@ def test_published_checkpoints_load_to_the_exact_matrices(tmp_path, kind, option
     assert (found.kind, found.quantization, model.quant) == ("published", f"int4 ({method})", f"int4 ({method})")
     floats = tiny(config)
     for name, view in hf.hf_views(floats).items():
-        if name in matrices:
-            view.copy_(matrices[name])
-        else:
-            view.copy_(view.half().float())
+        order = hf.row_order(name, len(view), config) if "attn." in name else None
+        stored = matrices[name] if name in matrices else view.half().float() + hf.norm_offset(name, config)
+        view.copy_(stored if order is None else stored[order])
     restored = {n: c.dequantize(torch.float64) for n, c in model.named_modules() if isinstance(c, QuantLinear)}
     assert len(restored) == 8
     for name, matrix in restored.items():

@@ -29,12 +29,12 @@ from test_prompt_cache import (  # noqa: F401
 from tiny import PROMPT, TREES, eagle_engine, heads, tiny_head, tiny_model
 
 import kernels
-from decoding.memory import commit_memory, commit_text
 from decoding.params import SamplingParams
 from engine.engine import Engine, EngineConfig
 from engine.fused import fused_parts
 from families.config import DeltaConfig
 from generate import load
+from kernels.memory import commit_memory, commit_text
 from model import chain_ancestors
 from weights.quantized import pack_
 

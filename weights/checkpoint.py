@@ -31,7 +31,6 @@ from weights.hf import (
     read_config,
     read_meta_config,
     read_meta_entries,
-    row_order,
     text_entries,
     token_ids,
 )
@@ -184,9 +183,6 @@ class Checkpoint:
             entries = read_meta_entries(self.directory, self.config, share)
         elif files := tensor_files(self.directory):
             entries = self._stored if self.kind == "mxfp4" else read_entries(files, share)
-            if self.kind == "published" and row_order("k_proj.weight", self.config.head_dim, self.config) is not None:
-                family = self.config.model_type
-                raise ValueError(f"{self.config_file}: {family} in GPTQ's or AWQ's format is not implemented.")
             entries = float_entries(entries) if self.kind == "mxfp4" else entries
             entries = text_entries(entries, self.config.mtp) if self.config.delta else entries
             if self.kind != "eaglet":

@@ -352,7 +352,8 @@ def as_computed(entries: Entries, config: ModelConfig) -> dict[str, Entry]:
             change = partial(split_pairs, name=name)
             shape = tuple(change(torch.empty(entry.shape, device="meta")).shape)
             return entry._replace(shape=shape, read=lambda: change(entry.read()), part=None)
-        if "attn." not in name or not entry.shape or (order := row_order(name, entry.shape[0], config)) is None:
+        whole = name.endswith((".weight", ".bias"))  # and not the codes of a quantized matrix
+        if not whole or "attn." not in name or (order := row_order(name, entry.shape[0], config)) is None:
             return entry
         part = entry.part and (lambda spans: _part_in_order(entry, spans, name, config))
         return entry._replace(read=lambda: entry.read()[order], part=part)

@@ -21,7 +21,7 @@ from kernels import PackedWeight
 from model import Experts, Transformer
 from support.reader import check, refusal
 from weights.files import FLOATS, IGNORED, INTEGERS, Destination, Entries, check_entries, check_finite, few_names
-from weights.hf import parameter_sources, read_parameter, views_for
+from weights.hf import parameter_sources, read_parameter, row_order, views_for
 from weights.quantized import (
     GROUPS,
     FloatLinear,
@@ -235,7 +235,12 @@ def fill_published(model: Transformer, entries: Entries, config: Any, where: str
         if base + marker not in entries:
             raise ValueError(f"{where}: tensor {base + marker!r} is missing. Is a shard missing?")
         used.update(f"{base}.{kind}" for kind in kinds)
-        return _read_linear(entries, layout, base, slot.shape[-1], where)
+        read = _read_linear(entries, layout, base, slot.shape[-1], where)
+        order = row_order(f"{base}.weight", len(read["codes"]), model.config)
+        if order is None:
+            return read
+        axis = {"codes": 0, "scales": 1, "zeros": 1}  # of the rows
+        return {k: t.index_select(axis[k], order) if k in axis and t is not None else t for k, t in read.items()}
 
     def packed(ours: str, names: list[str], slot: Tensor) -> Stored | None:
         bases = [name.removesuffix(".weight") for name in names]

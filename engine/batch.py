@@ -299,7 +299,9 @@ class Batch:
         than another one. Returns the kept text that it got, if it got one. tokens: that the row needs room for."""
         drafter, state = self.engine.drafter, self.engine.state
         held = [
-            Text(*request.cached(), 0, request.length + 1, state.snapshots[b]) if request else text
+            Text(*request.cached(), 0, request.length + 1 if state.memory else 0, state.snapshots[b])
+            if request
+            else text
             for b, (request, text) in enumerate(zip(self.rows, self.texts, strict=True))
         ]
         gains = [usable(text, prompt, drafter) for text in held]

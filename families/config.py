@@ -424,13 +424,13 @@ class ModelConfig:
 
 def text_part(config: dict[str, Any], where: str) -> dict[str, Any]:
     """The part of a config.json that describes the text model, of a model that also sees. Others stay as they are."""
-    if config.get("model_type") not in WITH_IMAGES:
+    name = WITH_IMAGES.get(str(config.get("model_type")))
+    if name is None:
         return config
     text = config.get("text_config")
     if not isinstance(text, dict):
         raise ConfigReader(config, where).error("text_config must be an object.")
     shared = {key: config[key] for key in SHARED_KEYS if config.get(key) is not None}
-    name = WITH_IMAGES[config["model_type"]]
     return text | shared | {"model_type": name, "architectures": ["ForCausalLM"]}
 
 

@@ -188,10 +188,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow", action="store_true", help="also run the tests marked slow")
 
 
-# The files that take longest, in seconds of one core. A worker takes whole files, so the short ones come last.
+# The files that take longest, in seconds of one core. A worker takes whole files, so the short ones come last. Only
+# test_widths comes early because its fake tensors end with bad_alloc, inside torch, in a process that has compiled much.
 LONGEST = """
-test_ranks test_interpreter test_interpreter_steps test_engine test_generate test_train_eagle test_runner test_gguf
-test_cpu_kernels test_rank_commands test_bench test_quantize test_gpu_script test_eagle test_package test_drafters
+test_ranks test_widths test_interpreter test_interpreter_steps test_engine test_recurrent test_generate test_mtp
+test_train_eagle test_runner test_gguf test_cpu_kernels test_rank_commands test_bench test_quantize test_gpu_script test_eagle test_package test_drafters
 test_launches test_interrupts test_kernel_gate test_kernels test_serving_limits test_tokenizer test_rank_files
 test_streams test_sampling test_tree test_shipped_heads
 """.split()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import random
+from collections.abc import Iterator
 
 import pytest
 import test_engine
@@ -44,7 +45,7 @@ HEADS = heads(MODEL)
 
 
 @pytest.fixture(autouse=True)
-def recurrent(monkeypatch: pytest.MonkeyPatch) -> None:
+def recurrent(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Have the imported tests use this file's model."""
     monkeypatch.setattr(test_engine, "MODEL", MODEL)
     monkeypatch.setattr(test_engine, "HEADS", HEADS)
@@ -52,6 +53,9 @@ def recurrent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(test_engine, "tiny_model", functools.partial(tiny_model, **HYBRID))
     monkeypatch.setattr(test_prompt_cache, "MODEL", MODEL)
     monkeypatch.setattr(test_prompt_cache, "HEAD", HEADS["eagle3-full"])
+    test_engine.fresh_steps.cache_clear()
+    yield
+    test_engine.fresh_steps.cache_clear()
 
 
 @functools.cache

@@ -192,9 +192,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 # test_widths comes early because its fake tensors end with bad_alloc, inside torch, in a process that has compiled much.
 LONGEST = """
 test_ranks test_widths test_interpreter test_interpreter_steps test_engine test_recurrent test_generate test_mtp
-test_train_eagle test_runner test_gguf test_cpu_kernels test_rank_commands test_bench test_quantize test_gpu_script test_eagle test_package test_drafters
-test_launches test_interrupts test_kernel_gate test_kernels test_serving_limits test_tokenizer test_rank_files
-test_streams test_sampling test_tree test_shipped_heads
+test_train_eagle test_runner test_gguf test_cpu_kernels test_rank_commands test_bench test_quantize test_gpu_script
+test_eagle test_package test_drafters test_launches test_interrupts test_kernel_gate test_kernels test_serving_limits
+test_tokenizer test_rank_files test_streams test_sampling test_tree test_shipped_heads
 """.split()
 
 

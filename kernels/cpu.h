@@ -1,4 +1,4 @@
-// What cpu.cpp, cpu_draft.cpp and cpu_step.cpp share: vectors of eight floats, and the memory of tensors.
+// What cpu.cpp, cpu_delta.cpp, cpu_draft.cpp and cpu_step.cpp share: vectors of eight floats, and the memory of tensors.
 
 #pragma once
 

@@ -17,6 +17,7 @@ from kernels.backend import operation
 from kernels.records import Memory
 
 TINY = 1e-6  # added to the squared length of a query or key
+CPU_WIDTH = 4  # rows under the convolution in C++. As in cpu_delta.cpp
 
 
 def depth_first(ancestors: Tensor) -> Tensor:
@@ -70,6 +71,30 @@ def _advance(memory: Tensor, inputs: tuple[Tensor, ...]) -> tuple[Tensor, Tensor
     return memory, (memory * q[..., None]).sum(-2)
 
 
+def _delta_cpu(rows, conv, a_log, dt_bias, layer, walk) -> Tensor:
+    walk = None if walk is None else walk.contiguous()
+    return torch.ops.eaglet_cpu.delta_rule.default(rows.contiguous(), conv, a_log, dt_bias, list(layer), walk)
+
+
+def _delta_problem(rows, conv, a_log, dt_bias, layer, walk) -> str:
+    if {t.dtype for t in (conv, a_log, dt_bias, layer.memory)} != {torch.float32}:
+        return "the dtype is not float32"
+    if conv.shape[2] != CPU_WIDTH:
+        return f"a convolution is not over {CPU_WIDTH} rows"
+    return "a head is not a multiple of 8 values" if any(size % 8 for size in layer.memory.shape[2:]) else ""
+
+
+def _norm_cpu(x, gate, weight, eps) -> Tensor:
+    rows = gate.reshape(-1, gate.shape[-1])
+    return torch.ops.eaglet_cpu.gated_norm.default(x.contiguous(), rows, weight, eps).view(gate.shape)
+
+
+def _norm_problem(x, gate, weight, eps) -> str:
+    if {x.dtype, weight.dtype} != {torch.float32}:
+        return "the dtype is not float32"
+    return "a head is not a multiple of 8 values" if len(weight) % 8 else ""
+
+
 def _not_yet(*args) -> Tensor:
     raise NotImplementedError
 
@@ -79,7 +104,8 @@ def _not_yet(*args) -> Tensor:
     lambda rows, conv, a_log, dt_bias, layer, walk: layer.memory.new_empty(
         *rows.shape[:2], layer.memory.shape[1], layer.memory.shape[3]
     ),
-    mutates=("layer",), plain=False, problem=lambda *args: "the layer is recurrent",
+    cpu=_delta_cpu, cpu_problem=_delta_problem, mutates=("layer",), plain=False,
+    problem=lambda *args: "the layer is recurrent",
 )  # fmt: skip
 def delta_rule(
     rows: Tensor, conv: Tensor, a_log: Tensor, dt_bias: Tensor, layer: Memory, walk: Tensor | None
@@ -128,7 +154,7 @@ def delta_rule(
 
 @operation(
     "gated_norm", "delta_rule", _not_yet, lambda x, gate, weight, eps: gate.new_empty(gate.shape), at=(1,), plain=False,
-    problem=lambda *args: "the layer is recurrent",
+    cpu=_norm_cpu, cpu_problem=_norm_problem, problem=lambda *args: "the layer is recurrent",
 )  # fmt: skip
 def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
     """RMS norm over the last axis of x [..., Hv, dv] with weight [dv], times silu(gate) [..., Hv dv]; in gate's dtype and

@@ -161,7 +161,8 @@ class DraftText(NamedTuple):
 
 
 RECORDS = (
-    Rotary, Nodes, Accepted, StepBuffers, LinearWeights, LayerWeights, HeadWeights, TreeNodes, LevelRows, DraftText,
+    Rotary, Nodes, Memory, Accepted, StepBuffers, LinearWeights, LayerWeights, HeadWeights, TreeNodes, LevelRows,
+    DraftText,
 )  # fmt: skip
 
 

@@ -32,13 +32,13 @@ from eagle_draft import EagleHead
 from engine.engine import Engine, EngineConfig
 from engine.fused import fused_parts, layers_in_parts, stack, static_draft
 from engine.stepping import View
-from families.config import ModelConfig, RopeConfig
+from families.config import DeltaConfig, ModelConfig, RopeConfig
 from generate import main as generate
 from kernels import cpu, records
 from kernels.blocks import pack_blocks, stack_blocks
 from kernels.formats import Part
 from kernels.packing import dequantize
-from model import Transformer
+from model import Transformer, new_memory
 from support import cache, native
 from support.files import written_whole
 from weights import mxfp4
@@ -286,9 +286,9 @@ def haswell() -> Path:
 
 @needs_kernels
 def test_an_older_processor_computes_the_same_bits(tmp_path):
-    """Every product, the noise, the choice and the drafted tokens of a build for plain AVX2 have the bits of the build
-    for this machine. Catches a saturated sum, a forgotten offset, or rounding at another place in the branches that
-    machines with VNNI and AVX-512 never run."""
+    """Every product, the noise, the choice, the drafted tokens and the recurrent layers of a build for plain AVX2 have
+    the bits of the build for this machine. Catches a saturated sum, a forgotten offset, or rounding at another place in
+    the branches that machines with VNNI and AVX-512 never run."""
     calls = []
     for form in FORMS:
         packed, x = tiles(weight(form, 96, 256)), torch.randn(5, 256)
@@ -306,6 +306,13 @@ def test_an_older_processor_computes_the_same_bits(tmp_path):
     noise = torch.ops.eaglet_cpu.noise.default(seed, n, 3, hashes)
     calls += [("noise", (seed, n, 3, hashes)), ("choose", (z, noise, None, heat))]
     calls += [("draft_topk", (z, noise, None, heat, noisy, 7)) for noisy in (False, True)]
+    sizes = DeltaConfig(key_heads=1, value_heads=2, key_dim=32, value_dim=136, kernel=4)
+    layer = next(new_memory(sizes, 1, 1, 5, 3, torch.float32, torch.device("cpu")).layers())
+    layer.memory.normal_()
+    rows, numbers = torch.randn(1, 5, sizes.channels + 4), (torch.randn(sizes.channels, 1, 4), *torch.randn(2, 2))
+    walk = torch.tensor([[[0, 0, 1], [1, 1, 0], [3, 2, 0], [4, 3, 0], [2, 1, 0]]])
+    calls.append(("delta_rule", (rows, *numbers, list(layer), walk)))
+    calls.append(("gated_norm", (torch.randn(5, 2, 136), torch.randn(5, 272), torch.randn(136), 1e-6)))
     wanted = []
     for name, arguments in calls:
         results = getattr(torch.ops.eaglet_cpu, name).default(*arguments)

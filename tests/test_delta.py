@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -13,6 +15,7 @@ from model import new_memory
 SIZES = DeltaConfig(key_heads=2, value_heads=4, key_dim=16, value_dim=24, kernel=4)
 ROW = SIZES.channels + 2 * SIZES.value_heads
 BACKENDS = ("reference", "cpu")
+needs_kernels = pytest.mark.skipif(bool(kernels.cpu_problem()), reason="the CPU kernels do not run here")
 
 
 @pytest.fixture(params=BACKENDS)
@@ -164,3 +167,51 @@ def test_a_gated_norm_equals_its_definition(backend):
     assert torch.allclose(got.double(), expected, atol=1e-5)
     for t in range(5):
         assert torch.equal(kernels.gated_norm(x[:1, t : t + 1], gate[:1, t : t + 1], weight, 1e-6), got[:1, t : t + 1])
+
+
+@needs_kernels
+def test_real_sizes_equal_the_reference_with_any_number_of_threads():
+    """Catches a whole block of registers or the columns behind it at a wrong place, the memory of another layer, bits
+    that depend on the number of threads or rows, and a buffer that two memories of a tree share."""
+    sizes = DeltaConfig(key_heads=2, value_heads=4, key_dim=128, value_dim=136, kernel=4)
+    generator, row = torch.Generator().manual_seed(0), sizes.channels + 2 * sizes.value_heads
+    text, tree, path = (torch.randn(2, n, row, generator=generator) for n in (40, 12, 4))
+    walk = kernels.depth_first(torch.stack([random_tree(12, seed) for seed in (3, 4)]))
+
+    def results(mode: str, parts: int) -> list[torch.Tensor]:
+        stored = new_memory(sizes, 3, 2, 12, 9, torch.float32, torch.device("cpu"))
+        layer, read = list(stored.layers())[1], []
+        with kernels.KernelBackend(mode, "cpu").active() as active:
+            for part in text.chunk(parts, 1):
+                layer.keep.fill_(part.shape[1])
+                read.append(kernels.delta_rule(part, *weights(sizes), layer, None))
+                layer.path[:, :3] = kernels.next_window(layer, part, 3)
+            layer.path[:, 3:7] = path
+            layer.pending[:] = torch.tensor([4, 2])
+            tree_read = kernels.delta_rule(tree, *weights(sizes), layer, walk)
+        assert not active.declined and not stored.memory[:, ::2].any()
+        return [torch.cat(read, 1), tree_read, layer.memory]
+
+    expected, threads = results("reference", 1), torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        got = results("cpu", 40)
+        torch.set_num_threads(3)
+        assert all(map(torch.equal, results("cpu", 1), got))
+    finally:
+        torch.set_num_threads(threads)
+    for ours, reference in zip(got, expected, strict=True):
+        assert torch.allclose(ours, reference, rtol=1e-4, atol=1e-5)
+
+
+@needs_kernels
+@pytest.mark.parametrize("sizes,why", [
+    (replace(SIZES, value_dim=20), "multiple of 8"), (replace(SIZES, kernel=3), "not over 4 rows"),
+])  # fmt: skip
+def test_sizes_without_a_kernel_are_named(sizes, why):
+    """Catches a size for which C++ reads past the end of a head or of the convolution."""
+    layer, row = one_layer(1, sizes=sizes), sizes.channels + 2 * sizes.value_heads
+    layer.keep.fill_(5)
+    with kernels.KernelBackend("cpu", "cpu").active() as active:
+        assert kernels.delta_rule(torch.randn(1, 5, row), *weights(sizes), layer, None).isfinite().all()
+    assert why in active.declined["delta_rule"]

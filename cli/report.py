@@ -145,7 +145,8 @@ class Report:
         lines += [*_acceptance(engine, results[0]), *_speed(engine, results[0], self.bandwidth)]
         whose = " of the process, torch included" if device.type == "cpu" else ""
         lines.append(f"memory   peak {size_text(peak)}{whose} (plan {size_text(engine.plan.total)})")
-        lines.append(f"kernels  {engine.backend.report(bool(engine.model.config.num_local_experts))}")
+        config = engine.model.config
+        lines.append(f"kernels  {engine.backend.report(bool(config.num_local_experts), config.delta is not None)}")
         if engine.backend.mode == "cpu" and (alone := kernels.seconds_alone()) > self.alone:
             what = f"one of {torch.get_num_threads()} worked alone for {alone - self.alone:.1f} s, which was faster"
             lines.append(f"threads  {what}: other programs keep the processors busy")

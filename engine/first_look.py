@@ -146,7 +146,7 @@ def _read(args: list[Any], operation: kernels.Operation) -> list[Any]:
     for i, value in enumerate(written):
         if isinstance(value, StepBuffers):
             written[i] = value._replace(tokens=value.tokens[:, :-1], history=value.history[:, :-1])
-        elif value.dtype == torch.int8:
+        elif isinstance(value, Tensor) and value.dtype == torch.int8:
             written[i] = kernels.dequantize_rows(value, torch.float32)
     return written
 

@@ -117,14 +117,15 @@ class KernelBackend:
             lines[name] += f", reference where {why}"
         return lines
 
-    def report(self, experts: bool = True) -> str:
+    def report(self, experts: bool = True, recurrent: bool = True) -> str:
         """`describe` in one line: what most operations use, and what the others use instead.
 
-        experts: whether the model has any, and so the operation that multiplies with them.
+        experts, recurrent: whether the model has any experts or recurrent layers, and so the operations of those.
         """
+        unused = {"packed_experts": not experts, "delta_rule": not recurrent}
         operations: dict[str, list[str]] = {}
         for name, text in self.describe().items():
-            if experts or name != "packed_experts":
+            if not unused.get(name):
                 operations.setdefault(text, []).append(name)
         most = max(operations, key=lambda text: len(operations[text]))
         others = [f"{', '.join(names)}: {text}" for text, names in operations.items() if text != most]

@@ -188,15 +188,16 @@ KINDS = {
 def of_launch(name: str, launch: fake_cuda.Launch) -> Variant:
     """The kernel as Triton would compile it for a recorded launch."""
     fixed = {p.name for p in launch.kernel.params if p.is_constexpr}
+    general = {p.name for p in launch.kernel.params if p.do_not_specialize}
     pointers, constants, uneven = {}, {}, []
     for key, value in launch.arguments.items():
         if isinstance(value, torch.Tensor):
             pointers[key] = KINDS[value.dtype]
-        elif key in fixed or value == 1:
+        elif key in fixed or (value == 1 and key not in general):
             constants[key] = value
         else:
             pointers[key] = "fp32" if isinstance(value, float) else "i32"
-            uneven += [key] * (isinstance(value, float) or value % 16 != 0)
+            uneven += [key] * (isinstance(value, float) or value % 16 != 0 or key in general)
     return Variant(name, launch.kernel, pointers, constants, launch.options, uneven=tuple(uneven))
 
 
@@ -211,6 +212,23 @@ def recorded_launches() -> list[Variant]:
                 launch_norms_and_rows(B, half)
             found += [of_launch(f"{x.kernel.__name__} {i} batch {B}", x) for i, x in enumerate(launches)]
     return found
+
+
+def recurrent(dtype: str) -> list[Variant]:
+    """The kernels of a recurrent layer with 32 heads of 128, for texts as for trees."""
+    kind, K, D, heads, dim = getattr(torch, dtype), 4, 8, 32, 128
+    row = 2 * heads * dim + 2 * heads
+
+    def new(*shape, kind=kind):
+        return torch.empty(shape, dtype=kind, device="cuda")
+
+    with torch._subclasses.fake_tensor.FakeTensorMode(), fake_cuda.Indexing(), fake_cuda.recorded() as launches:
+        counts = [new(1, kind=kind) for kind in (torch.int64, torch.bool, torch.int64)]
+        memory = new(1, heads, dim, dim, kind=torch.float32), new(1, K + D, row), new(1, 26, row)
+        weights, walk = (new(row - 2 * heads, 1, K), new(heads), new(heads)), new(1, 26, 3, kind=torch.int64)
+        read = kernels.delta_rule.triton(new(1, 26, row), *weights, records.Memory(*memory, *counts), walk)
+        kernels.gated_norm.triton(read, new(1, 26, row)[..., : heads * dim], new(dim), 1e-6)
+    return [of_launch(f"{launch.kernel.__name__} {dtype}", launch) for launch in launches]
 
 
 def launch_small_work(B: int, V: int, K: int, N: int, half: torch.dtype) -> None:
@@ -303,7 +321,7 @@ def variants(quick: bool = False, arch: int = 86) -> list[Variant]:
     """All kernel variants. quick: of the main int4 loop and one of each kind that has been too large, those of `arch`."""
     if quick:
         found = [linear(bits, dtype, m, form, arch) for bits, dtype, m, form, archs in QUICK if arch in archs]
-        return found + [attention("fp16", dim=256)]
+        return found + [attention("fp16", dim=256), *recurrent("float16")]
     found = [
         linear(bits, dtype, m, form, arch) for bits, dtype, tokens, forms in LINEARS for form in forms for m in tokens
     ]
@@ -314,4 +332,4 @@ def variants(quick: bool = False, arch: int = 86) -> list[Variant]:
             found.append(attention("fp16", chain=True, int8=int8, dim=dim))
             found.append(attention("bf16", chain=True, window=4096, int8=int8, dim=dim))
     found += [attention("fp16", nodes=nodes) for nodes in (1, 32, 64, 128, 256)]
-    return found + recorded_launches()
+    return found + recorded_launches() + recurrent("float16") + recurrent("bfloat16")

@@ -1,4 +1,8 @@
-"""Recurrent layers: nodes of trees have the bits of separate sequences, and the memory follows the accepted path."""
+"""Recurrent layers: nodes of trees have the bits of separate sequences, and the memory follows the accepted path.
+
+Tests named `test_interpreted_*` need TRITON_INTERPRET=1 before Triton is imported. tests/test_interpreter_steps.py runs
+them.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +12,17 @@ import pytest
 import torch
 
 import kernels
+from engine.first_look import Comparison
 from families.config import DeltaConfig
 from kernels.records import Memory
 from model import new_memory
 
 SIZES = DeltaConfig(key_heads=2, value_heads=4, key_dim=16, value_dim=24, kernel=4)
 ROW = SIZES.channels + 2 * SIZES.value_heads
+SMALL = DeltaConfig(key_heads=1, value_heads=2, key_dim=16, value_dim=8, kernel=4)  # for Triton's interpreter
 BACKENDS = ("reference", "cpu")
 needs_kernels = pytest.mark.skipif(bool(kernels.cpu_problem()), reason="the CPU kernels do not run here")
+interpreted = pytest.mark.skipif(not kernels.INTERPRETED, reason="run by tests/test_interpreter_steps.py")
 
 
 @pytest.fixture(params=BACKENDS)
@@ -24,6 +31,13 @@ def backend(request: pytest.FixtureRequest):
     if request.param == "cpu" and kernels.cpu_problem():
         pytest.skip("the CPU kernels do not run here")
     with kernels.KernelBackend(request.param, "cpu").active() as active:
+        yield active
+
+
+@pytest.fixture
+def triton():
+    """The kernels on Triton's interpreter."""
+    with kernels.KernelBackend("triton", "cpu").active() as active:
         yield active
 
 
@@ -39,11 +53,13 @@ def one_layer(batch: int, nodes: int = 1, depth: int = 0, sizes: DeltaConfig = S
     return next(new_memory(sizes, 1, batch, nodes, depth, torch.float32, torch.device("cpu")).layers())
 
 
-def read_text(layer: Memory, rows: torch.Tensor, keep: int | None = None) -> torch.Tensor:
+def read_text(
+    layer: Memory, rows: torch.Tensor, keep: int | None = None, sizes: DeltaConfig = SIZES
+) -> torch.Tensor:  # fmt: skip
     """Walk rows [B, T, R] of a text, of which the first `keep` count, and take them into the memory."""
     layer.keep.fill_(rows.shape[1] if keep is None else keep)
-    read = kernels.delta_rule(rows, *weights(), layer, None)
-    layer.path[:, : SIZES.kernel - 1] = kernels.next_window(layer, rows, SIZES.kernel - 1)
+    read = kernels.delta_rule(rows, *weights(sizes), layer, None)
+    layer.path[:, : sizes.kernel - 1] = kernels.next_window(layer, rows, sizes.kernel - 1)
     layer.pending.zero_()
     layer.keep.zero_()
     return read
@@ -215,3 +231,90 @@ def test_sizes_without_a_kernel_are_named(sizes, why):
     with kernels.KernelBackend("cpu", "cpu").active() as active:
         assert kernels.delta_rule(torch.randn(1, 5, row), *weights(sizes), layer, None).isfinite().all()
     assert why in active.declined["delta_rule"]
+
+
+# ---- Triton's interpreter ----------------------------------------------------------------------------------
+
+
+def small_rows(batch: int, *counts: int, seed: int = 0) -> list[torch.Tensor]:
+    """Random rows [batch, n, R] of the small layer, for each n."""
+    generator, row = torch.Generator().manual_seed(seed), SMALL.channels + 2 * SMALL.value_heads
+    return [torch.randn(batch, n, row, generator=generator) for n in counts]
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_interpreted_rule_equals_its_reference(triton, dtype):
+    """Catches a wrong head, column, address, window, gate or decay, in a layer among others whose batch is strided, of
+    which one sequence has finished; and the first look, which makes the same comparison of the memory."""
+    generator, tolerance = torch.Generator().manual_seed(0), 1e-5
+    text, tree, path = (torch.randn(2, n, ROW, generator=generator).to(dtype) for n in (4, 6, 6))
+    layers = new_memory(SIZES, 2, 2, 6, 5, dtype, torch.device("cpu")).layers()
+    own, other = next(layers), next(layers)
+    facts = [w.to(dtype) for w in weights()]
+    for layer in (own, other):
+        layer.keep[:] = torch.tensor([3, 1])
+        layer.pending[:], layer.frozen[:] = 0, False
+        with (triton if layer is other else kernels.KernelBackend("reference")).active():
+            read = kernels.delta_rule(text, *facts, layer, None)
+            if layer is own:
+                expected = read
+    for b, keep in ((0, 3), (1, 1)):
+        assert (read[b, :keep] - expected[b, :keep]).abs().max() < tolerance and not read[b, keep:].any()
+    assert (own.memory - other.memory).abs().max() < tolerance and other.memory.any()
+    other.path[:, 3:], other.path[:, :3] = path, text[:, :3]
+    other.pending[:], other.frozen[:] = torch.tensor([3, 2]), torch.tensor([False, True])
+    walk = kernels.depth_first(torch.stack([random_tree(6, 1), random_tree(6, 4)]))
+    comparison, before = Comparison(tolerance), other.memory.clone()
+    with kernels.watched(comparison):
+        kernels.delta_rule(tree, *facts, other, walk)
+    assert len(comparison.compared) == 1 and not comparison.found.wrong
+    assert torch.equal(other.memory[1], before[1]) and not torch.equal(other.memory[0], before[0])
+
+
+@interpreted
+def test_interpreted_nodes_have_the_bits_of_separate_sequences(triton):
+    """Catches a sibling's memory or window under a node, also of nodes that pad a forward, which are all roots, and a
+    path that is advanced twice or not at all."""
+    trees = torch.stack([random_tree(9, 3), random_tree(9, 5), torch.eye(9, dtype=torch.bool)])
+    text, path, rows = small_rows(3, 2, 4, 9)
+    layer = one_layer(3, 9, 8, SMALL)
+    read_text(layer, text, sizes=SMALL)
+    layer.path[:, 3:7], pending = path, (4, 1, 0)
+    layer.pending[:] = torch.tensor(pending)
+    out = kernels.delta_rule(rows, *weights(SMALL), layer, kernels.depth_first(trees))
+    for b, count in enumerate(pending):
+        known = torch.cat((text[b], path[b, :count]))[None]
+        alone = one_layer(1, sizes=SMALL)
+        read_text(alone, known, sizes=SMALL)
+        assert torch.equal(layer.memory[b], alone.memory[0])
+        for node in range(9):
+            own = torch.cat((known, rows[b : b + 1, trees[b, node]]), 1)
+            assert torch.equal(out[b, node], read_text(one_layer(1, sizes=SMALL), own, sizes=SMALL)[0, -1])
+
+
+@interpreted
+def test_interpreted_chunks_of_a_text_leave_the_same_memory(triton):
+    """Catches a window that is cut at the border of a chunk, and padding that is taken into the memory or read."""
+    (rows,) = small_rows(2, 9)
+    whole, parts, at, out = one_layer(2, sizes=SMALL), one_layer(2, sizes=SMALL), 0, []
+    expected = read_text(whole, rows, sizes=SMALL)
+    for size in (1, 5, 3):
+        padded = torch.cat((rows[:, at : at + size], torch.full((2, 2, rows.shape[2]), torch.nan)), 1)
+        read = read_text(parts, padded, size, SMALL)
+        out.append(read[:, :size])
+        at += size
+        assert not read[:, size:].any()
+    assert torch.equal(torch.cat(out, 1), expected)
+    assert torch.equal(parts.memory, whole.memory)
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_interpreted_gated_norm_equals_its_reference(triton, dtype):
+    """Catches a gate that is read as if it were not a part of wider rows, and columns past the end of a head."""
+    generator = torch.Generator().manual_seed(0)
+    x, gate = torch.randn(2, 3, 4, 24, generator=generator), torch.randn(2, 3, 200, generator=generator).to(dtype)
+    facts = x, gate[..., 50:146], torch.randn(24, generator=generator).to(dtype), 1e-6
+    got, want = kernels.gated_norm(*facts), kernels.gated_norm.reference(*facts)
+    assert got.dtype == dtype and torch.allclose(got, want, rtol=2e-3 if dtype == torch.float16 else 1e-5, atol=1e-6)

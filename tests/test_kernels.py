@@ -531,6 +531,8 @@ def test_backend_choice_is_reported_and_never_silent():
     mixed.declined["rms_norm"] = "the dtype is float64"
     one = "rms_norm: triton (by hand), reference where the dtype is float64"
     assert mixed.report() == f"reference (auto: 'mps' has no Triton target); {one}"
+    mixed.table["delta_rule"] = ("triton", "by hand")
+    assert "delta_rule" in mixed.report() and "delta_rule" not in mixed.report(recurrent=False)
     with pytest.raises(ValueError, match="auto, triton, cpu, reference"):
         KernelBackend("cuda")
     if not kernels.INTERPRETED:

@@ -274,7 +274,8 @@ def _delta_problem(rows, conv, a_log, dt_bias, layer, walk) -> str:
     dk, dv = layer.memory.shape[2:]
     if conv.shape[2] != 4 or dk & (dk - 1) or dv % 4:
         return "the convolution is not 4 wide, the size of a key no power of 2, or that of a value no multiple of 4"
-    return "" if layer.memory[0].is_contiguous() and layer.path[0].is_contiguous() else "a memory is not contiguous"
+    inner = [t.select(0, 0).is_contiguous() for t in layer[:2]]
+    return "" if all(inner) else "the memory of a sequence is not contiguous"
 
 
 @operation(

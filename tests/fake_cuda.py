@@ -266,7 +266,8 @@ class Indexing(TorchFunctionMode):
         if function is torch.Tensor.__invert__:
             return args[0].bitwise_not()
         if function is torch.Tensor.__setitem__:
-            return self.at(*args[:2]).fill_(args[2])
+            target, value = self.at(*args[:2]), args[2]
+            return torch.ops.aten.copy_(target, value) if isinstance(value, torch.Tensor) else target.fill_(value)
         if function is torch.Tensor.contiguous:
             return torch.ops.aten.contiguous(*args)
         return function(*args, **(kwargs or {}))

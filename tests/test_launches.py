@@ -11,7 +11,7 @@ from unittest import mock
 import fake_cuda
 import pytest
 import torch
-from fake_cuda import Launches, OneDevice, fake_gpu, step_engine
+from fake_cuda import Launches, OneDevice, fake_gpu, on_fake_gpu, step_engine
 from tiny import CTX, DRAFT_VOCAB, PROMPT, tables, tiny_head, tiny_model
 
 import eagle_draft
@@ -25,6 +25,7 @@ from decoding.params import SamplingMode, SamplingParams
 from decoding.sampling import SamplingState
 from eagle_draft import EagleDrafter
 from engine.engine import Engine, EngineConfig
+from families.config import DeltaConfig
 from kernels import KernelBackend, choice, draft, growing, records
 from kernels.panels import panels_bytes
 from weights.gguf_types import FORMATS
@@ -135,6 +136,24 @@ def test_a_step_of_some_slots_launches_as_much_as_one_of_a_full_engine(monkeypat
     assert counts[2] == counts[3] == counts[4], counts
     assert counts[8] == counts[4]
     assert sum(counts[4].values()) <= sum(counts[1].values()) + 10, counts
+
+
+@needs_triton
+@pytest.mark.parametrize("chain", [False, True])
+def test_a_recurrent_layer_launches_few_kernels(monkeypatch, chain):
+    """A walk, a norm or a convolution that falls apart, a copy of the gate or of the memory, and a read of a value."""
+    sizes = DeltaConfig(key_heads=2, value_heads=4, key_dim=16, value_dim=24, kernel=4)
+    layer = model.DeltaNet(replace(SHAPES["tiny"], delta=sizes)).half()
+    with fake_gpu(monkeypatch), torch.device("cuda"), torch.no_grad():
+        memory = list(model.new_memory(sizes, 3, 2, 8, 4, torch.float16, torch.device("cuda")).layers())[1]
+        on_fake_gpu(layer)
+        nodes = records.Nodes(*[memory.keep] * 7, chain=chain, walk=torch.empty(2, 8, 3, dtype=torch.int64))
+        count, x = Launches(), torch.empty(2, 8, SHAPES["tiny"].hidden_size, dtype=torch.float16)
+        with KernelBackend("auto", "cuda").active(), OneDevice(), count:
+            layer(x, nodes, memory, x)
+    ours = {name: n for (_, name), n in count.counts.items() if name.endswith("_kernel")}
+    assert ours == {"delta_kernel": 1, "gated_norm_kernel": 1}, count.counts
+    assert chain or sum(count.counts.values()) <= 8, count.counts
 
 
 # ---- the kernels against plain code ------------------------------------------------------------------------

@@ -180,7 +180,11 @@ def _forward(model: Transformer, state: DecodeState, context: int, rows: int) ->
     alone = torch.eye(rows, dtype=torch.bool, device=device)[None]
     start = torch.full((1,), context, device=device)
     nodes = model.nodes(start, torch.zeros_like(tokens), alone, state.slots, state.segments)
-    model.logits(model(tokens, nodes, state.kv, memory=state.memory)[0])
+    memory = state.memory
+    if memory is not None:  # of all widths the same one
+        memory.pending.zero_()
+        memory = memory._replace(frozen=torch.ones_like(memory.frozen))
+    model.logits(model(tokens, nodes, state.kv, memory=memory)[0])
 
 
 # ---- once for each model and device ---------------------------------------------------------------------------

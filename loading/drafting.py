@@ -108,6 +108,8 @@ def default_tree(options: LoadOptions, quantization: str | None, head: EagleConf
         if options.verify != "match":
             return f"chain:{head.depth}"
         return block_tree(head, nodes) if on_gpu else block_tree(head)
+    if head is not None and head.mtp and not on_gpu:
+        return "chain:2"  # a level of drafting reads the LM head of the whole vocabulary
     if head is None or head.unshifted or not on_gpu or options.verify != "match":
         return "paper25"
     return f"dynamic:{nodes},{7 if head.version == 3 else 5},8"

@@ -57,24 +57,37 @@ class _PatchOnce:
 
 
 def _remember_types(interpreter: ModuleType) -> None:
-    """Half the time of small kernels: the type of every intermediate result is built, and compared, anew.
+    """Most of the time of small kernels: the type of every intermediate result is built, and compared, anew.
 
-    The facts of a shape are kept, so are NumPy's names of the scalar types, and blocks of one shape fit without a look.
+    The facts of a shape are kept, so are NumPy's names of the scalar types and what two of them calculate in. Blocks of
+    one shape fit without a look, and a value of the wanted type is not looked at.
     """
     language, semantic = interpreter.tl, interpreter.TritonSemantic
-    block, constexpr = language.block_type, language.constexpr
+    block, constexpr, tensor, dtype = language.block_type, language.constexpr, language.tensor, language.dtype
     begin, broadcast, numpy_type = block.__init__, semantic.broadcast_impl_value, interpreter._get_np_dtype
-    shapes, scalars = {}, {}
+    cast, common, check, equal = (
+        semantic.cast, semantic.computation_type_impl, semantic.check_ptr_type_impl, dtype.__eq__
+    )  # fmt: skip
+    shapes, scalars, pairs = {}, {}, {}
+    single, to_ir = (language.core.tuple([]), constexpr(1)), block.to_ir
 
     def begin_block(self, element_ty, shape) -> None:
-        key = tuple([size.value if isinstance(size, constexpr) else size for size in shape])
-        if key in shapes:
-            self.element_ty = element_ty
-            self.shape, self.numel, text = shapes[key]
-            self.name = f"<{text}, {element_ty}>"
-        else:
-            begin(self, element_ty, shape)
-            shapes[key] = self.shape, self.numel, str(self.shape)
+        facts = getattr(shape, "facts", None)
+        if facts is None:
+            key = tuple([size.value if isinstance(size, constexpr) else size for size in shape])
+            if key not in shapes:
+                begin(self, element_ty, shape)
+                sizes = language.core.tuple([constexpr(size) for size in self.shape])
+                shapes[key] = self.shape, self.numel, str(self.shape), (sizes, constexpr(self.numel))
+                self.shape.facts = shapes[key]
+            facts = shapes[key]
+        self.element_ty = element_ty
+        self.shape, self.numel, text, self.of_tensor = facts
+        self.name = f"<{text}, {element_ty}>"
+
+    def begin_tensor(self, handle, type) -> None:
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.shape, self.numel = type.of_tensor if isinstance(type, block) else single
 
     def broadcast_values(self, left, right):
         shape = left.type.shape if isinstance(left.type, block) else None
@@ -82,14 +95,48 @@ def _remember_types(interpreter: ModuleType) -> None:
         return (left, right) if fits else broadcast(self, left, right)
 
     def scalar_type(kind):
-        if type(kind) is not language.dtype:  # pointers and blocks
+        if type(kind) is not dtype:  # pointers and blocks
             return numpy_type(kind)
         if kind not in scalars:
             scalars[kind] = numpy_type(kind)
         return scalars[kind]
 
-    block.__init__, semantic.broadcast_impl_value = begin_block, broadcast_values
-    interpreter._get_np_dtype = scalar_type
+    def common_type(self, left, left_is_scalar, right, right_is_scalar, division):
+        key = left.name, left_is_scalar, right.name, right_is_scalar, division
+        if key not in pairs:
+            pairs[key] = common(self, left, left_is_scalar, right, right_is_scalar, division)
+        return pairs[key]
+
+    block.__init__, tensor.__init__, semantic.broadcast_impl_value = begin_block, begin_tensor, broadcast_values
+    interpreter._get_np_dtype, semantic.computation_type_impl = scalar_type, common_type
+    semantic.cast = lambda self, value, kind, *more: value if value.dtype is kind else cast(self, value, kind, *more)
+    block.to_ir = lambda self, builder: self if type(self.element_ty) is dtype else to_ir(self, builder)
+    dtype.__eq__ = lambda self, other: self is other or equal(self, other)
+    semantic.check_ptr_type_impl = lambda self, left, right, *more: (
+        None if type(left) is type(right) is dtype else check(self, left, right, *more)
+    )
+
+
+def _remember_builtins(interpreter: ModuleType) -> None:
+    """Every launch looks up the builtin functions of the language anew, and every call of one goes through two more."""
+    found: dict[object, list[tuple[str, Callable]]] = {}
+
+    def calculating(member: Callable) -> Callable:
+        inner = getattr(member, "__wrapped__", member)  # without the check that a caller names the semantics
+
+        def call(*args, **named):
+            return inner(*args, **{**named, "_semantic": interpreter.interpreter_semantic})
+
+        return call
+
+    def patch(package, builder, scope) -> None:
+        if package not in found:
+            members = inspect.getmembers(package, interpreter.tl.core.is_builtin)
+            found[package] = [(name, calculating(member)) for name, member in members]
+        for name, member in found[package]:
+            scope.set_attr(package, name, member)
+
+    interpreter._patch_builtin = patch
 
 
 def _products_in_double(numpy: ModuleType) -> None:
@@ -114,6 +161,7 @@ def speed_up() -> None:
     builder.options = replace(builder.options, sanitize_overflow=builder.options.debug)
     interpreter._patch_lang = _PatchOnce(interpreter._patch_lang, (language, language.core))
     _remember_types(interpreter)
+    _remember_builtins(interpreter)
     _products_in_double(interpreter.np)
 
 

@@ -150,17 +150,12 @@ def _keys(seed: Tensor, positions: Tensor, mix: Callable = _mix) -> tuple[Tensor
     return first, second
 
 
-@torch.library.custom_op("eaglet::noise_keys", mutates_args=(), device_types="cpu")
+@kernels.define_operator("noise_keys", lambda seed, positions: seed.new_empty(2, seed.shape[0], positions.shape[1]))
 def _keys_on_host(seed: Tensor, positions: Tensor) -> Tensor:
     """`_keys` [2,B,P] on a CPU, where sixty tensor operations on a few numbers would cost more than the noise itself."""
     rows = zip(seed.tolist(), positions.expand(seed.shape[0], -1).tolist(), strict=True)
     keys = [[_keys(s, p, _mix_int) for p in row] for s, row in rows]
     return torch.tensor(keys, dtype=torch.int64).permute(2, 0, 1).contiguous()
-
-
-@_keys_on_host.register_fake
-def _(seed, positions):
-    return seed.new_empty(2, seed.shape[0], positions.shape[1])
 
 
 def gumbel_noise(seed: Tensor, positions: Tensor, token_ids: Tensor, hashed: bool = False) -> Tensor:
@@ -298,7 +293,7 @@ def _largest(rows: Tensor, width: int) -> Tensor:
     return rows.topk(width).values if width < V else rows.sort(-1, descending=True).values
 
 
-@torch.library.custom_op("eaglet::cutoff", mutates_args=(), device_types="cpu")
+@kernels.define_operator("cutoff", lambda z, *settings: z.new_empty((*z.shape[:-1], 1)))
 def _cutoff(z: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     """`_cutoff_search` for the CPU, where reading values is free. z is [B,N,V], the settings are [B,1,1]."""
     settings = zip(z, temperature, top_k, top_p, strict=True)
@@ -336,11 +331,6 @@ def _cutoff_of_sequence(rows: Tensor, temperature: Tensor, top_k: Tensor, top_p:
         cut[pending] = least.clamp_min(-FP32_MAX)
         pending = pending[~found]
     return cut
-
-
-@_cutoff.register_fake
-def _(z, temperature, top_k, top_p):
-    return z.new_empty((*z.shape[:-1], 1))
 
 
 def survivors(logits: Tensor, state: SamplingState) -> Tensor:

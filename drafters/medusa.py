@@ -16,7 +16,7 @@ from decoding.drafter import Draft, Drafter, DraftInput, take_rows
 from drafters.trees import independent_tree
 from families.config import ModelConfig
 from model import Transformer, weight_bytes
-from support.machine import shapes_only
+from support.machine import give_memory, shapes_only
 from tree import DynamicTree, TreeTables, check_width
 from weights.files import check_entries, check_finite, read_entries, write_safetensors
 
@@ -60,7 +60,7 @@ def load_medusa(path: str | Path, target: Transformer) -> MedusaHeads:
     count, own = len({name.split(".")[0] for name in tensors}), "0.1.weight" in tensors
     with shapes_only():
         heads = MedusaHeads(target, count, own).eval().requires_grad_(False)
-    heads = heads.to(target.dtype).to_empty(device=target.device)
+    give_memory(heads.to(target.dtype), target.device)
     heads.load_state_dict(tensors)
     return heads
 

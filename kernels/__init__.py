@@ -14,6 +14,7 @@ from kernels.backend import (
     KernelBackend,
     Operation,
     active_backend,
+    define_operator,
     operation,
     round_activations,
     triton,

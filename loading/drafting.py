@@ -27,7 +27,7 @@ from loading.options import NGRAM_NODES, NO_HEAD, LoadOptions, flag
 from model import Transformer
 from support import cache
 from support.errors import UsageError, bad_files
-from support.machine import describe_device, shapes_only
+from support.machine import describe_device, give_memory, shapes_only
 from text.tokenizer import Tokenizer, load_tokenizer
 from tree import DynamicTree, TreeTables, check_width, parse_tree, tree_tables
 from weights.block_heads import BlockConfig, BlockFile, read_head
@@ -275,7 +275,7 @@ def build_head(
     ids = file.tensors.get("draft_ids") if ids is None else ids
     with shapes_only():
         head = head_class(file.config)(file.config, model, ids).eval().requires_grad_(False)
-    head.to(dtype=model.dtype).to_empty(device=model.device)
+    give_memory(head.to(dtype=model.dtype), model.device)
     tensors = {name: t.to(model.device) for name, t in file.tensors.items()}
     if ids is not None:
         tensors["draft_ids"] = ids.to(model.device, torch.int64)

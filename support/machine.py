@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 try:
@@ -193,6 +193,14 @@ def shapes_only() -> Iterator[None]:
     """
     with torch.device("meta"), _NoInitialisation():
         yield
+
+
+def give_memory(module: nn.Module, device: torch.device | str) -> None:
+    """Move a module without memory (`shapes_only`) to a device, with any values.
+
+    As `module.to_empty`, whose copies of a tensor's strides import sympy, for a quarter of a second.
+    """
+    module._apply(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device=device))
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

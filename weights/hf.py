@@ -21,7 +21,7 @@ from torch import Tensor
 from families.config import ACTIVATIONS, DELTA_KEYS, FAMILIES, OWN_WIDTH, ModelConfig, RopeConfig, text_part
 from model import Attention, Block, DeltaNet, Experts, Transformer
 from support.files import read_json, write_json
-from support.machine import shapes_only
+from support.machine import give_memory, shapes_only
 from support.reader import INDEX_LIMIT, ConfigReader, is_a, refusal
 from weights.files import (
     Destination,
@@ -135,7 +135,7 @@ def fill_hf(model: Transformer, entries: Entries, where: str, to: Destination) -
     entries = dict(entries)
     duplicate = entries.pop("lm_head.weight", None) if model.lm_head is None else None
     checked_views(model, entries, where)
-    model.to(dtype=to.dtype).to_empty(device=to.device)
+    give_memory(model.to(dtype=to.dtype), to.device)
     views = views_for(model, entries)
     sizes = {name: math.prod(entries[name].shape) * entries[name].dtype.itemsize for name in views}
     done = 0

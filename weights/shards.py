@@ -197,7 +197,7 @@ def _gathered(x: Tensor, ranks: int) -> tuple[Tensor, ...]:
     return gathered.view(ranks, *x.shape).unbind()
 
 
-@torch.library.custom_op("eaglet::rank_sum", mutates_args=())
+@kernels.define_operator("rank_sum", lambda x, ranks: x.new_empty(x.shape))
 def rank_sum(x: Tensor, ranks: int) -> Tensor:
     """The sum of every rank's x, in the order of the ranks, added in float32 or wider and rounded once."""
     parts = _gathered(x, ranks)
@@ -209,20 +209,10 @@ def rank_sum(x: Tensor, ranks: int) -> Tensor:
     return total.to(x.dtype)
 
 
-@rank_sum.register_fake
-def _(x, ranks):
-    return x.new_empty(x.shape)
-
-
-@torch.library.custom_op("eaglet::rank_concat", mutates_args=())
+@kernels.define_operator("rank_concat", lambda x, ranks: x.new_empty(*x.shape[:-1], ranks * x.shape[-1]))
 def rank_concat(x: Tensor, ranks: int) -> Tensor:
     """Every rank's x [..., N] side by side in the order of the ranks, [..., ranks N]."""
     return torch.cat(_gathered(x, ranks), -1)
-
-
-@rank_concat.register_fake
-def _(x, ranks):
-    return x.new_empty(*x.shape[:-1], ranks * x.shape[-1])
 
 
 class RankSum(nn.Module):

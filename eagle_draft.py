@@ -77,7 +77,8 @@ class EagleHead(nn.Module):
         """Take what follows from the target: the draft vocabulary, and positions."""
         geometry = self.config.layer
         trimmed = geometry.vocab_size != target.config.vocab_size or draft_vocab is not None
-        ids = torch.arange(geometry.vocab_size) if draft_vocab is None else draft_vocab
+        # not torch.arange: of a head that only has shapes it would import sympy, for a quarter of a second
+        ids = torch.tensor(range(geometry.vocab_size)) if draft_vocab is None else draft_vocab
         self.register_buffer("draft_ids", ids if trimmed else None)
         self.trimmed = trimmed and self.config.version == 1  # it drafts with some rows of the target's LM head
         self.rotary = RotaryTable([geometry.rope], geometry.head_dim, target.config.max_positions)

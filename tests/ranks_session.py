@@ -33,14 +33,14 @@ def listening(pid: int) -> list[str]:
 def main() -> dict:
     several = load(FOLDER / "llama", tp=4, slots=2, pool=200, **OPTIONS)
     alone = load(FOLDER / "llama", eagle_always=True, **OPTIONS)
-    sampled = SamplingParams(temperature=1.0, seed=4, max_new_tokens=24)
+    sampled = SamplingParams(temperature=1.0, seed=4, max_new_tokens=12)
     texts = [[engine.generate(PROMPT, sampled).run()[0].token_ids for engine in (several, alone)]]
     with several.generate(PROMPT[::-1]) as stream:  # abandoned after its first step
         next(stream)
-    some = SamplingParams(max_new_tokens=32)
+    some = SamplingParams(max_new_tokens=20)
     old = several.generate(PROMPT, some)
     next(old)
-    greedy = SamplingParams(max_new_tokens=16)
+    greedy = SamplingParams(max_new_tokens=8)
     texts += [[engine.generate(PROMPT[::-1], greedy).run()[0].token_ids for engine in (several, alone)]]
     texts += [[old.run()[0].token_ids, alone.generate(PROMPT, some).run()[0].token_ids]]
     stopped = several.generate(PROMPT * 3, SamplingParams(max_new_tokens=60))

@@ -81,8 +81,12 @@ def model_of(seed: int = 0, **changes) -> Transformer:
 
 
 def cases(size: int) -> list[dict]:
-    """Every family plainly; LLaMA with every drafter, sampled as a batch; quantized models; split embeddings."""
-    found = [{"checkpoint": name, "temperature": float(size == 4)} for name in FAMILIES]
+    """Every family plainly; LLaMA with every drafter, sampled as a batch; quantized models; split embeddings.
+
+    Four processes do less of each kind, and sampled.
+    """
+    names = FAMILIES if size == 2 else ("llama", "mixtral", "phi3")
+    found = [{"checkpoint": name, "temperature": float(size == 4)} for name in names]
     drafters = DRAFTERS if size == 2 else DRAFTERS[3:4]
     found += [{"checkpoint": "llama", "temperature": 1.0, "slots": 3, **drafter} for drafter in drafters]
     found += [{"checkpoint": name, **DRAFTERS[3]} for name in ("int4", "int8", "mixtral-int4")[: 3 if size == 2 else 1]]
@@ -165,7 +169,7 @@ def test_requests_that_end_early_leave_the_processes_in_step(folder):
     assert done.returncode == 0, done.stderr[-2000:]
     seen = json.loads(done.stdout)
     assert all(several == alone for several, alone in seen["texts"])
-    assert (seen["stopped"], seen["identical"]) == ("interrupted", 24)
+    assert (seen["stopped"], seen["identical"]) == ("interrupted", 12)
     several, alone = seen["facts"]
     assert (several["ranks"], several["exchanges"], alone["ranks"], alone["exchanges"]) == (4, "gloo", 1, None)
     several, alone = several["plan_bytes_per_rank"], alone["plan_bytes_per_rank"]

@@ -451,7 +451,7 @@ assert torch.equal(torch.nn.init.ones_(torch.empty(2)), torch.ones(2)), "outside
 from decoding.params import SamplingParams
 from engine.load import load
 from weights.shards import rank_sum
-engine = load("demo", eagle="demo/eagle3", device="cpu")
+engine = load("demo", eagle="demo/eagle1", device="cpu")
 engine.generate("def", SamplingParams(temperature=1.0, top_p=0.9, max_new_tokens=2)).run()
 try:
     rank_sum(torch.ones(2), 2)

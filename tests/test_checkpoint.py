@@ -957,12 +957,11 @@ def test_a_family_decodes_with_every_kernel_and_draft(tiny_checkpoint, family, h
     if quant:  # a random head would be quantized by the same name
         drafters = [{"drafter": "ngram", "tree": "chain:4"}, {"drafter": "lookahead"}]
     engines = [engine, *(build_engine(engine, options, 128) for options in drafters)]
-    hf = build_hf(family)
-    for seed, temperature in enumerate((0.0, 0.0, 1.0)):
+    for seed, temperature in enumerate((0.0, 1.0)):
         prompt = torch.randint(3, 120, (9,), generator=torch.Generator().manual_seed(seed)).tolist()
-        params = SamplingParams(temperature, max_new_tokens=24, seed=seed, stop_ids=(2**31 - 1,))
+        params = SamplingParams(temperature, max_new_tokens=20, seed=seed, stop_ids=(2**31 - 1,))
         texts = [one.generate(prompt, params).run()[0].token_ids for one in engines]
         assert texts[0] == texts[1] == texts[2]
         if not quant and not temperature:
             rows = torch.tensor([prompt + texts[0][:-1]])
-            assert hf(rows).logits[0, 8:].argmax(-1).tolist() == texts[0]
+            assert build_hf(family)(rows).logits[0, 8:].argmax(-1).tolist() == texts[0]

@@ -72,6 +72,7 @@ def block(model=MODEL, B=1, tree=SHALLOW, prune=0.0, **changes):
     return BlockDrafter(head, built, B, CTX + built.N + 1, DraftRule(p_min=prune))
 
 
+WINDOWS = dict(windows=(0, 3), causal_window=True)
 KINDS = {
     "ngram": lambda model, B: NGramDrafter(model, 14, 5),
     "lookahead": lambda model, B: LookaheadDrafter(model, B, 4, 3, 3),
@@ -84,14 +85,14 @@ KINDS = {
     "dynamic eagle and n-grams": lambda model, B: eagle(model, B, trees.DynamicTree(12, 3, 4)),
     "block, static": lambda model, B: block(model, B),
     "block, chain": lambda model, B: block(model, B, trees.chain(4), causal=True),
-    "block, tree": lambda model, B: block(model, B, trees.DynamicTree(14, 3, 4), windows=(0, 3), causal_window=True),
+    "block, tree": lambda model, B: block(model, B, trees.DynamicTree(14, 3, 4), **WINDOWS),
     "block, pruned tree": lambda model, B: block(model, B, trees.DynamicTree(14, 3, 4), 0.02),
     "DSpark, tree": lambda model, B: block(
         model, B, trees.DynamicTree(14, 4, 4), slot0=True, markov="rnn", rank=6, draft_ids=DRAFT_VOCAB
     ),
     "DSpark, static": lambda model, B: block(model, B, slot0=True, markov="gated", rank=6),
     "DFlash2, tree": lambda model, B: block(
-        model, B, trees.DynamicTree(14, 3, 4), markov="selector", rank=6, conv_taps=2, conv_group=8
+        model, B, trees.DynamicTree(14, 3, 4), markov="selector", rank=6, conv_taps=2, conv_group=8, **WINDOWS
     ),
     "block and n-grams": lambda model, B: WithNGrams(block(model, B, trees.DynamicTree(9, 2, 3)), 5),
     "lookahead and n-grams": lambda model, B: WithNGrams(LookaheadDrafter(model, B, 3, 2, 2), 5),
@@ -195,11 +196,9 @@ def test_hostile_drafts_change_nothing(kind):
 
 GRAPHS = {
     "ngram": ("ngram", {}),
-    "lookahead": ("lookahead", dict(temperature=1.0)),
+    "lookahead": ("lookahead and n-grams", dict(temperature=1.0)),
     "draft model, dynamic, penalties": ("draft model, dynamic", dict(temperature=1.0, top_p=0.9, presence_penalty=0.4)),
     "medusa": ("medusa", dict(temperature=1.0, top_k=9, repetition_penalty=1.1)),
-    "n-gram nodes": ("eagle and n-grams", {}),
-    "block": ("block, tree", dict(temperature=1.0)),
     "DSpark": ("DSpark, tree", dict(temperature=1.0, top_p=0.9)),
     "DFlash2, penalties": ("DFlash2, tree", dict(temperature=1.0, presence_penalty=0.4)),
 }  # fmt: skip

@@ -21,6 +21,7 @@ from support.files import written_whole
 from support.machine import cpu_flags
 
 BUILD_SECONDS = 300  # of a machine that is busy; 30 s of one processor
+SAY_SECONDS = 1  # between two signs that a build goes on
 
 
 def build(sources: Sequence[Path], needed: Sequence[str], records: str = "") -> Path:
@@ -84,7 +85,7 @@ def _run(command: Sequence[str]) -> tuple[int, str]:
         with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as compiler:
             while time.monotonic() - started < BUILD_SECONDS:
                 with contextlib.suppress(subprocess.TimeoutExpired):
-                    errors = compiler.communicate(timeout=1)[1]
+                    errors = compiler.communicate(timeout=SAY_SECONDS)[1]
                     return compiler.returncode, errors
                 said = "." if said else "note    building the C++ kernels, once for this machine: about 10 to 50 s ."
                 print(said, end="", file=sys.stderr, flush=True)

@@ -156,7 +156,7 @@ def test_untimed_parts_run_together_and_timed_ones_alone(tmp_path, monkeypatch):
     meet += "while not pathlib.Path(r'{0}/{2}').exists(): time.sleep(0.05)"
     pair = [("a", meet.format(tmp_path, "a", "b")), ("b", meet.format(tmp_path, "b", "a"))]
     lonely = (
-        "import os, pathlib, time; place = pathlib.Path(r'{0}/lonely'); place.mkdir(); time.sleep(0.3); place.rmdir()"
+        "import os, pathlib, time; place = pathlib.Path(r'{0}/lonely'); place.mkdir(); time.sleep(0.15); place.rmdir()"
     )
     command = sys.executable, "-c", lonely.format(tmp_path)
     large = [gpu.Part(f"large {i}", command, 2, (), 20) for i in range(2)]
@@ -169,17 +169,19 @@ def test_untimed_parts_run_together_and_timed_ones_alone(tmp_path, monkeypatch):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_visit_that_is_interrupted_ends_its_parts_and_keeps_the_summary(tmp_path, monkeypatch, number):
     """Ctrl-C or SIGTERM that loses what ended, leaves a part running on the GPU, or does not name the parts behind it."""
-    alive = tmp_path / "alive"
-    code = f"import os, signal, time; os.kill({os.getpid()}, {number:d}); time.sleep(1.5); open({str(alive)!r}, 'w')"
+    running = tmp_path / "running"
+    code = f"import os, time; open({str(running)!r}, 'w').write(str(os.getpid())); os.kill({os.getpid()}, {number:d})"
+    code += "; time.sleep(60)"
     short_visit(monkeypatch, timed=[("one", ""), ("two", code), ("three", "")])
     try:
         ended = gpu.main([*TINY, "--out", str(tmp_path)])
     except SystemExit as error:
         ended = error.code
     assert ended == 128 + number
-    time.sleep(1.7)
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(running.read_text()), 0)
     ended = {part["part"]: part["ended"] for part in summary_of(tmp_path)["parts"]}
-    assert not alive.exists() and list(ended) == ["one", "two", "three"]
+    assert list(ended) == ["one", "two", "three"]
     assert ended["one"] == 0 and ended["three"] == "not begun"
 
 

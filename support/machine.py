@@ -230,7 +230,9 @@ def freed_memory_returns() -> Iterator[None]:
         yield
         return
     for name in (M_TRIM_THRESHOLD, M_MMAP_THRESHOLD):
-        libc.mallopt(name, 128 << 10)  # where glibc starts, and what it raises after the first large block
+        # glibc starts with 128 KB and raises it after the first large block. With so little, rounding would spend most of
+        # its time on fresh pages for small tensors.
+        libc.mallopt(name, 1 << 20)
     try:
         yield
     finally:

@@ -964,8 +964,8 @@ SMALL_TREES = {"chain": trees.chain(3), "tree": BUSH, "dynamic": trees.DynamicTr
 
 @pytest.fixture
 def dense(monkeypatch):
-    """Thousands of rows at once, where code for CPUs loops over rows: of attention, of settings, and of filters and noise,
-    which are calculated as on GPUs here (tests/test_sampling.py has them agree)."""
+    """Thousands of rows at once, where code for CPUs loops over rows: of attention, settings, filters and noise. The last
+    two are calculated as on GPUs here (tests/test_sampling.py has them agree)."""
 
     def set_all(self, params):
         self.set_row(0, params)

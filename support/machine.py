@@ -232,7 +232,7 @@ def freed_memory_returns() -> Iterator[None]:
     for name in (M_TRIM_THRESHOLD, M_MMAP_THRESHOLD):
         # glibc starts with 128 KB and raises it after the first large block. With so little, rounding would spend most of
         # its time on fresh pages for small tensors.
-        libc.mallopt(name, 1 << 20)
+        libc.mallopt(name, 4 << 20)
     try:
         yield
     finally:

@@ -60,6 +60,7 @@ class Reads(TorchDispatchMode):
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         super().__init__()
         self.seen: dict[object, int] = {}
+        self.mapped: dict[tuple[int, int], bool] = {}  # by the place and size of a memory
         usual = GGUFFile._rows
 
         def rows(file, *arguments):
@@ -73,8 +74,12 @@ class Reads(TorchDispatchMode):
         out = function(*args, **(kwargs or {}))
         memories = {t.untyped_storage().data_ptr() for t in tree_leaves(out) if isinstance(t, torch.Tensor)}
         for tensor in (t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)):
-            if tensor.device.type == "cpu" and tensor.numel() and tensor.untyped_storage().data_ptr() not in memories:
-                if mapped(tensor.data_ptr()):
+            storage = tensor.untyped_storage()
+            if tensor.device.type == "cpu" and tensor.numel() and storage.data_ptr() not in memories:
+                place = storage.data_ptr(), storage.nbytes()
+                if place not in self.mapped:
+                    self.mapped[place] = mapped(tensor.data_ptr())
+                if self.mapped[place]:
                     self.seen[tensor.data_ptr(), tensor.nbytes] = tensor.nbytes
         return out
 

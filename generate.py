@@ -152,7 +152,6 @@ def cache_command(what: str) -> int:
 
 def check_arguments(args: argparse.Namespace) -> None:
     """Raise UsageError for arguments that do not go together."""
-    drafts = args.eagle or args.drafter or args.draft_checkpoint or args.medusa
     given = [name for name in ("prompt", "prompt_ids", "prompt_file") if vars(args)[name] is not None]
     names = "raw gauge prove show_tree html json json_schema".split()
     alone = [f"--{name.replace('_', '-')}" for name in names if vars(args)[name]]
@@ -164,7 +163,6 @@ def check_arguments(args: argparse.Namespace) -> None:
     problems = {
         "--input FILE and --output FILE belong together; give both.": (args.input is None) != (args.output is None),
         "--prove compares tokens; --verify multi-round promises only the distribution.": args.prove and lossy,
-        "--prove replays without the drafter; it needs one, like --eagle HEAD.": args.prove and not drafts,
         "give one of --prompt, --prompt-file, --prompt-ids, --chat, --input.":
             len(given) + args.chat + bool(args.input) > 1,
         one: alone and (args.chat or args.input),

@@ -184,22 +184,31 @@ class DeltaNet(nn.Module):
 
     def forward(self, x: Tensor, nodes: Nodes, layer: Memory, residual: Tensor | None = None) -> Tensor:
         """x [B, T, H] -> [B, T, H], with the residual added. layer: what this layer keeps; `fresh` gets the rows."""
-        qkv, z = self.qkvz(x).split((self.sizes.channels, self.sizes.values), -1)
-        rows = torch.cat((qkv, self.ba(x)), -1)
-        read = kernels.delta_rule(rows, self.conv, self.A_log, self.dt_bias, layer, None if nodes.chain else nodes.walk)
-        width = self.sizes.kernel - 1
-        fresh = kernels.next_window(layer, rows, width) if nodes.chain else rows
+        rows, z = self.projected(x)
+        read = self.read(rows, z, layer, None if nodes.chain else nodes.walk)
+        fresh = kernels.next_window(layer, rows, self.sizes.kernel - 1) if nodes.chain else rows
         layer.fresh[:, : fresh.shape[1]] = fresh
-        return linear(self.out, kernels.gated_norm(read, z, self.norm.weight, self.norm.eps), residual)
+        return linear(self.out, read, residual)
+
+    def projected(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """x [B, T, H] -> rows [B, T, R] as `kernels.delta_rule` takes them, and gates [B, T, Hv dv] of the output."""
+        qkv, z = self.qkvz(x).split((self.sizes.channels, self.sizes.values), -1)
+        return torch.cat((qkv, self.ba(x)), -1), z
+
+    def read(self, rows: Tensor, z: Tensor, layer: Memory, walk: Tensor | None) -> Tensor:
+        """What the rows read of the memory, normed and gated, [B, T, Hv dv]."""
+        read = kernels.delta_rule(rows, self.conv, self.A_log, self.dt_bias, layer, walk)
+        return kernels.gated_norm(read, z, self.norm.weight, self.norm.eps)
 
     def forward_train(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """The same layer over a whole sequence x [B, T, H], from an empty memory. No gradients flow through it."""
         layer = next(iter(new_memory(self.sizes, 1, len(x), 0, 0, x.dtype, x.device).layers()))
         layer.keep.fill_(x.shape[1])
-        nodes = Nodes(cos, sin, *[layer.keep] * 5, chain=True)
+        rows, z = self.projected(x)
         quick = x.device.type == "cpu" and x.dtype == torch.float32 and not kernels.cpu_problem()
         with kernels.KernelBackend("cpu" if quick else "auto", x.device.type).active():
-            return self.forward(x, nodes, layer)
+            read = self.read(rows, z, layer, None)
+        return self.out(read)
 
 
 class MLP(nn.Module):

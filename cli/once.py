@@ -45,6 +45,8 @@ def run_request(args: argparse.Namespace, prompt: Prompt) -> int:
     if (args.device or default_device()) == "cpu":
         report.measure(torch.device("cpu"))
     engine = report.load(args, options)
+    if args.prove and not engine.options.drafter_kind:
+        raise UsageError("--prove replays without the drafter; it needs one, like --eagle HEAD.")
     tokenizer = engine.tokenizer
     if tokenizer is not None:
         tokenizer.worker = worker

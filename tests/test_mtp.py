@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import random
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,11 +16,17 @@ from test_recurrent import HYBRID
 from tiny import CTX, TREES, eagle_drafter, tiny_model
 
 import quantize
+from bench.random_models import SHAPES
 from decoding.params import SamplingParams
 from eagle_draft import MtpHead
 from engine.engine import Engine, EngineConfig
 from generate import load
+from loading.drafting import DraftFiles, with_tree
+from loading.memory import plan_memory
+from loading.options import LoadOptions
+from weights.checkpoint import Checkpoint
 from weights.heads import mtp_head
+from weights.quantized import QuantSpec
 
 FAMILIES = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
 
@@ -194,3 +201,17 @@ def test_quantize_keeps_the_layer(checkpoint, tmp_path, mode):
         assert drafting.head.config.kind == "MTP" and drafting.model.quant
         prompt = [3, 17, 99, 45]
         assert drafting.generate(prompt, params).run()[0].token_ids == plain.generate(prompt, params).run()[0].token_ids
+
+
+def test_a_27b_in_int4_with_16k_tokens_is_planned_to_fit_24_gb():
+    """Catches a plan that counts keys and values for recurrent layers, or neither their memory nor its snapshot."""
+    config = replace(SHAPES["qwen3.5-27b"], dtype="float16")
+    checkpoint = Checkpoint(Path("model"), "hf", {}, config, spec=QuantSpec("int4"))
+    options = LoadOptions("model", device="cuda", ctx=16384, compile=True, eagle="mtp", quant="int4", slots=1)
+    options = with_tree(options, "int4", mtp_head(config).config)
+    plan = plan_memory(checkpoint, DraftFiles(mtp_head(config)), options)
+    state, layers, kv_layers = 48 * 128 * 128 * 4, 48, 16
+    assert plan.total < 20e9
+    assert plan.recurrent > 2 * layers * state
+    assert plan.kv < (kv_layers + 1) * 2 * 4 * 256 * 2 * 17000
+    assert 0.5 * 27e9 < plan.weights < 17e9

@@ -127,6 +127,8 @@ def timed(device: str, tiny: bool) -> list[Part]:
         parts.append(steps("bf16", usual, "", 20, *heads))
         parts.append(steps("int8", usual, "int8", 12, *heads))
         parts.append(steps("l2-7b-int4", "llama-2-7b", "int4", 7, *heads))
+        own = ("--arm", "mtp-3=eagle=mtp;tree=chain:3", "--arm", "mtp-16=eagle=mtp;tree=dynamic:16,5,8")
+        parts.append(steps("q35-9b-int4", "qwen3.5-9b", "int4", 10, *own))
     parts.append(steps("mixtral-int4", experts, "int4", 28))
     tilings = ["--help"] if tiny else ["--models", usual, "--seconds", "50", "--tuned", "{records}/tilings"]
     parts.append(Part("tilings", python("scripts.tune_kernels", *tilings), 70, ("triton",), 4))

@@ -5,16 +5,20 @@ their neighbours.
 """
 
 import pytest
+import test_delta
 import test_launches
 import test_panels
 import torch
 
 import eagle_draft
 import kernels
+from families.config import DeltaConfig
 from kernels import packed_experts, packed_linear
 from kernels.blocks import stack_blocks
 from kernels.experts import mix, sort_pairs
 from kernels.packing import pack_panels
+from kernels.records import Memory
+from model import new_memory
 from weights.gguf_types import FORMATS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -410,3 +414,38 @@ def test_experts_with_the_types_of_a_file_on_device(kind, down):
     assert error(got, want.double()) < 2 * TOLERANCE[torch.float16]
     one = packed_experts(x[:1], sort_pairs(weights[:1], ids[:1], 4), up, back)
     assert torch.equal(got[:1], one)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_the_memory_of_recurrent_layers_on_device(dtype):
+    """The delta rule equals its reference at real sizes. A node has the bits of a separate sequence, and a text leaves
+    the same memory however it is cut."""
+    sizes = DeltaConfig(4, 8, 128, 128, 4)
+    row = sizes.channels + 2 * sizes.value_heads
+    facts = [weight.cuda().to(dtype) for weight in test_delta.weights(sizes)]
+    text, tree = (torch.randn(2, n, row, device="cuda").to(dtype) for n in (100, 26))
+    trees = torch.stack([test_delta.random_tree(26, seed) for seed in (1, 2)]).cuda()
+
+    def empty() -> Memory:
+        return next(new_memory(sizes, 1, 2, 26, 25, dtype, torch.device("cuda")).layers())
+
+    def read(layer: Memory, rows: torch.Tensor) -> torch.Tensor:
+        layer.keep.fill_(rows.shape[1])
+        out = kernels.delta_rule(rows, *facts, layer, None)
+        layer.path[:, :3] = kernels.next_window(layer, rows, 3)
+        return out
+
+    whole, parts, wanted = empty(), empty(), empty()
+    out = read(whole, text)
+    assert torch.equal(torch.cat([read(parts, rows) for rows in text.split((1, 60, 39), 1)], 1), out)
+    assert torch.equal(whole.memory, parts.memory)
+    wanted.keep.fill_(100)
+    assert error(out, kernels.delta_rule.reference(text, *facts, wanted, None).double()) < 1e-4
+    together = kernels.delta_rule(tree, *facts, whole, kernels.depth_first(trees))
+    for node in (0, 3, 11, 25):
+        for b in range(2):
+            own = torch.cat((text, tree[:, trees[b, node]]), 1)
+            assert torch.equal(read(empty(), own)[b, -1], together[b, node])
+    gate, norm = torch.randn(2, 26, 8 * 128, device="cuda").to(dtype), torch.randn(128, device="cuda").to(dtype)
+    normed, plain = (f(together, gate, norm, 1e-6) for f in (kernels.gated_norm, kernels.gated_norm.reference))
+    assert error(normed, plain.double()) < TOLERANCE[dtype]

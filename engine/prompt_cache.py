@@ -69,13 +69,8 @@ class Saved(Text):
     @property
     def about(self) -> dict[str, Any]:
         """What a file says beside the tensors."""
-        earlier = self.snapshot
-        return {
-            "ids": self.ids,
-            "drafted": self.drafted,
-            "at": self.at,
-            "snapshot": earlier and [earlier.at, earlier.end],
-        }
+        earlier = self.snapshot and [self.snapshot.at, self.snapshot.end]
+        return {"ids": self.ids, "drafted": self.drafted, "at": self.at, "snapshot": earlier}
 
 
 def cache_rows(state: DecodeState, drafter: Drafter, row: int, length: int, drafted: int) -> Iterator[Tensor]:

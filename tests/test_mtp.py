@@ -185,6 +185,27 @@ def test_a_checkpoint_with_the_layer_drafts_with_it_by_default(checkpoint, tiny_
     assert trimmed.generate(prompts[0], params).run()[0].token_ids == want[0]
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_gguf_file_brings_its_layer(checkpoint, tmp_path, family):
+    """Catches a layer that is taken for one of the model, has another order of rows, is read where nobody drafts with it,
+    or counts among what became floats."""
+    pytest.importorskip("gguf")
+    from test_gguf import ARCHITECTURES, metadata_of, tensors_of, write
+
+    source = Checkpoint.open(checkpoint(family)).with_mtp()
+    arch, metadata = ARCHITECTURES[source.config.model_type], metadata_of(source.config)
+    path = write(tmp_path / "m.gguf", arch, metadata, tensors_of(source))
+    engine, off = load(path, ctx=64), load(path, ctx=64, eagle="none")
+    assert engine.head.config.kind == "MTP" and off.model.mtp is None
+    want = source.load().mtp.state_dict()
+    for name, value in Checkpoint.open(path).with_mtp().load().mtp.state_dict().items():
+        assert torch.equal(value, want[name]), name
+    prompt, params = [3, 17, 99, 45], SamplingParams(max_new_tokens=12)
+    assert engine.generate(prompt, params).run()[0].token_ids == off.generate(prompt, params).run()[0].token_ids
+    rounded = Checkpoint.open(write(path, arch, metadata, tensors_of(source), kinds={"eh_proj": "Q8_0"}))
+    assert rounded.notes == [] and "1 Q8_0 tensor of m.gguf became floats" in rounded.with_mtp().notes[0]
+
+
 @pytest.mark.parametrize("mode", ["int4", "int8"])
 def test_quantize_keeps_the_layer(checkpoint, tmp_path, mode):
     """Catches a quantized model that has lost the layer it drafts with, or holds it in 16 bits; and what must stay in 16

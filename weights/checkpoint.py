@@ -109,11 +109,12 @@ class Checkpoint:
         """Whether a layer that predicts one more token lies beside the model."""
         if self.config.delta is None:
             return False
-        return any(name.startswith("mtp.") for name in replace(self, config=replace(self.config, mtp=True)).entries)
+        return any(name.startswith("mtp.") for name in self.with_mtp().entries)
 
     def with_mtp(self) -> Checkpoint:
         """The same checkpoint, with its MTP layer."""
-        return replace(self, config=replace(self.config, mtp=True))
+        gguf = self.gguf and replace(self.gguf, mtp=True)
+        return replace(self, config=replace(self.config, mtp=True), gguf=gguf)
 
     @property
     def config_file(self) -> Path:

@@ -34,7 +34,7 @@ from support.errors import UsageError, UserError
 from support.machine import size_text
 from support.reader import is_a
 from weights.files import Destination, Entries, Entry, Spans, check_finite
-from weights.gguf_metadata import ARCHITECTURES, REORDERED, TOKEN_LISTS, hf_config, tokenizer_files
+from weights.gguf_metadata import ARCHITECTURES, BY_PLACE, HYBRID, REORDERED, TOKEN_LISTS, hf_config, tokenizer_files
 from weights.gguf_types import BY_NAME, FITS, FLOAT_TYPES, FORMATS, TYPES, kept_bytes, pack_kept, read_blocks, source_of
 from weights.hf import EXPERT_NAMES, FUSED_GATE_UP, checked_views, norm_names, parameter_sources, row_order, views_for
 from weights.quantized import Stored, TiedEmbedding, pack_nibbles
@@ -51,10 +51,18 @@ SMALL = 64 << 20  # bytes of floats that a quantized file may become at least; e
 TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 LAYER = """attn_q=self_attn.q_proj attn_k=self_attn.k_proj attn_v=self_attn.v_proj attn_output=self_attn.o_proj
     attn_q_norm=self_attn.q_norm attn_k_norm=self_attn.k_norm attn_qkv=self_attn.qkv_proj
-    attn_sinks=self_attn.sinks ffn_gate_inp_shexp=mlp.shared_expert_gate ffn_gate_shexp=mlp.shared_expert.gate_proj
+    ffn_gate_inp_shexp=mlp.shared_expert_gate ffn_gate_shexp=mlp.shared_expert.gate_proj
     ffn_up_shexp=mlp.shared_expert.up_proj ffn_down_shexp=mlp.shared_expert.down_proj ffn_gate=mlp.gate_proj
-    ffn_up=mlp.up_proj ffn_down=mlp.down_proj"""
+    ffn_up=mlp.up_proj ffn_down=mlp.down_proj attn_sinks.weight=self_attn.sinks"""
 LAYER = dict(pair.split("=") for pair in LAYER.split())
+# Of models with recurrent layers, and of the layer for multi-token prediction (MTP), which comes last.
+RECURRENT = """attn_qkv=in_proj_qkv attn_gate=in_proj_z ssm_in=in_proj_qkvz ssm_ba=in_proj_ba ssm_beta=in_proj_b
+    ssm_alpha=in_proj_a ssm_a=A_log ssm_dt.bias=dt_bias ssm_conv1d=conv1d ssm_norm=norm ssm_out=out_proj"""
+RECURRENT = {ours: f"linear_attn.{theirs}" for ours, theirs in (pair.split("=") for pair in RECURRENT.split())}
+NEXTN = """eh_proj=fc enorm=pre_fc_norm_embedding hnorm=pre_fc_norm_hidden shared_head_norm=norm embed_tokens=embed_tokens
+    shared_head_head=lm_head"""
+NEXTN = dict(pair.split("=") for pair in NEXTN.split())
+OUT = ".linear_attn.out_proj.weight"  # its columns belong to value heads
 ROTATIONS = ("rope_freqs", "rope_factors_short", "rope_factors_long")
 NORMS = ("attn_norm", "post_attention_norm", "ffn_norm", "post_ffw_norm")  # before and after attention and the MLP
 
@@ -192,6 +200,7 @@ class GGUFFile:
     layout: str = ""  # in which every type stays as it is: "tiles" of the CPU kernels, "panels" of Triton's, or none
     shard: Shard | None = None  # the part that this process holds, and the config of the whole model
     whole: ModelConfig | None = None
+    mtp: bool = False  # whether the layer for multi-token prediction is read, if there is one
 
     @classmethod
     def open(cls, path: Path, layout: str = "") -> GGUFFile:
@@ -243,15 +252,18 @@ class GGUFFile:
         names = LAYER | dict(zip(NORMS, norm_names(family), strict=True))
         place, router, matrices = EXPERT_NAMES.get(family, EXPERT_NAMES["mixtral"])
         names["ffn_gate_inp"] = f"{place}.{router}"
-        if family in ("gpt_oss", "seed_oss"):
+        if family in ("gpt_oss", "seed_oss", *HYBRID.values()):
             names["post_attention_norm"] = "post_attention_layernorm"  # what other files call ffn_norm
         if family in FUSED_GATE_UP:
             names["ffn_up"] = "mlp.gate_up_proj"
         names |= {role: f"{place}.experts.{{}}.{m}" for role, m in zip(("gate", "up", "down"), matrices, strict=True)}
+        names |= RECURRENT if family in HYBRID.values() else {}
+        layers = self._turning.num_hidden_layers if family in HYBRID.values() else math.inf
         return {
             hf: (tensor, expert)
             for name, tensor in self.tensors.items()
-            for hf, expert in _hf_names(name, tensor.shape[-1], names)
+            for hf, expert in _hf_names(name, tensor.shape[-1], names, layers)
+            if self.mtp or not hf.startswith("mtp.")
         }
 
     @property
@@ -261,8 +273,9 @@ class GGUFFile:
         for name, (tensor, expert) in self.sources.items():
             shape = tensor.shape[::-1][0 if expert is None else 1 :]
             shape = (1, *shape) if name.endswith("shared_expert_gate.weight") and len(shape) == 1 else shape
+            shape = (shape[0], 1, shape[1]) if name.endswith("conv1d.weight") and len(shape) == 2 else shape
             dtype = FLOAT_TYPES.get(tensor.kind, torch.float32)
-            read = partial(self._read, tensor, expert)
+            read = partial(self._read, tensor, expert, name)
             entries[name] = Entry(shape, dtype, self.path.name, read, read)
         return entries
 
@@ -272,8 +285,8 @@ class GGUFFile:
             for mapped in self.mapped:
                 mapped.madvise(mmap.MADV_DONTNEED)
 
-    def _rows(self, tensor: GGUFTensor, expert: int | None, spans: Spans | None = None) -> np.ndarray:
-        """The stored rows of a tensor, or of a part of it, in our order.
+    def _rows(self, tensor: GGUFTensor, expert: int | None, name: str = "", spans: Spans | None = None) -> np.ndarray:
+        """The stored rows of a tensor, or of a part of it, in our order. name: Hugging Face's.
 
         llama.cpp may rotate neighbouring rows of Q and K, or a part of each head, where we rotate row i with row i +
         head_dim / 2. A part of them has whole heads, and a part of the columns must have whole blocks.
@@ -284,22 +297,48 @@ class GGUFFile:
             pieces = [slice(first * size // values, end * size // values) for first, end in spans.pieces]
             parts = [rows[:, piece] if spans.axis else rows[piece] for piece in pieces]
             rows = np.concatenate(parts, spans.axis) if len(parts) > 1 else parts[0]
-        match = re.search(r"\.attn_(q|k|qkv)\.", tensor.name)
-        order = row_order(f"{match[1]}_proj.weight", len(rows), self._turning) if match else None
+        order = row_order(name, len(rows), self._turning) if "attn." in name else None
+        if order is None and ".linear_attn." in name and not name.endswith((".norm.weight", OUT)):
+            order = self._value_heads(len(rows), name.endswith(("_proj_qkv.weight", "_proj_z.weight", "conv1d.weight")))
         return rows if order is None else rows[order.numpy()]
 
-    def _read(self, tensor: GGUFTensor, expert: int | None = None, spans: Spans | None = None) -> Tensor:
+    def _value_heads(self, size: int, wide: bool = True) -> Tensor | None:
+        """The places of the rows or columns of a tensor in our order, where those of value heads, at its end, are ordered
+        by place among those of a key head, and not by key heads. Else None. wide: whether a head has several."""
+        d = self._turning.delta
+        if self.metadata["general.architecture"] not in BY_PLACE or d.value_heads == d.key_heads:
+            return None
+        each = d.value_dim if wide else 1
+        first = size - d.value_heads * each
+        heads = torch.arange(first, size).view(-1, d.key_heads, each).transpose(0, 1)
+        return torch.cat((torch.arange(first), heads.flatten()))
+
+    def _inputs(self, names: list[str]) -> Tensor | None:
+        """The input that each column of a matrix multiplies, where that is another one than ours."""
+        order = self._value_heads(self.sources[names[0]][0].shape[0]) if names[0].endswith(OUT) else None
+        return None if order is None else order.argsort().int()
+
+    def _read(
+        self, tensor: GGUFTensor, expert: int | None = None, name: str = "", spans: Spans | None = None
+    ) -> Tensor:
         block = BY_NAME[tensor.kind].values
         if spans and spans.axis and any(i % block for piece in spans.pieces for i in piece):
-            return spans(self._read(tensor, expert))  # blocks of 256 columns that belong to two processes
-        rows = self._rows(tensor, expert, spans)
+            return spans(self._read(tensor, expert, name))  # blocks of 256 columns that belong to two processes
+        rows = self._rows(tensor, expert, name, spans)
         if tensor.kind in FLOAT_TYPES:
-            return torch.from_numpy(np.array(rows)).view(FLOAT_TYPES[tensor.kind])
+            values = torch.from_numpy(np.array(rows)).view(FLOAT_TYPES[tensor.kind])
+            values = (-values).log() if name.endswith(".A_log") else values
+            return self._columns(values, name)
         values = torch.empty(len(rows), rows.shape[1] // BY_NAME[tensor.kind].size * block)
         for first in range(0, len(rows), 4096):  # codes take memory too
             piece = slice(first, first + 4096)
             values[piece] = read_blocks(tensor.kind, rows[piece]).floats(FORMATS[tensor.kind])
-        return values
+        return self._columns(values, name)
+
+    def _columns(self, values: Tensor, name: str) -> Tensor:
+        """A matrix [N, K] with its columns in our order."""
+        order = self._value_heads(values.shape[1]) if name.endswith(OUT) else None
+        return values if order is None else values[:, order]
 
     def _kinds(self, names: list[str]) -> list[str]:
         """The types of these tensors. Empty for vectors, and if one is missing, which loading reports."""
@@ -375,6 +414,8 @@ class GGUFFile:
                     layout = {"qweight": ((N, K), torch.int8) if kind == "Q8_0" else ((N, K // 2), torch.uint8)}
                     factors = ["scales", "mins"][: 1 + self.has_minima(names)]
                     layout |= dict.fromkeys(factors, ((K // BLOCK, N), torch.float16))
+                if (inputs := self._inputs(names)) is not None:
+                    layout["perm"] = tuple(inputs.shape), inputs.dtype
                 base = (ours if ours == "lm_head.weight" else name).removesuffix("weight")
                 del kept[name]
                 kept |= {base + leaf: torch.empty(s, dtype=d, device="meta") for leaf, (s, d) in layout.items()}
@@ -388,7 +429,8 @@ class GGUFFile:
     def become_floats(self, packed: Mapping[str, list[str]]) -> list[GGUFTensor]:
         """The quantized tensors that do not stay quantized."""
         used = {self.sources[name][0].name for names in packed.values() for name in names}
-        return [tensor for name, tensor in self.tensors.items() if name not in used and tensor.kind in FORMATS]
+        read = {tensor.name: tensor for tensor, _ in self.sources.values()}
+        return [tensor for name, tensor in read.items() if name not in used and tensor.kind in FORMATS]
 
     def check_floats(self, packed: Mapping[str, list[str]], dtype: torch.dtype) -> None:
         """Raise UsageError if the tensors that do not stay quantized would take much memory in `dtype`."""
@@ -424,13 +466,17 @@ class GGUFFile:
 
         It keeps their types, or is our int4 or int8, in the tiles of the CPU kernels if these hold it.
         """
+        inputs = self._inputs(names)
+        inputs = None if inputs is None else inputs.to(device)
         if not self.in_blocks(names):
             whole = self.layout == "tiles" and all(self._place(name)[0][0] % TILE == 0 for name in names)
-            return self._tiles(names) if whole else self._stored(names, experts)
+            if whole:
+                return replace(self._tiles(names), perm=inputs)
+            return self._stored(names, experts) | ({} if inputs is None else {"perm": inputs})
         each = len(names) // max(experts, 1)
         groups = [self._parts(names[first : first + each]) for first in range(0, len(names), each)]
         packed = [pack_kept(parts, self.layout, device) for parts in groups]
-        return stack_blocks(packed) if experts else packed[0]
+        return stack_blocks(packed) if experts else replace(packed[0], perm=inputs)
 
     def _stored(self, names: list[str], experts: int) -> Stored:
         """A weight whose rows are these tensors in Q4_0, Q4_1 or Q8_0, exactly in the layout of `weights.quantized`."""
@@ -465,7 +511,7 @@ class GGUFFile:
     def _pieces(self, name: str, stored: bool) -> Iterator[Blocks]:
         """The codes of a matrix, or its stored rows in their place, and its factors: some thousand rows at a time."""
         tensor, expert = self.sources[name]
-        rows = self._rows(tensor, expert, self._place(name)[1])
+        rows = self._rows(tensor, expert, name, self._place(name)[1])
         for first in range(0, len(rows), 4096):
             piece = read_blocks(tensor.kind, rows[first : first + 4096], stored)
             if piece.scales.dtype != torch.float16:
@@ -500,25 +546,29 @@ class GGUFFile:
         return sum(rows for rows, _ in shapes), shapes[0][1]
 
 
-def _hf_names(name: str, experts: int, names: Mapping[str, str]) -> Iterator[tuple[str, int | None]]:
+def _hf_names(name: str, experts: int, names: Mapping[str, str], layers: float) -> Iterator[tuple[str, int | None]]:
     """The Hugging Face names of a GGUF tensor, each with the index of its expert. An unknown name stays as it is.
 
-    names: of the tensors of a layer.
+    names: of the tensors of a layer. layers: how many there are before those for multi-token prediction.
     """
     stem, _, kind = name.rpartition(".")
-    match = re.fullmatch(r"blk\.(\d+)\.(\w+)(?:\.(\d+))?", stem)
+    if match := re.fullmatch(r"blk\.\d+\.nextn\.(\w+)", stem):
+        yield (f"mtp.{NEXTN[match[1]]}.{kind}" if match[1] in NEXTN else name), None
+        return
+    match = re.fullmatch(r"blk\.(\d+)\.(\w+)(?:\.(\d+))?", name if name.endswith(".ssm_a") else stem)
     if match is None:
         if stem not in ROTATIONS:  # a part of the config
             yield (f"{TOP[stem]}.{kind}" if stem in TOP else name), None
         return
-    at = f"model.layers.{match[1]}"
+    at = f"model.layers.{match[1]}" if int(match[1]) < layers else f"mtp.layers.{int(match[1]) - layers}"
     role = re.fullmatch("ffn_(gate|up|down)(_exps)?", match[2])
     if role and (role[2] or match[3]):  # all experts in one tensor, or each in its own
         for e in range(experts) if role[2] else [int(match[3])]:
             yield f"{at}.{names[role[1]].format(e)}.{kind}", e if role[2] else None
     else:
-        hf = f"{at}.{names[match[2]]}.{kind}" if names.get(match[2]) else name
-        yield hf.replace(".sinks.weight", ".sinks"), None
+        whole = name.removeprefix(f"blk.{match[1]}.")  # the names of some tensors have other ends
+        known = names.get(whole) or (names.get(match[2]) and f"{names[match[2]]}.{kind}")
+        yield (f"{at}.{known}" if known else name), None
 
 
 def _lowest(piece: Blocks) -> Tensor:

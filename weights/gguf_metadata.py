@@ -17,17 +17,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from families.config import DELTA_KEYS
 from support.reader import is_a
 
 # llama.cpp's names of architectures, and Hugging Face's. "olmo2" with a window is "olmo3".
 SAME = "ernie4_5 exaone4 gemma2 glm4 granite llama mistral olmo2 phi3 qwen2 qwen3 seed_oss smollm3".split()
 ARCHITECTURES = dict(zip(SAME, SAME, strict=True))
 ARCHITECTURES |= {"gemma3": "gemma3_text", "gpt-oss": "gpt_oss", "qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe"}
-PARTIAL = ("glm4", "phi3")  # architectures that may rotate a part of each head
+HYBRID = {"qwen35": "qwen3_5_text", "qwen35moe": "qwen3_5_moe_text", "qwen3next": "qwen3_next"}  # with recurrent layers
+ARCHITECTURES |= HYBRID
+# Those that order value heads by their place among those of a key head, and not by key heads.
+BY_PLACE = ("qwen35", "qwen35moe")
+PARTIAL = ("glm4", "phi3", *HYBRID)  # architectures that may rotate a part of each head
 # Architectures that llama.cpp rotates in neighbouring pairs, though Hugging Face does not.
 REORDERED = ("granite", "llama", "smollm3")
 # Architectures whose largest model scales attention by the width of all heads: its number of layers.
 LARGEST = {"gemma2": 46, "gemma3": 62}
+MOST_LAYERS = 1000  # more than any model has
 KEY = "tokenizer.ggml."
 TOKEN_LISTS = [KEY + name for name in ("tokens", "token_type", "scores", "merges")]
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # token types, the same numbers as sentencepiece's
@@ -36,6 +42,7 @@ ENDINGS = r"(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])"
 SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 WORDS = rf"{ENDINGS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}%s| ?[^\s\p{{L}}\p{{N}}%s|{SPACES}"
 LLAMA3, QWEN2, SEED = WORDS % ("{1,3}", "]+[\\r\\n]*"), WORDS % ("", "]+[\\r\\n]*"), WORDS % ("", "\\r\\n]+")
+QWEN35 = QWEN2.replace(r"?\p{L}+", r"?[\p{L}\p{M}]+").replace(r"\s\p{L}\p{N}]", r"\s\p{L}\p{M}\p{N}]")
 UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 OTHER = r"[^\r\n\p{L}\p{N}]?"
 CASED = rf"{OTHER}{UPPER}*{LOWER}+%s|{OTHER}{UPPER}+{LOWER}*%s|\p{{N}}%s| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{SPACES}"
@@ -48,6 +55,7 @@ SPLITS: dict[str, list[str]] = {
     **dict.fromkeys("llama-bpe llama3 llama-v3 falcon3 pixtral midm-2.0".split(), [LLAMA3]),
     **dict.fromkeys("smaug-bpe dbrx chatglm-bpe glm4".split(), [LLAMA3]),
     **dict.fromkeys("qwen2 deepseek-r1-qwen stablelm2 megrez kormo".split(), [QWEN2]),
+    "qwen35": [QWEN35],
     "gpt-4o": [GPT4O],
     "seed-coder": [SEED],
     "tekken": [TEKKEN],
@@ -118,9 +126,11 @@ def hf_config(
         config |= {"num_experts": get("expert_count"), "num_experts_per_tok": get("expert_used_count")}
         config |= {"moe_intermediate_size": widths[0], "shared_expert_intermediate_size": widths[1]}
         config["intermediate_size"] = widths[0] or config["intermediate_size"]
-        config["norm_topk_prob"] = family == "qwen3moe"
+        config["norm_topk_prob"] = family in ("qwen3moe", "qwen3next")
     if family == "gpt-oss" and config["rope_scaling"]:
         config["rope_scaling"]["truncate"] = False  # as its publisher computes, which no file says
+    if family in HYBRID:
+        config |= _recurrent(get, tensors, f"{where}: {family}")
     if family in PARTIAL:
         config["partial_rotary_factor"] = rotated / head_dim
     if family == "granite":
@@ -142,6 +152,23 @@ def hf_config(
     bias, out_bias, mlp_bias = (f"blk.0.{name}.bias" in tensors for name in ("attn_q", "attn_output", "ffn_up"))
     config |= {"attention_bias": bias, "qkv_bias": bias, "use_bias": bias}
     return config | {"attention_out_bias": out_bias, "mlp_bias": mlp_bias}
+
+
+def _recurrent(get: Callable[..., Any], tensors: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """The keys of a config.json about recurrent layers, which are those that have such tensors, and the number of layers
+    without the one for multi-token prediction (MTP)."""
+    keys = "ssm.time_step_rank ssm.group_count ssm.state_size ssm.inner_size ssm.conv_kernel block_count".split()
+    sizes = [get(key) for key in keys]
+    if wrong := [key for key, size in zip(keys, sizes, strict=True) if not is_a(size, int) or not 0 < size < 2**31]:
+        raise ValueError(f"{where}.{wrong[0]} is missing or no positive integer.")
+    values, groups, key_dim, inner, kernel, layers = sizes
+    if inner % values:
+        raise ValueError(f"{where}.ssm.inner_size {inner} is not a multiple of ssm.time_step_rank {values}.")
+    if (extra := get("nextn_predict_layers", 0)) not in (0, 1) or layers > MOST_LAYERS:
+        raise ValueError(f"{where}.nextn_predict_layers {extra!r:.40} with block_count {layers} is not implemented.")
+    kinds = ["linear_attention" if f"blk.{i}.ssm_a" in tensors else "full_attention" for i in range(layers - extra)]
+    found = dict(zip(DELTA_KEYS, (groups, values, key_dim, inner // values, kernel), strict=True))
+    return found | {"num_hidden_layers": layers - extra, "layer_types": kinds}
 
 
 def _commonest_type(tensors: Mapping[str, Any]) -> str:

@@ -156,10 +156,18 @@ def check_tied(stored: Tensor, embedding: Tensor, where: str) -> None:
 
 
 def views_for(model: Transformer, entries: Entries) -> dict[str, Tensor]:
-    """`hf_views` under the names that the entries use. Experts have two layouts."""
-    if any(name.endswith(".experts.gate_up_proj") for name in entries):
-        return hf_views(model, True)
-    return hf_views(model, False if any(".experts.0." in name for name in entries) else None)
+    """`hf_views` under the names that the entries use. Experts have two layouts, and so have some recurrent layers."""
+    fused = any(name.endswith(".experts.gate_up_proj") for name in entries)
+    views = hf_views(model, True if fused else False if any(".experts.0." in name for name in entries) else None)
+    split = {}
+    for name, view in views.items():
+        parts = [name.replace("_qkvz.", f"_{part}.") for part in ("qkv", "z")]  # as GGUF files hold them
+        if parts[0] != name and parts[0] in entries:
+            sizes = model.config.delta.channels, model.config.delta.values
+            split |= dict(zip(parts, view.split(sizes), strict=True))
+        else:
+            split[name] = view
+    return split
 
 
 def checked_views(model: Transformer, entries: Entries, where: str) -> dict[str, Tensor]:

@@ -170,7 +170,7 @@ class QuantLinear(SelfCounting):
         def pack(rows: slice, reuse: bool = False) -> kernels.PackedWeight:
             codes, scales = self.qweight[rows], self.scales[rows]
             if self.bits == 8:
-                return kernels.pack_int8(codes, scales, dtype, layout, reuse=reuse)
+                return replace(kernels.pack_int8(codes, scales, dtype, layout, reuse=reuse), perm=self.perm)
             zeros = None if self.zeros is None else self.zeros[rows]
             how = {"mins": self.mins, "reuse": reuse}
             return kernels.pack_int4(codes, scales, zeros, self.group_size, self.perm, dtype, layout, **how)
@@ -251,7 +251,7 @@ class FloatLinear(QuantLinear):
         self.packed = packed
         self.bias = bias
         self.qweight = None
-        self.perm = None
+        self.perm = packed.perm
         self.per_token = per_token
         self.experts = len(packed.weight) if per_token else 0
 
@@ -413,7 +413,7 @@ def held_bytes(
 
     def multiplied(name: str, shape: Sequence[int]) -> bool:
         linear = len(shape) == 2 and name.endswith("weight") and (tied or not name.endswith(LOOKED_UP))
-        return linear or len(shape) == 3  # experts
+        return linear or (len(shape) == 3 and shape[1] > 1)  # experts, and no convolution
 
     for name, tensor in stored.items():
         if isinstance(tensor.dtype, str):

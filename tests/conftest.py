@@ -34,18 +34,10 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     interpreting.speed_up()
 
 BASE = {
-    "vocab_size": 128,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
+    "vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 512, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None,
     "initializer_range": 0.125,  # 1 / sqrt(hidden_size): logits spread by about 1
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": None,
-}
+}  # fmt: skip
 
 
 def rope(kind: str, theta: float = 10000.0, **more: float) -> dict:

@@ -103,15 +103,9 @@ class ScriptedStream:
     """
 
     def __init__(
-        self,
-        engine: Engine,
-        prompt: list[int],
-        params: SamplingParams,
-        text: str,
-        turn: threading.Lock,
-        logprob: Callable[[int], TokenLogprob] | None = None,
-        gate: Callable[[], object] | None = None,
-    ):
+        self, engine: Engine, prompt: list[int], params: SamplingParams, text: str, turn: threading.Lock,
+        logprob: Callable[[int], TokenLogprob] | None = None, gate: Callable[[], object] | None = None,
+    ):  # fmt: skip
         self.ids = engine.tokenizer.encode(text, add_bos=False)
         self.decoder = engine.tokenizer.stream(continuation=True)
         self.params = params

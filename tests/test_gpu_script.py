@@ -155,9 +155,7 @@ def test_untimed_parts_run_together_and_timed_ones_alone(tmp_path, monkeypatch):
     meet = "import pathlib, time; pathlib.Path(r'{0}/{1}').touch()\n"
     meet += "while not pathlib.Path(r'{0}/{2}').exists(): time.sleep(0.05)"
     pair = [("a", meet.format(tmp_path, "a", "b")), ("b", meet.format(tmp_path, "b", "a"))]
-    lonely = (
-        "import os, pathlib, time; place = pathlib.Path(r'{0}/lonely'); place.mkdir(); time.sleep(0.15); place.rmdir()"
-    )
+    lonely = "import pathlib, time; at = pathlib.Path(r'{0}/lonely'); at.mkdir(); time.sleep(0.15); at.rmdir()"
     command = sys.executable, "-c", lonely.format(tmp_path)
     large = [gpu.Part(f"large {i}", command, 2, (), 20) for i in range(2)]
     monkeypatch.setattr(gpu.math, "inf", 24.0)

@@ -878,7 +878,6 @@ def test_rounding_at_load_gives_the_model_that_the_tool_writes(tmp_path, config,
 
 
 EAGLE = {"eagle": str(DEMO / "eagle3"), "tree": "chain:3"}
-FLOAT_HEAD = EAGLE | {"head_quant": "none"}
 
 
 @pytest.mark.parametrize(

@@ -102,11 +102,7 @@ def folder(tmp_path_factory) -> Path:
     for name, model in models.items():
         save_hf(model, path / name)
     save_hf(model_of(7, num_hidden_layers=1), path / "draft")
-    for name, family, mode in (
-        ("int4", "llama", "int4"),
-        ("int8", "qwen3", "int8"),
-        ("mixtral-int4", "mixtral", "int4"),
-    ):
+    for name, family, mode in (w.split() for w in ("int4 llama int4", "int8 qwen3 int8", "mixtral-int4 mixtral int4")):
         spec = QuantSpec(mode, group_size=32)
         model = model_of(**FAMILIES[family])
         quantize_(model, spec)
@@ -117,10 +113,8 @@ def folder(tmp_path_factory) -> Path:
         head = tiny_head(models["llama"], version, trimmed, hidden_size=64, head_dim=16)
         save_eagle(replace(head.config, target_vocab_size=V), head.state_dict(), path / f"eagle{version}")
     shapes = {"weight": (64, 64), "bias": (64,)}
-    tensors = {
-        f"{i}.0.linear.{kind}": torch.full(shape, 0.01 * (i + 1)) for i in (0, 1) for kind, shape in shapes.items()
-    }
-    save_medusa(tensors, path / "medusa")
+    parts = [(i, kind) for i in (0, 1) for kind in shapes]
+    save_medusa({f"{i}.0.linear.{k}": torch.full(shapes[k], 0.01 * (i + 1)) for i, k in parts}, path / "medusa")
     return path
 
 
@@ -141,17 +135,15 @@ def test_parts_decode_what_the_whole_model_decodes(folder):
         assert len(wholes) == len(cases(size))
         for number, whole in wholes.items():
             for of_rank in parts:
-                assert of_rank[number]["texts"] == whole["texts"], whole[
-                    "case"
-                ]  # and tau: the drafts are the same, too
+                # and tau: the drafts are the same, too
+                assert of_rank[number]["texts"] == whole["texts"], whole["case"]
                 assert of_rank[number]["cache"] * size == whole["cache"]
 
 
 def run(*words, env=None, **more) -> subprocess.CompletedProcess:
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | (env or {})
-    return subprocess.run(
-        [sys.executable, *words], capture_output=True, text=True, timeout=100, env=environment, **more
-    )
+    how = dict(capture_output=True, text=True, timeout=100, env=environment)
+    return subprocess.run([sys.executable, *words], **how, **more)
 
 
 def alive(pid: int) -> bool:
@@ -195,9 +187,7 @@ def test_a_process_that_never_comes_is_one_line(tmp_path, monkeypatch):
         children.append(begin(*words, **more))
         return children[-1]
 
-    monkeypatch.setattr(
-        subprocess, "Popen", lambda *words, **more: children.append(begin(*words, **more)) or children[-1]
-    )
+    monkeypatch.setattr(subprocess, "Popen", started)
     late = "--tp 3: rank 1, 2 did not come within 1 s; start again."
     early = r"a process of --tp 3 ended before all had met \(rank "
     for module, error, said in (

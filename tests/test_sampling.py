@@ -190,10 +190,7 @@ def test_noise_bits_are_uniform_and_independent():
 
 
 CASES = [
-    {"temperature": 0.7},
-    {"temperature": 1.3, "top_k": 5},
-    {"top_k": 50},
-    {"top_k": 10_000},
+    {"temperature": 0.7}, {"temperature": 1.3, "top_k": 5}, {"top_k": 50}, {"top_k": 10_000},
     {"temperature": 0.6, "top_p": 0.9},
     {"top_p": 0.05},
     {"temperature": 1.7, "top_p": 0.999},
@@ -202,7 +199,7 @@ CASES = [
     {"top_k": 40, "top_p": 0.8},
     {"temperature": 0.8, "top_k": 100, "top_p": 0.95, "min_p": 0.01},
     {"temperature": 1.5, "top_k": 600, "top_p": 0.9, "min_p": 0.001},
-]
+]  # fmt: skip
 
 
 def both_ways(logits: torch.Tensor, state: SamplingState) -> torch.Tensor:

@@ -505,13 +505,8 @@ CORES = {i: str(i) for i in range(4)}
 @pytest.mark.parametrize(
     "given, cpus, siblings, quota, count",
     [
-        (None, 4, PAIRS, {}, 2),
-        (None, 2, CORES, {}, 2),
-        (None, 2, {0: "0"}, {}, 5),
-        ("3", 2, CORES, {}, 3),
-        ("6,2", 2, CORES, {}, 6),
-        ("many", 2, CORES, {}, 2),
-        ("0", 2, CORES, {}, 2),
+        (None, 4, PAIRS, {}, 2), (None, 2, CORES, {}, 2), (None, 2, {0: "0"}, {}, 5), ("3", 2, CORES, {}, 3),
+        ("6,2", 2, CORES, {}, 6), ("many", 2, CORES, {}, 2), ("0", 2, CORES, {}, 2),
         (None, 4, CORES, {GROUP: ["0::/a/b"], f"{FOLDER}/a/cpu.max": ["150000 100000"]}, 1),
         (None, 4, CORES, {GROUP: ["0::/"], f"{FOLDER}/cpu.max": ["200000 100000"]}, 2),
         (None, 4, CORES, {GROUP: ["0::/"], f"{FOLDER}/cpu.max": ["max 100000"]}, 4),

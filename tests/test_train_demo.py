@@ -13,16 +13,9 @@ from scripts import train_demo
 
 VOCAB = 400
 TINY = replace(
-    train_demo.CONFIG,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=2,
-    num_attention_heads=2,
-    num_key_value_heads=1,
-    head_dim=16,
-    vocab_size=VOCAB,
-    windows=(),
-)
+    train_demo.CONFIG, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
+    num_key_value_heads=1, head_dim=16, vocab_size=VOCAB, windows=(),
+)  # fmt: skip
 STEPS = 6
 
 

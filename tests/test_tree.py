@@ -149,19 +149,11 @@ def test_chain_and_root_only():
 
 
 BAD_PATHS = [
-    ([[0, 0]], "needs path (0,)"),
-    ([[1]], "needs path (0,)"),
-    ([[0], [0, 1]], "needs path (0, 0)"),
-    ([[0], [0]], "twice"),
-    ([[0], []], "1 to 16"),
-    ([[0], [-1]], "integers >= 0"),
-    ([[0], [True]], "integers >= 0"),
-    ([[0], [0.0]], "integers >= 0"),
-    ([[0], "1"], "must be a list"),
-    ([[0] * 17], "1 to 16"),
-    ([[i] for i in range(256)], "255"),
-    ([[10**4000]], "needs path"),
-]
+    ([[0, 0]], "needs path (0,)"), ([[1]], "needs path (0,)"), ([[0], [0, 1]], "needs path (0, 0)"),
+    ([[0], [0]], "twice"), ([[0], []], "1 to 16"), ([[0] * 17], "1 to 16"), ([[i] for i in range(256)], "255"),
+    ([[0], [-1]], "integers >= 0"), ([[0], [True]], "integers >= 0"), ([[0], [0.0]], "integers >= 0"),
+    ([[0], "1"], "must be a list"), ([[10**4000]], "needs path"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("paths, message", BAD_PATHS, ids=[m for _, m in BAD_PATHS])

@@ -126,7 +126,7 @@ class Prefill:
             chunk[0, :take] = ids[start : start + take]
             nexts[0, :take] = ids[start + 1 : start + take + 1]
             where, keep = (torch.tensor([n], device=device) for n in (start, take))
-            if state.memory is not None and 0 < start and start + take == P:  # a text that is changed at its end
+            if state.memory is not None and 0 < start and start + take == P:  # for a text that begins alike
                 at = start - int(state.memory.pending[row])
                 state.snapshots[row] = take_snapshot(state.memory, row, at, start)
             hidden_states, features = self.forward(

@@ -28,11 +28,12 @@ from kernels.cpu import TILE as CPU_TILE
 from kernels.cpu import fits as cpu_fits
 from kernels.cpu import problem as cpu_problem
 from kernels.cpu import seconds_alone
-from kernels.delta import delta_rule, depth_first, gated_norm, next_window, sigmoid
+from kernels.delta import delta_rule, depth_first, gated_norm, sigmoid
 from kernels.draft import place_rows
 from kernels.experts import choose_experts, packed_experts, route
 from kernels.kv import CPU_DTYPES, KV_SCALE, commit_kv, dequantize_rows, quantize_rows, write_kv
 from kernels.linear import GATES, TopK, epilogue, gate, packed_linear, packed_topk, topk_reference
+from kernels.memory import next_window
 from kernels.norm_rope import rms_norm, rope_write_kv
 from kernels.packing import PackedWeight, dequantize, pack_float, pack_half, pack_int4, pack_int8, packed_rows
 from kernels.projection import packed_linear_rope

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from kernels.backend import EXACT, jit, operation, tl, triton
+from kernels.memory import last_rows
 from kernels.norm_rope import sum_by_halves
 from kernels.records import Memory
 
@@ -27,6 +28,8 @@ def depth_first(ancestors: Tensor) -> Tensor:
     that the walk comes back to the memory behind it. No host sync."""
     T = ancestors.shape[1]
     ids = torch.arange(T, device=ancestors.device)
+    if T == 1:  # plain decoding: one node without ancestors and children
+        return torch.stack([ids.expand(len(ancestors), 1)] * 3, -1)
     above = ancestors & (ids != ids[:, None])
     parent = torch.where(above, ids, -1).amax(-1)
     sizes = ancestors.long().sum(1)  # of the subtrees
@@ -303,8 +306,7 @@ def delta_rule(
     for j in range(P):
         new, _ = _advance(now, _inputs(path[:, j : j + K], weights, memory))
         now = chosen((pending > j) & ~frozen, new, now)
-    behind = pending[:, None] + torch.arange(K - 1, device=rows.device)
-    before = path.gather(1, behind[..., None].expand(-1, -1, path.shape[2]))
+    before = last_rows(path, pending, K - 1)
     out = memory.new_zeros(*rows.shape[:2], memory.shape[1], memory.shape[3])
     if walk is None:
         text = torch.cat((before, rows), 1)
@@ -360,15 +362,3 @@ def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
     normed = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * weight.to(x.dtype)
     gate_wide = gate.to(x.dtype)
     return (normed.flatten(-2) * gate_wide * sigmoid(gate_wide)).to(gate.dtype)
-
-
-def next_window(layer: Memory, rows: Tensor, width: int) -> Tensor:
-    """The last `width` rows [B, width, R] of the text whose last `layer.keep` rows are the first ones of rows [B, T, R].
-
-    width is at most K - 1, the rows that lie before the accepted path.
-    """
-    known = torch.cat((layer.path, rows), 1)
-    length = layer.path.shape[1] - width
-    place = torch.arange(width, device=rows.device) + (layer.pending + layer.keep)[:, None]
-    place = torch.where(place < width + layer.pending[:, None], place, place + (length - layer.pending)[:, None])
-    return known.gather(1, place[..., None].expand(-1, -1, rows.shape[2]))

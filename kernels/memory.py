@@ -35,17 +35,32 @@ class Snapshot(NamedTuple):
         return self._replace(end=min(self.end, tokens)) if self.at <= tokens else None
 
 
+def last_rows(path: Tensor, pending: Tensor, width: int) -> Tensor:
+    """The last `width` rows [B, ..., width, R] of texts, where path [B, ..., P, R] has `width` rows of each and then
+    pending [B] more. Other rows behind them do not count."""
+    place = pending[:, None] + torch.arange(width, device=path.device)
+    place = place.view(len(path), *[1] * (path.dim() - 3), width, 1)
+    return path.gather(-2, place.expand(*path.shape[:-2], -1, path.shape[-1]))
+
+
+def next_window(layer: Memory, rows: Tensor, width: int) -> Tensor:
+    """The last `width` rows [B, width, R] of the text whose last `layer.keep` rows are the first ones of rows [B, T, R].
+
+    width: K - 1, the rows that lie before the accepted path.
+    """
+    text = torch.cat((last_rows(layer.path, layer.pending, width), rows), 1)
+    return last_rows(text, layer.keep, width)
+
+
 def commit_memory(memory: Memory, path: Tensor, count: Tensor, window: int) -> None:
     """Let the accepted rows of a step wait in `memory.path`, where those before were until the step's forward took them.
 
     path [B, D + 1]: the accepted nodes; count [B]: how many of them count, 0 for a sequence that had finished. window:
     rows before the path, K - 1. No host sync.
     """
-    kept, fresh = memory.path, memory.fresh
-    behind = memory.pending[:, None] + torch.arange(window, device=path.device)
-    places = (at[:, None, :, None].expand(-1, kept.shape[1], -1, kept.shape[3]) for at in (behind, path))
-    rows = torch.cat([rows.gather(2, at) for rows, at in zip((kept, fresh), places, strict=True)], 2)
-    place = kept.narrow(2, 0, rows.shape[2])
+    accepted = path[:, None, :, None].expand(-1, memory.fresh.shape[1], -1, memory.fresh.shape[3])
+    rows = torch.cat((last_rows(memory.path, memory.pending, window), memory.fresh.gather(2, accepted)), 2)
+    place = memory.path.narrow(2, 0, rows.shape[2])
     place.copy_(torch.where((count > 0)[:, None, None, None], rows, place))
     memory.pending.copy_(torch.where(count > 0, count, memory.pending))
 

@@ -175,12 +175,12 @@ def own_head(options: LoadOptions, checkpoint: Checkpoint) -> tuple[LoadOptions,
     if options.eagle == NO_HEAD:
         return replace(options, eagle=None), checkpoint
     asked = options.eagle == MTP
-    fits = options.kv != "int8" or options.kernel_mode == "cpu"  # as `LoadOptions.validate` says of every drafter
-    if not asked and (options.drafter_kind or options.verify != "match" or not fits or not checkpoint.has_mtp):
+    free = not options.drafter_kind and options.verify == "match" and options.cache_allows_drafts
+    if not asked and not (free and checkpoint.has_mtp):
         return options, checkpoint
     if not checkpoint.has_mtp:
         raise UsageError(f"--eagle {MTP}: {checkpoint.directory} has no MTP layer; leave it out, or name a head.")
-    return replace(options, eagle=MTP), checkpoint.with_mtp()
+    return replace(options, eagle=MTP), checkpoint.with_mtp
 
 
 def read_drafter(options: LoadOptions, config: ModelConfig, tokenizer: Tokenizer | None) -> DraftFiles:

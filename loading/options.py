@@ -199,6 +199,12 @@ class LoadOptions:
         return (self.kernels == "triton" or on_gpu) and kernels.triton is not None and self.dtype != "float64"
 
     @property
+    def cache_allows_drafts(self) -> bool:
+        """Whether drafts leave the text as it is with this KV cache. int8 keys are rounded alike in a step over many
+        tokens by the CPU kernels alone."""
+        return self.kv != "int8" or self.kernel_mode == "cpu"
+
+    @property
     def can_prune(self) -> bool:
         """Whether nodes of the tree can be left out while it is drafted."""
         from weights.heads import MTP
@@ -233,7 +239,7 @@ class LoadOptions:
         }
         for words in (words for words, ignored in about_heads.items() if ignored):
             raise UsageError(f"{words} is about a draft head, and none was given (--eagle HEAD).")
-        if kind and self.kv == "int8" and self.kernel_mode != "cpu":
+        if kind and not self.cache_allows_drafts:
             why = "--kv int8 rounds the cache of a step over many tokens differently, so drafts could change the text"
             raise UsageError(f"{why}. Leave out --kv int8, or the drafter ({kind}).")
         if self.kv == "float16" and self.kernel_mode != "cpu":

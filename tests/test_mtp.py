@@ -192,18 +192,18 @@ def test_a_gguf_file_brings_its_layer(checkpoint, tmp_path, family):
     pytest.importorskip("gguf")
     from test_gguf import ARCHITECTURES, metadata_of, tensors_of, write
 
-    source = Checkpoint.open(checkpoint(family)).with_mtp()
+    source = Checkpoint.open(checkpoint(family)).with_mtp
     arch, metadata = ARCHITECTURES[source.config.model_type], metadata_of(source.config)
     path = write(tmp_path / "m.gguf", arch, metadata, tensors_of(source))
     engine, off = load(path, ctx=64), load(path, ctx=64, eagle="none")
     assert engine.head.config.kind == "MTP" and off.model.mtp is None
     want = source.load().mtp.state_dict()
-    for name, value in Checkpoint.open(path).with_mtp().load().mtp.state_dict().items():
+    for name, value in Checkpoint.open(path).with_mtp.load().mtp.state_dict().items():
         assert torch.equal(value, want[name]), name
     prompt, params = [3, 17, 99, 45], SamplingParams(max_new_tokens=12)
     assert engine.generate(prompt, params).run()[0].token_ids == off.generate(prompt, params).run()[0].token_ids
     rounded = Checkpoint.open(write(path, arch, metadata, tensors_of(source), kinds={"eh_proj": "Q8_0"}))
-    assert rounded.notes == [] and "1 Q8_0 tensor of m.gguf became floats" in rounded.with_mtp().notes[0]
+    assert rounded.notes == [] and "1 Q8_0 tensor of m.gguf became floats" in rounded.with_mtp.notes[0]
 
 
 @pytest.mark.parametrize("mode", ["int4", "int8"])

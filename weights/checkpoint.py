@@ -109,10 +109,11 @@ class Checkpoint:
         """Whether a layer that predicts one more token lies beside the model."""
         if self.config.delta is None:
             return False
-        return any(name.startswith("mtp.") for name in self.with_mtp().entries)
+        return any(name.startswith("mtp.") for name in self.with_mtp.entries)
 
+    @cached_property
     def with_mtp(self) -> Checkpoint:
-        """The same checkpoint, with its MTP layer."""
+        """The same checkpoint, with its MTP layer. It is always the same object, so its files are read once."""
         gguf = self.gguf and replace(self.gguf, mtp=True)
         return replace(self, config=replace(self.config, mtp=True), gguf=gguf)
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from families.config import ACTIVATIONS, DELTA_KEYS, FAMILIES, OWN_WIDTH, ModelConfig, RopeConfig, text_part
-from model import Attention, Block, DeltaNet, Experts, Transformer
+from model import Attention, DeltaNet, Experts, Transformer
 from support.files import read_json, write_json
 from support.machine import give_memory, shapes_only
 from support.reader import INDEX_LIMIT, ConfigReader, is_a, refusal
@@ -54,8 +54,6 @@ NORM_NAMES = {
     "both": ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"),
 }
 GLM4_NORMS = "input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"
-# Hugging Face's names of the parts of `model.MtpLayer`, in their order there.
-MTP_NAMES = "pre_fc_norm_embedding pre_fc_norm_hidden fc mtp.layers.0 norm".split()
 CLASSES = {"gemma3_text": "Gemma3", "smollm3": "SmolLM3"}  # names that do not follow from the model_type
 
 
@@ -225,11 +223,12 @@ def hf_views(model: Transformer, fused_experts: bool | None = None) -> dict[str,
 
     blocks = [(f"model.layers.{i}", block) for i, block in enumerate(model.layers)]
     if model.mtp is not None:
-        for name, part in zip(MTP_NAMES, model.mtp.children(), strict=True):
-            if isinstance(part, Block):
-                blocks.append((name, part))
-            else:
-                put("mtp", name.removeprefix("mtp."), part)
+        own = model.mtp
+        blocks.append(("mtp.layers.0", own.layer))
+        put("mtp", "pre_fc_norm_embedding", own.embed_norm)
+        put("mtp", "pre_fc_norm_hidden", own.feature_norm)
+        put("mtp", "fc", own.fc)
+        put("mtp", "norm", own.norm)
     for at, block in blocks:
         norms = block.input_norm, block.attention_norm, block.post_norm, block.mlp_norm
         for name, norm in zip(norm_names(c.model_type), norms, strict=True):

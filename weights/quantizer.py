@@ -111,7 +111,7 @@ class _Source:
     def __init__(self, directory: Path):
         self.checkpoint = Checkpoint.open(directory)
         if self.checkpoint.has_mtp:
-            self.checkpoint = self.checkpoint.with_mtp()
+            self.checkpoint = self.checkpoint.with_mtp
         if key := QUANTIZED.get(self.checkpoint.kind):
             raise UsageError(f"{directory} is already quantized ({key} in config.json); use the original.")
         config = self.checkpoint.config

@@ -81,7 +81,7 @@ class EagleHead(nn.Module):
         ids = torch.tensor(range(geometry.vocab_size)) if draft_vocab is None else draft_vocab
         self.register_buffer("draft_ids", ids if trimmed else None)
         self.trimmed = trimmed and self.config.version == 1  # it drafts with some rows of the target's LM head
-        self.rotary = RotaryTable([geometry.rope], geometry.head_dim, target.config.max_positions)
+        self.rotary = RotaryTable([(geometry.rope, geometry.head_dim)], target.config.max_positions)
         object.__setattr__(self, "target", target)  # the head does not own it, so it stays out of the state dict
 
     @property

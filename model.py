@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import torch
 import torch.nn as nn
@@ -68,37 +67,40 @@ def linear(
 class Attention(nn.Module):
     """Grouped-query attention with fused QKV over a static cache. `in_size` differs from hidden_size in EAGLE-3."""
 
-    def __init__(self, config: ModelConfig, window: int = 0, in_size: int | None = None, rotation: int = 0):
-        """rotation: which of the rotations that stand side by side in cos and sin is this layer's."""
+    def __init__(self, config: ModelConfig, layer: int = 0, in_size: int | None = None):
         super().__init__()
-        self.rotation = rotation
         self.cap = config.attention_cap
-        self.scale = config.attention_multiplier or 1 / math.sqrt(config.head_dim)
         self.multiplier = config.residual_multiplier
         self.heads = config.num_attention_heads
-        self.kv_heads = config.num_key_value_heads
-        self.head_dim = hd = config.head_dim
-        self.window = window
+        self.kv_heads, hd = config.heads_of(layer)
+        self.head_dim = hd
+        self.scale = config.attention_multiplier or 1 / math.sqrt(hd)
+        self.window = config.windows[layer]
+        self.first_angle = config.first_angle(layer)  # of those that stand side by side in cos and sin
         self.gated = config.output_gate  # the projection then begins with a gate for each query head
-        qkv_heads = self.heads * (1 + self.gated) + 2 * self.kv_heads
+        self.shares = config.source(layer) != layer  # keys and values of another layer, in whose cache they lie
+        self.keys_as_values = config.keys_as_values and not self.window
+        self.value_norm = config.value_norm
+        projected = 0 if self.shares else 1 if self.keys_as_values else 2
+        qkv_heads = self.heads * (1 + self.gated) + projected * self.kv_heads
         self.qkv = nn.Linear(in_size or config.hidden_size, qkv_heads * hd, bias=config.qkv_bias)
         self.o = nn.Linear(self.heads * hd, config.hidden_size, bias=config.o_bias)
         self.sinks = nn.Parameter(torch.empty(self.heads)) if config.sinks else None
         self.wide_norm = config.wide_qk_norm
         sizes = (self.heads * hd, self.kv_heads * hd) if self.wide_norm else (hd, hd)
         self.q_norm, self.k_norm = (RMSNorm(size, config.rms_norm_eps) if config.qk_norm else None for size in sizes)
+        self.k_norm = None if self.shares else self.k_norm
 
     def own_turn(self, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """The columns of this layer's rotation."""
         half = self.head_dim // 2
         if cos.shape[-1] == half:
             return cos, sin
-        columns = slice(self.rotation * half, (self.rotation + 1) * half)
-        return cos[..., columns], sin[..., columns]
+        return cos.narrow(-1, self.first_angle, half), sin.narrow(-1, self.first_angle, half)
 
     def all_heads(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """x [B, T, in] -> queries, keys and values [B, T, Hq + 2 Hkv, hd], normed if that is over all heads at once, and
-        the gates [B, T, Hq hd] of what attention gives, if there are any."""
+        the gates [B, T, Hq hd] of what attention gives, if there are any. A layer that shares keys has queries alone."""
         qkv, gates = self.qkv(x), None
         if self.gated:
             size = self.heads * self.head_dim
@@ -107,6 +109,8 @@ class Attention(nn.Module):
             rows, kv_rows = self.q_norm.weight.numel(), self.k_norm.weight.numel()
             q, k, v = qkv.split((rows, kv_rows, kv_rows), -1)
             qkv = torch.cat((self.q_norm(q), self.k_norm(k), v), -1)
+        if self.keys_as_values and not self.shares:
+            qkv = torch.cat((qkv, qkv[..., self.heads * self.head_dim :]), -1)
         return qkv.unflatten(-1, (-1, self.head_dim)), gates
 
     def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -118,6 +122,8 @@ class Attention(nn.Module):
         q, k, v = heads.split((self.heads, self.kv_heads, self.kv_heads), 2)
         if self.q_norm is not None and not self.wide_norm:
             q, k = self.q_norm(q), self.k_norm(k)
+        if self.value_norm:
+            v = kernels.rms_norm(v, v.new_ones(self.head_dim), self.q_norm.eps)
         cos, sin = self.own_turn(cos, sin)
         q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
@@ -131,13 +137,14 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, nodes: Nodes, kv: Tensor, residual: Tensor | None = None) -> Tensor:
         """x [B, T, in] -> [B, T, H], with the residual added.
 
-        kv [2, B, Hkv, S, hd], or [2, 1, Hkv, S, hd] with nodes.segments, is written at nodes.slots, then read.
+        kv [2, B, Hkv, S, hd], or [2, 1, Hkv, S, hd] with nodes.segments, is written at nodes.slots, then read. A layer
+        that shares keys only reads it.
         """
-        gates = None
-        own = self.q_norm is not None and not self.wide_norm
-        norms = (self.q_norm.weight, self.k_norm.weight, self.q_norm.eps) if own else ()
-        turn = *self.own_turn(nodes.cos, nodes.sin), kv, nodes.slots, *norms
-        if isinstance(self.qkv, nn.Linear) or self.wide_norm or self.gated:
+        gates, norms = None, (None, None, 0.0)
+        if self.q_norm is not None and not self.wide_norm:
+            norms = self.q_norm.weight, self.k_norm and self.k_norm.weight, self.q_norm.eps
+        turn = *self.own_turn(nodes.cos, nodes.sin), kv, nodes.slots, *norms, self.value_norm, self.shares
+        if isinstance(self.qkv, nn.Linear) or self.wide_norm or self.gated or self.keys_as_values:
             heads, gates = self.all_heads(x)
             q, arrived = kernels.rope_write_kv(heads, *turn)
         else:
@@ -148,11 +155,20 @@ class Attention(nn.Module):
         out = kernels.tree_attention(q, kv, *seen, *shape, nodes.segments, nodes.longest, nodes.chain)
         return self.output(out, gates, residual, self.multiplier)
 
-    def forward_train(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """The same attention over a whole sequence x [B, T, in], with gradients and without a cache."""
-        T = x.shape[1]
+    def forward_train(self, x: Tensor, cos: Tensor, sin: Tensor, shared: Tensor | None = None) -> Tensor:
+        """The same attention over a whole sequence x [B, T, in], with gradients and without a cache.
+
+        shared [B, T, 2 Hkv hd]: keys and values that several layers have. One writes them in place, the others read them.
+        """
+        B, T = x.shape[:2]
         heads, gates = self.all_heads(x)
-        q, k, v = self.turned(heads, cos, sin)
+        if self.shares:
+            q = apply_rope(self.q_norm(heads), *self.own_turn(cos, sin)).transpose(1, 2)
+            k, v = shared.view(B, T, 2, self.kv_heads, self.head_dim).permute(2, 0, 3, 1, 4)
+        else:
+            q, k, v = self.turned(heads, cos, sin)
+            if shared is not None and shared.numel():
+                shared.copy_(torch.stack((k, v)).detach().permute(1, 3, 0, 2, 4).flatten(2))
         mask = None
         if self.window or self.cap or self.sinks is not None:
             i = torch.arange(T, device=x.device)
@@ -200,7 +216,7 @@ class DeltaNet(nn.Module):
         read = kernels.delta_rule(rows, self.conv, self.A_log, self.dt_bias, layer, walk)
         return kernels.gated_norm(read, z, self.norm.weight, self.norm.eps)
 
-    def forward_train(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward_train(self, x: Tensor, cos: Tensor, sin: Tensor, _shared: Tensor | None = None) -> Tensor:
         """The same layer over a whole sequence x [B, T, H], from an empty memory. No gradients flow through it."""
         layer = next(iter(new_memory(self.sizes, 1, len(x), 0, 0, x.dtype, x.device).layers()))
         layer.keep.fill_(x.shape[1])
@@ -238,6 +254,7 @@ class Experts(SelfCounting):
         E, H, I = config.num_local_experts, config.hidden_size, config.intermediate_size
         bias, shared = config.expert_bias, config.shared_intermediate_size
         self.router = nn.Linear(H, E, bias=bias)
+        self.factors = nn.Parameter(torch.ones(E)) if config.dense_size else None  # of the experts' weights
         self.gate_up = nn.Parameter(torch.empty(E, 2 * I, H))
         self.down = nn.Parameter(torch.empty(E, H, I))
         self.gate_up_bias, self.down_bias = (nn.Parameter(torch.empty(E, n)) if bias else None for n in (2 * I, H))
@@ -249,18 +266,19 @@ class Experts(SelfCounting):
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x [M, H] -> expert weights [M, k] in x.dtype, expert ids [M, k]."""
-        return kernels.choose_experts(self.router(x), self.per_token, self.normalised)
+        weight, index = kernels.choose_experts(self.router(x), self.per_token, self.normalised)
+        return weight if self.factors is None else weight * self.factors[index], index
 
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """As `MLP.forward`."""
-        out, residual = self.mixture(x), add_shared(self, x, residual)
+    def forward(self, x: Tensor, residual: Tensor | None = None, routed: Tensor | None = None) -> Tensor:
+        """As `MLP.forward`. routed [..., H]: what the router reads, if it is not x."""
+        out, residual = self.mixture(x, x if routed is None else routed), add_shared(self, x, residual)
         return out if residual is None else residual + out
 
-    def mixture(self, x: Tensor) -> Tensor:
+    def mixture(self, x: Tensor, routed: Tensor) -> Tensor:
         """The weighted sum of the routed experts, [..., H] -> [..., H]."""
         shape = x.shape
         x = x.reshape(-1, shape[-1])
-        weight, index = self.route(x)
+        weight, index = self.route(routed.reshape(x.shape))
         # With few rows, read only the experts that the rows use.
         if index.numel() < self.router.out_features:
             up, down = (0 if b is None else b[index] for b in (self.gate_up_bias, self.down_bias))
@@ -301,10 +319,59 @@ def normed_by(norm: RMSNorm | None, x: Tensor) -> Tensor:
     return x if norm is None else norm(x)
 
 
+class Beside(nn.Module):
+    """Experts beside an MLP that every token uses (Gemma 4). Both have norms of their own, and so has the router."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        H, eps = config.hidden_size, config.rms_norm_eps
+        self.dense = MLP(H, config.dense_size, activation=config.activation)
+        self.experts = Experts(config)
+        self.router_norm, self.experts_norm = RMSNorm(H, eps), RMSNorm(H, eps)
+        self.dense_out, self.experts_out = RMSNorm(H, eps), RMSNorm(H, eps)
+
+    def forward(self, normed: Tensor, x: Tensor) -> Tensor:
+        """normed [B, T, H]: what the MLP reads, x: the residual state, which the others norm. -> [B, T, H]."""
+        mixed = self.experts(self.experts_norm(x), routed=self.router_norm(x))
+        return self.dense_out(self.dense(normed)) + self.experts_out(mixed)
+
+
+class TokenInputs(nn.Module):
+    """What the layers add of the token itself: an embedding for each layer, and a projection of the first embedding."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.size, L = config.token_inputs, config.num_hidden_layers
+        self.embed_tokens = nn.Embedding(config.vocab_size, L * self.size)
+        self.projection = nn.Linear(config.hidden_size, L * self.size, bias=False)
+        self.norm = RMSNorm(self.size, config.rms_norm_eps)
+
+    def forward(self, tokens: Tensor, x: Tensor) -> Tensor:
+        """tokens [B, T], their embeddings x [B, T, H] -> [B, T, L size]."""
+        projected = (self.projection(x) * x.shape[-1] ** -0.5).unflatten(-1, (-1, self.size))
+        return (self.norm(projected).flatten(-2) + self.embed_tokens(tokens) * self.size**0.5) * 2**-0.5
+
+
+class TokenGate(nn.Module):
+    """What one layer adds of its part of `TokenInputs`."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.gate = nn.Linear(config.hidden_size, config.token_inputs, bias=False)
+        self.projection = nn.Linear(config.token_inputs, config.hidden_size, bias=False)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.activation = kernels.GATES[config.activation]
+
+    def forward(self, x: Tensor, own: Tensor) -> Tensor:
+        """x [B, T, H], own [B, T, size] -> [B, T, H], with x added."""
+        gated = kernels.gate(torch.cat((self.gate(x), own), -1), self.activation)
+        return x + self.norm(self.projection(gated))
+
+
 class Block(nn.Module):
     """One decoder layer: x + attention(norm(x)), then x + mlp(norm(x)).
 
-    There may be norms behind attention and MLP, too, or only there.
+    There may be norms behind attention and MLP, too, or only there. Gemma 4 adds `TokenGate`, and scales what leaves.
     """
 
     def __init__(self, config: ModelConfig, layer: int = 0):
@@ -317,15 +384,20 @@ class Block(nn.Module):
         if layer in config.recurrent:
             self.attention = DeltaNet(config)
         else:
-            self.attention = Attention(config, config.windows[layer], rotation=config.rotation(layer))
+            self.attention = Attention(config, layer)
         self.attention_norm = norm("after", "both")  # of what attention adds
         self.post_norm = norm("before", "both")  # of what the MLP reads
         if config.num_local_experts:
-            self.mlp = Experts(config)
+            self.mlp = Beside(config) if config.dense_size else Experts(config)
         else:
             how = config.mlp_bias, config.residual_multiplier, config.activation
-            self.mlp = MLP(config.hidden_size, config.intermediate_size, *how)
+            wide = config.wide_shared and config.source(layer) != layer
+            self.mlp = MLP(config.hidden_size, config.intermediate_size * (1 + wide), *how)
         self.mlp_norm = norm("after", "both")  # of what the MLP adds
+        first = layer * config.token_inputs
+        self.own_inputs, self.shared = slice(first, first + config.token_inputs), config.shared_columns(layer)
+        self.token_gate = TokenGate(config) if config.token_inputs else None
+        self.factor = nn.Parameter(torch.ones(1)) if config.layer_scale else None
 
     def forward(self, x: Tensor, nodes: Nodes, kv: Tensor | Memory) -> Tensor:
         """x [B, T, H] -> [B, T, H] through this layer's cache kv [2, B, Hkv, S, hd], or what a recurrent one keeps."""
@@ -334,14 +406,27 @@ class Block(nn.Module):
             x = self.attention(normed, nodes, kv, x)
             return self.mlp(self.post_norm(x), x)
         x = x + self.attention_norm(self.attention(normed, nodes, kv))
-        return x + self.mlp_norm(self.mlp(normed_by(self.post_norm, x)))
+        normed = normed_by(self.post_norm, x)
+        x = x + self.mlp_norm(self.mlp(normed, x) if isinstance(self.mlp, Beside) else self.mlp(normed))
+        return self.leaving(x, nodes.token_inputs)
 
-    def forward_train(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """The same layer over a whole sequence, with gradients and without a cache."""
-        attended = self.attention.forward_train(normed_by(self.input_norm, x), cos, sin)
+    def leaving(self, x: Tensor, token_inputs: Tensor | None) -> Tensor:
+        """x [B, T, H] behind the MLP -> what leaves the layer. token_inputs [B, T, at least L size]: of all layers."""
+        if self.token_gate is not None:
+            x = self.token_gate(x, token_inputs[..., self.own_inputs])
+        return x if self.factor is None else x * self.factor
+
+    def forward_train(self, x: Tensor, cos: Tensor, sin: Tensor, carried: Tensor | None = None) -> Tensor:
+        """The same layer over a whole sequence, with gradients and without a cache. carried [B, T, config.carried]: what
+        goes from layer to layer beside x. No gradients flow through it."""
+        shared = None if carried is None else carried[..., self.shared]
+        attended = self.attention.forward_train(normed_by(self.input_norm, x), cos, sin, shared)
         x = x + self.attention.multiplier * normed_by(self.attention_norm, attended)
         normed = normed_by(self.post_norm, x)
-        return self.mlp(normed, x) if self.mlp_norm is None else x + self.mlp_norm(self.mlp(normed))
+        if self.mlp_norm is None:
+            return self.mlp(normed, x)
+        x = x + self.mlp_norm(self.mlp(normed, x) if isinstance(self.mlp, Beside) else self.mlp(normed))
+        return self.leaving(x, carried)
 
 
 class MtpLayer(nn.Module):
@@ -352,17 +437,17 @@ class MtpLayer(nn.Module):
         H, eps = config.hidden_size, config.rms_norm_eps
         self.embed_norm, self.feature_norm = RMSNorm(H, eps), RMSNorm(H, eps)
         self.fc = nn.Linear(2 * H, H, bias=False)  # of an embedding beside a feature
-        self.layer = Block(replace(config, num_hidden_layers=1, recurrent=(), windows=()))
+        self.layer = Block(config.plain_layer)
         self.norm = RMSNorm(H, eps)
 
 
 class RotaryTable(nn.Module):
     """cos and sin for positions 0..length-1, in float32 whatever the model's dtype, side by side for all rotations."""
 
-    def __init__(self, ropes: Sequence[RopeConfig], head_dim: int, length: int):
+    def __init__(self, ropes: Sequence[tuple[RopeConfig, int]], length: int):
+        """ropes: the rotations, each with the size of a head."""
         super().__init__()
         self.ropes = ropes
-        self.head_dim = head_dim
         self.length = length
         self.register_buffer("cos", torch.empty(0), persistent=False)
         self.register_buffer("sin", torch.empty(0), persistent=False)
@@ -372,14 +457,14 @@ class RotaryTable(nn.Module):
         self.length = length or self.length
         with torch.device("cpu"):
             positions, tables = torch.arange(self.length).float()[:, None], []
-            for rope in self.ropes:
-                inv, scale = rope.frequencies(self.head_dim, self.length)
+            for rope, head_dim in self.ropes:
+                inv, scale = rope.frequencies(head_dim, self.length)
                 tables.append((positions * inv, torch.where(inv > 0, scale, 1.0)))
             self.cos = torch.cat([angles.cos() * scale for angles, scale in tables], 1).to(device)
             self.sin = torch.cat([angles.sin() * scale for angles, scale in tables], 1).to(device)
 
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """positions int64 [...] -> cos, sin [..., rotations * hd / 2].
+        """positions int64 [...] -> cos, sin [..., hd / 2 of each rotation].
 
         A position past the table gets the table's last row. Only rows that never count have such positions.
         """
@@ -396,13 +481,17 @@ class Transformer(nn.Module):
         # How the weights are quantized, a text for reports such as "int4". None means float weights.
         self.quant: str | None = None
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.token_inputs = TokenInputs(config) if config.token_inputs else None
         self.layers = nn.ModuleList(Block(config, i) for i in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = None
         if not config.tie_word_embeddings:
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.mtp = MtpLayer(config) if config.mtp else None  # no part of a forward
-        self.rotary = RotaryTable(config.ropes, config.head_dim, config.max_positions)
+        self.rotary = RotaryTable(config.ropes, config.max_positions)
+        # the cache of each layer that has one, and its place there
+        places = {i: (kind, layers.index(i)) for kind, layers in enumerate(config.kv_layers.values()) for i in layers}
+        self.kv_places = {i: places[config.source(i)] for i in range(len(self.layers)) if i not in config.recurrent}
 
     @property
     def device(self) -> torch.device:
@@ -414,18 +503,19 @@ class Transformer(nn.Module):
         """The dtype of the activations."""
         return self.norm.weight.dtype
 
-    def new_cache(self, batch_size: int, slots: int, dtype: torch.dtype | None = None) -> Tensor:
-        """A zeroed KV cache [L, 2, B, Hkv, S, hd]. Its last slot takes every write past the end.
+    def new_cache(self, batch_size: int, slots: int, dtype: torch.dtype | None = None) -> tuple[Tensor, ...]:
+        """A zeroed KV cache [L, 2, B, Hkv, S, hd] for each size of heads. The last slot takes every write past the end.
 
         With dtype torch.int8 the rows are quantized and hd + 4 bytes long (`kernels.quantize_rows`). ValueError if
         head_dim is not a multiple of 4 then.
         """
-        c = self.config
-        if dtype == torch.int8 and c.head_dim % 4:
-            raise ValueError(f"--kv int8 needs a head_dim divisible by 4, not {c.head_dim}. Use --kv model.")
-        row = c.head_dim + kernels.KV_SCALE * (dtype == torch.int8)
-        shape = (c.kv_layers, 2, batch_size, c.num_key_value_heads, slots, row)
-        return zeros(shape, dtype or self.dtype, self.device)
+        caches, scale = [], kernels.KV_SCALE * (dtype == torch.int8)
+        for (kv_heads, head_dim), layers in self.config.kv_layers.items():
+            if dtype == torch.int8 and head_dim % 4:
+                raise ValueError(f"--kv int8 needs a head_dim divisible by 4, not {head_dim}. Use --kv model.")
+            shape = (len(layers), 2, batch_size, kv_heads, slots, head_dim + scale)
+            caches.append(zeros(shape, dtype or self.dtype, self.device))
+        return tuple(caches)
 
     def new_memory(self, batch_size: int, nodes: int = 1, depth: int = 0) -> Memory | None:
         """The empty memory of all recurrent layers, for trees of so many nodes, root included, and that depth. None for a
@@ -451,7 +541,7 @@ class Transformer(nn.Module):
         return nodes._replace(segments=segments, longest=slots, chain=chain, walk=walk)
 
     def forward(
-        self, tokens: Tensor, nodes: Nodes, kv_cache: Tensor, taps: tuple[int, ...] = (),
+        self, tokens: Tensor, nodes: Nodes, kv_cache: Sequence[Tensor], taps: tuple[int, ...] = (),
         layers: Callable | None = None, memory: Memory | None = None,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         """Forward on nodes, without a host sync. All shapes depend on B, T and S only.
@@ -459,7 +549,7 @@ class Transformer(nn.Module):
         Args:
             tokens: int64 [B, T].
             nodes: from `self.nodes`.
-            kv_cache: [L, 2, B, Hkv, S, hd], or with nodes.segments [L, 2, 1, Hkv, S, hd]. It is written at nodes.slots.
+            kv_cache: from `new_cache`, of one sequence with nodes.segments. It is written at nodes.slots.
             taps: layers whose *input* residual state to return (EAGLE-3), ascending. num_layers is after the last layer.
             layers: runs all layers instead of `run_layers`, with the same arguments but the last.
             memory: from `new_memory`. What the rows would add to it lies in `fresh` afterwards.
@@ -468,7 +558,10 @@ class Transformer(nn.Module):
             hidden_states [B, T, H] after the final norm, which the LM head and EAGLE-1 read, and the tapped states
             [B, T, len(taps) * H] or None.
         """
-        return (layers or Transformer.run_layers)(self, self.embed(tokens), nodes, kv_cache, taps, memory)
+        x = self.embed(tokens)
+        if self.token_inputs is not None:
+            nodes = nodes._replace(token_inputs=self.token_inputs(tokens, x))
+        return (layers or Transformer.run_layers)(self, x, nodes, kv_cache, taps, memory)
 
     def embed(self, tokens: Tensor) -> Tensor:
         """tokens [B, T] -> what the first layer reads, [B, T, H]."""
@@ -476,14 +569,15 @@ class Transformer(nn.Module):
         return x if self.config.embedding_multiplier == 1 else x * self.config.embedding_multiplier
 
     def run_layers(
-        self, x: Tensor, nodes: Nodes, kv_cache: Tensor, taps: tuple[int, ...], memory: Memory | None = None,
+        self, x: Tensor, nodes: Nodes, kv_cache: Sequence[Tensor], taps: tuple[int, ...], memory: Memory | None = None,
         block: Callable | None = None,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         """`forward` of the embeddings x [B, T, H]. block: runs a layer instead of its own `forward`."""
-        tapped, caches, memories = [], iter(kv_cache), memory.layers() if memory else iter(())
+        tapped, memories = [], memory.layers() if memory else iter(())
         for i, layer in enumerate(self.layers):
             tapped += [x] * taps.count(i)
-            own = next(memories if isinstance(layer.attention, DeltaNet) else caches)
+            kind, place = self.kv_places.get(i, (0, 0))
+            own = next(memories) if isinstance(layer.attention, DeltaNet) else kv_cache[kind][place]
             x = block(layer, x, nodes, own) if block else layer(x, nodes, own)
         tapped += [x] * taps.count(len(self.layers))
         return self.norm(x), torch.cat(tapped, -1) if tapped else None
@@ -511,20 +605,30 @@ class Transformer(nn.Module):
         logits = logits if self.config.logits_multiplier == 1 else logits * self.config.logits_multiplier
         return logits if cap == 0 else cap * torch.tanh(logits / cap)
 
+    def carry(self, tokens: Tensor, x: Tensor) -> Tensor:
+        """What goes from layer to layer beside x, the embeddings of tokens [B, T], as the first one takes it: [B, T,
+        config.carried]."""
+        carried = x.new_zeros(*tokens.shape, self.config.carried)
+        if self.token_inputs is not None:
+            own = self.token_inputs(tokens, x.detach())
+            carried[..., : own.shape[-1]] = own.detach()
+        return carried
+
     def forward_train(self, tokens: Tensor, taps: tuple[int, ...] = ()) -> tuple[Tensor, Tensor | None]:
         """tokens [B, T] -> hidden_states and tapped states as in `forward`, with gradients and without a cache."""
         cos, sin = self.rotary(torch.arange(tokens.shape[1], device=tokens.device)[None])
         x = self.embed(tokens)
+        carried = self.carry(tokens, x)
         tapped = []
         for i, block in enumerate(self.layers):
             tapped += [x] * taps.count(i)
-            x = block.forward_train(x, cos, sin)
+            x = block.forward_train(x, cos, sin, carried)
         tapped += [x] * taps.count(len(self.layers))
         return self.norm(x), torch.cat(tapped, -1) if tapped else None
 
     def weight_bytes(self, nodes: int = 1) -> float:
         """Bytes of weights that one forward of `nodes` rows reads, of the embedding table only the rows it looks up."""
-        row = self.config.hidden_size * self.dtype.itemsize
+        row = (self.config.hidden_size + self.config.token_inputs * len(self.layers)) * self.dtype.itemsize
         others = 0.0 if self.mtp is None else weight_bytes(self.mtp, nodes)
         return weight_bytes(self, nodes) - others + nodes * row
 
@@ -532,9 +636,9 @@ class Transformer(nn.Module):
         """Bytes of keys and values that one forward reads at `context` cached tokens."""
         c = self.config
         element_size = element_size or self.dtype.itemsize
-        row = 2 * c.num_key_value_heads * c.head_dim * element_size
-        windows = (window for i, window in enumerate(c.windows) if i not in c.recurrent)
-        return float(sum(min(context, window or context) for window in windows) * row)
+        layers = ((*c.heads_of(i), window) for i, window in enumerate(c.windows) if i not in c.recurrent)
+        values = sum(2 * kv_heads * head_dim * min(context, window or context) for kv_heads, head_dim, window in layers)
+        return float(values * element_size)
 
 
 def new_memory(

@@ -226,9 +226,9 @@ def _speed(engine: Engine, result: GenerationResult, bandwidth: float) -> Iterat
     if not result.steps:
         return
     model = engine.model
-    kv = engine.state.kv
+    kv, ((_, head_dim), *_) = engine.state.kv[0], model.config.kv_layers
     context = result.prompt_tokens + result.new_tokens // 2
-    cached = kv.shape[-1] * kv.element_size() / model.config.head_dim  # bytes per element of a key or value
+    cached = kv.shape[-1] * kv.element_size() / head_dim  # bytes per element of a key or value
     moved = result.steps * engine.batch_size * model.kv_bytes(context, cached)
     for drafter, steps in ((engine.drafter, len(result.drafted)), (engine.fallback, len(result.plain_steps))):
         if steps:

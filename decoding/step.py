@@ -126,7 +126,7 @@ class DecodeState:
 
     def buffers(self) -> list[Tensor]:
         """Every tensor of the state."""
-        held = *vars(self).values(), *vars(self.sampling).values(), *(self.memory or ())
+        held = *vars(self).values(), *self.kv, *vars(self.sampling).values(), *(self.memory or ())
         return list({id(t): t for t in held if isinstance(t, Tensor)}.values())
 
     def nbytes(self) -> int:
@@ -282,7 +282,8 @@ def _commit(
     """Move the accepted path's cache rows, append its tokens, apply stop ids and the limit, and fill a ring row."""
     count, finite, source, target = _write(accepted, usable, features.contiguous(), state.step_buffers())
     if accepted.path.shape[1] > 1:
-        kernels.commit_kv(state.kv, source, target)
+        for kv in state.kv:
+            kernels.commit_kv(kv, source, target)
     if state.memory is not None:
         commit_memory(state.memory, accepted.path, count, state.window)
     if mode.penalties:

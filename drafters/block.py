@@ -75,6 +75,7 @@ class BlockHead(nn.Module):
         self.layers = nn.ModuleList(
             ConvolvedBlock(geometry, i, config) if config.conv_taps else Block(geometry, i) for i in range(n)
         )
+        self.kv_places = {i: (0, i) for i in range(n)}  # as of a Transformer
         self.lm_head = nn.Linear(H, geometry.vocab_size, bias=False) if config.has_lm_head else None
         if config.markov:
             self.predecessor = nn.Embedding(config.target_vocab_size, config.rank)
@@ -83,7 +84,7 @@ class BlockHead(nn.Module):
         mixes = {"gated": (H + r, r, True), "rnn": (2 * r + H, 3 * r, True), "selector": (H, r, False)}
         self.mix = nn.Linear(*mixes[config.markov]) if config.markov in mixes else None
         self.register_buffer("draft_ids", draft_vocab)
-        self.rotary = RotaryTable([geometry.rope], geometry.head_dim, target.config.max_positions)
+        self.rotary = RotaryTable([(geometry.rope, geometry.head_dim)], target.config.max_positions)
         self.context: nn.Module | None = None  # the keys and values of all layers, see `finish`
         self.register_buffer("context_norms", torch.empty(n, 0), persistent=False)
         object.__setattr__(self, "target", target)  # the head does not own it, so it stays out of the state dict
@@ -137,7 +138,7 @@ class BlockHead(nn.Module):
         if self.config.embedding_scale != 1:
             x = x * self.config.embedding_scale
         own = Transformer.run_layers if self.config.conv_taps or layers is None else layers
-        normed, _ = own(self, x, nodes, cache, ())
+        normed, _ = own(self, x, nodes, (cache,), ())
         return normed if self.config.slot0 else normed[:, 1:]
 
     @torch.no_grad()

@@ -34,7 +34,7 @@ class DraftModelDrafter(TreeDrafter):
         return sum(self.model.weight_bytes(width) for width in (self.D + 1, *self.level_widths()))
 
     def _forward(self, fed: FedRows, cache: Tensor, parts: StepParts) -> Tensor:
-        return self.model(fed.tokens, fed.nodes, cache, layers=parts.layers)[0]
+        return self.model(fed.tokens, fed.nodes, (cache,), layers=parts.layers)[0]
 
     def predict(self, output: Tensor) -> Tensor:
         return self.model.logits(output)

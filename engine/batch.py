@@ -437,4 +437,4 @@ class Batch:
     def _step(self, request: Request, *part: Any) -> None:
         position = request.take(*part)
         if position is not None:
-            self._end(request, not_finite(self.engine.model.dtype, self.engine.state.kv.dtype, position))
+            self._end(request, not_finite(self.engine.model.dtype, self.engine.state.kv[0].dtype, position))

@@ -50,13 +50,13 @@ def fused_parts() -> StepParts:
         return _run(x, None, found, nodes, kv[None])[0]
 
     def layers(
-        model: Transformer, x: Tensor, nodes: records.Nodes, kv: Tensor, taps: tuple[int, ...],
+        model: Transformer, x: Tensor, nodes: records.Nodes, kv: Sequence[Tensor], taps: tuple[int, ...],
         memory: records.Memory | None = None,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         found = stacked(model, model.layers, norm=model.norm.weight)
-        if found is None or kv.dtype not in kernels.CPU_DTYPES:
+        if found is None or kv[0].dtype not in kernels.CPU_DTYPES:
             return model.run_layers(x, nodes, kv, taps, memory, block)
-        normed, tapped = _run(x, None, found, nodes, kv, taps)
+        normed, tapped = _run(x, None, found, nodes, kv[0], taps)
         return normed, tapped if taps else None
 
     def draft_layer(head: EagleHead, residual: Tensor, joined: Tensor, nodes: records.Nodes, kv: Tensor) -> Tensor:
@@ -111,9 +111,9 @@ def stack(layers: Sequence[nn.Module], norm: Tensor | None = None, input_norm: b
     if None in weights:
         return None
     attentions, norm_of_first = [layer.attention for layer in layers], layers[0].post_norm or layers[0].attention_norm
-    windows, rotations = [a.window for a in attentions], [a.rotation for a in attentions]
+    windows, angles = [a.window for a in attentions], [a.first_angle for a in attentions]
     numbers = layers[0].mlp.gate, norm_of_first.eps, attentions[0].scale, attentions[0].cap
-    return torch.ops.eaglet_cpu.stack_layers.default(records.flat(weights), norm, windows, rotations, *numbers)
+    return torch.ops.eaglet_cpu.stack_layers.default(records.flat(weights), norm, windows, angles, *numbers)
 
 
 def layer_problem(layer: nn.Module) -> str:
@@ -128,6 +128,7 @@ def layer_problem(layer: nn.Module) -> str:
         "norms over all heads": attention.wide_norm,
         "a multiplied residual": attention.multiplier != 1,
         "attention sinks": attention.sinks is not None,
+        "normed values": attention.value_norm,
     }
     if found := [what for what, lacks in lacking.items() if lacks]:
         return found[0]

@@ -64,9 +64,10 @@ class Pool:
 
     def _move(self, row: int, to: int) -> None:
         """Move what a row holds. Places that the old and the new span share are read before they are written."""
-        kv, (first, size) = self.state.kv, self.state.spans[row]
+        first, size = self.state.spans[row]
         self.state.spans[row] = (to, size)
         parts = range(0, size if to != first else 0, PART)
         for at in parts if to < first else reversed(parts):
             count = min(PART, size - at)
-            kv.narrow(-2, to + at, count).copy_(kv.narrow(-2, first + at, count).clone())
+            for kv in self.state.kv:
+                kv.narrow(-2, to + at, count).copy_(kv.narrow(-2, first + at, count).clone())

@@ -138,7 +138,7 @@ class Prefill:
         state.features[row, 0] = features[0, take - 1]
         logits = self.model.logits(hidden_states[:, take - 1 : take])
         if not bool(sampling.finite(logits).all()):
-            raise not_finite(self.model.dtype, self.state.kv.dtype, P - 1)
+            raise not_finite(self.model.dtype, self.state.kv[0].dtype, P - 1)
         if not mode.sample:
             return logits, None
         before = torch.tensor([P - 1], device=device)

@@ -75,7 +75,7 @@ class Saved(Text):
 
 def cache_rows(state: DecodeState, drafter: Drafter, row: int, length: int, drafted: int) -> Iterator[Tensor]:
     """The live part of every cache of a row, [..., tokens, width]: the target's first, then the drafter's."""
-    yield state.kv.narrow(-2, state.spans[row][0], length)
+    yield from (kv.narrow(-2, state.spans[row][0], length) for kv in state.kv)
     for drafts in drafter.caches:
         yield drafts.narrow(-4, row, 1).narrow(-2, 0, drafted)
 

@@ -196,7 +196,7 @@ class Stepper:
     def fill(self) -> None:
         """Fill the caches with random numbers: a prompt would need kernels of its own to be compiled."""
         state = self.state
-        for buffer in (state.kv, state.features, state.history, *self.drafter.caches):
+        for buffer in (*state.kv, state.features, state.history, *self.drafter.caches):
             if buffer.is_floating_point():
                 buffer.normal_()
             else:  # int8 keys and values with their scales

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -37,6 +37,14 @@ OWN_WIDTH = "moe_intermediate_size"  # of experts, where the MLP of layers witho
 GEMMA = {"num_key_value_heads": 4, "head_dim": 256, "tie_word_embeddings": True, "sliding_window": 4096}
 GEMMA |= {"query_pre_attn_scalar": 256, "attn_logit_softcapping": 0.0, "final_logit_softcapping": 0.0}
 GEMMA_FACTS = {"norms": "both", "norm_offset": 1.0, "activation": "gelu_tanh"}
+GEMMA4 = {"num_key_value_heads": 4, "head_dim": 256, "tie_word_embeddings": True, "sliding_window": 512}
+GEMMA4 |= {"final_logit_softcapping": 0.0, "sliding_window_pattern": 6, "global_head_dim": 512}
+GEMMA4["rope_parameters"] = {
+    "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+}
+GEMMA4_FACTS = {"norms": "both", "activation": "gelu_tanh", "qk_norm": True, "value_norm": True, "layer_scale": True}
+GEMMA4_FACTS |= {"attention_multiplier": 1.0}
 OLMO_FACTS = {"norms": "after", "qk_norm": True, "wide_qk_norm": True}
 # Models of which most layers are recurrent: by default all but every fourth one.
 QWEN_NEXT = {"num_key_value_heads": 2, "head_dim": 256, "partial_rotary_factor": 0.25, "full_attention_interval": 4}
@@ -74,6 +82,10 @@ FAMILIES: dict[str, Family] = {
         GEMMA_FACTS | {"qk_norm": True},
         windows="pattern",
         window_rope=True,
+    ),
+    "gemma4_text": Family(GEMMA4 | {"token_inputs": 256}, GEMMA4_FACTS, windows="pattern", window_rope=True),
+    "gemma4_unified_text": Family(
+        GEMMA4 | {"sliding_window": 1024, "token_inputs": 0}, GEMMA4_FACTS, windows="pattern", window_rope=True
     ),
     "glm4": Family(
         {"num_key_value_heads": 2, "head_dim": 128, "rms_norm_eps": 1.5625e-7, "partial_rotary_factor": 0.5}
@@ -162,13 +174,13 @@ REFUSED = dict.fromkeys(
 )
 REFUSED |= dict.fromkeys("deepseek_v2 deepseek_v3 kimi_k2 minicpm3".split(), "its latent attention is not implemented")
 REFUSED |= dict.fromkeys(
-    "gemma3 gemma3n gemma4 llama4 mistral3 qwen2_vl qwen2_5_vl qwen3_vl".split(),
+    "gemma3 gemma3n llama4 mistral3 qwen2_vl qwen2_5_vl qwen3_vl".split(),
     "it reads images, too, and only folders with a text model alone are read",
 )
 # Models that also see, of which the text part is read, and the `model_type` of that part.
-WITH_IMAGES = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
+WITH_IMAGES = {name: f"{name}_text" for name in ("gemma4", "gemma4_unified", "qwen3_5", "qwen3_5_moe")}
 SHARED_KEYS = "tie_word_embeddings dtype torch_dtype bos_token_id eos_token_id".split()  # may stand beside text_config
-ROPE_TYPES = ("default", "linear", "llama3", "yarn", "dynamic", "longrope")
+ROPE_TYPES = ("default", "linear", "llama3", "yarn", "dynamic", "longrope", "proportional")
 # What `hidden_act` or `hidden_activation` may say, by the activation that it stands for.
 ACTIVATIONS = {"silu": ("silu", "swish"), "gelu_tanh": ("gelu_pytorch_tanh", "gelu_new"), "swiglu_clamped": ("silu",)}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
@@ -197,17 +209,22 @@ class RopeConfig:
     short_factor: tuple[float, ...] = ()  # of longrope, for contexts up to the original length, and for longer ones
     long_factor: tuple[float, ...] = ()
 
+    def rotated(self, head_dim: int) -> int:
+        """How many dimensions of a head turn in pairs. With `proportional` all do, most of them by an angle of 0."""
+        return head_dim if self.kind == "proportional" else int(head_dim * self.partial)
+
     def frequencies(self, head_dim: int, length: int = 0) -> tuple[Tensor, float]:
         """Inverse frequencies [head_dim / 2] in float32, and the factor for cos and sin, as transformers computes them.
 
         Dimensions that are not rotated have the frequency 0. length: of the context, which longrope depends on.
         `dynamic` scaling gets the unscaled frequencies: `ModelConfig.max_positions` ends where its scaling would begin.
         """
-        rotated, scale = int(head_dim * self.partial), 1.0
-        inv = 1.0 / self.theta ** (torch.arange(0, rotated, 2, dtype=torch.int64).float() / rotated)
+        rotated, scale = self.rotated(head_dim), 1.0
+        turning = torch.arange(0, int(head_dim * self.partial), 2, dtype=torch.int64)
+        inv = 1.0 / self.theta ** (turning.float() / rotated)
         if self.kind == "none":
             inv = torch.zeros_like(inv)
-        elif self.kind == "linear":
+        elif self.kind in ("linear", "proportional"):
             inv = inv / self.factor
         elif self.kind == "llama3":
             inv = self._llama3(inv)
@@ -312,6 +329,16 @@ class ModelConfig:
     delta: DeltaConfig | None = None
     recurrent: tuple[int, ...] = ()  # the layers that are recurrent, in place of attention
     mtp: bool = False  # whether a layer that predicts one more token is read (MTP)
+    # key heads and head_dim of the layers without a window, where those of the others differ
+    full_heads: tuple[int, int] | None = None
+    keys_as_values: bool = False  # whether the layers without a window have their keys, before the norm, as values
+    value_norm: bool = False  # whether values are normed, without weights
+    # so many layers, the last ones, read the keys and values of the last layer of their kind before them
+    shared_layers: int = 0
+    wide_shared: bool = False  # whether the MLPs of these layers are twice as wide
+    token_inputs: int = 0  # size of the embedding of its own that each layer has of a token
+    layer_scale: bool = False  # whether what leaves a layer is multiplied by a number
+    dense_size: int = 0  # of an MLP beside the experts, with norms of its own; 0: there is none
     output_gate: bool = False  # whether what attention gives is multiplied by a gate for each query
     sinks: bool = False  # whether each head has the score of one more key, without a value
     attention_cap: float = 0.0  # scores s become cap * tanh(s / cap); 0: they stay as they are
@@ -328,35 +355,81 @@ class ModelConfig:
     def __post_init__(self) -> None:
         if not self.windows:
             object.__setattr__(self, "windows", (0,) * self.num_hidden_layers)
-        heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
-        if heads % kv_heads:
-            raise ValueError(
-                f"config.json: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}."
-            )
-        if self.head_dim % 2:
-            raise ValueError(f"config.json: head_dim is {self.head_dim}, but RoPE needs an even size.")
-        if (rotated := int(self.head_dim * self.rope.partial)) % 2 or not rotated:
-            dimensions = f"{rotated} of a head's {self.head_dim} dimensions"
+        heads, sizes = self.num_attention_heads, (self.num_key_value_heads, self.head_dim)
+        for kv_heads, head_dim in {sizes, self.full_heads or sizes}:
+            if heads % kv_heads:
+                raise ValueError(
+                    f"config.json: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}."
+                )
+            if head_dim % 2:
+                raise ValueError(f"config.json: head_dim is {head_dim}, but RoPE needs an even size.")
+        rotated = int((self.full_heads or sizes)[1] * self.rope.partial)
+        if rotated % 2 or not rotated:
+            dimensions = f"{rotated} of a head's {(self.full_heads or sizes)[1]} dimensions"
             raise ValueError(f"config.json: partial_rotary_factor rotates {dimensions}.")
         sizes = {len(self.rope.short_factor), len(self.rope.long_factor)}
         if self.rope.kind == "longrope" and sizes != {rotated // 2}:
             raise ValueError(f"config.json: short_factor and long_factor need {rotated // 2} numbers each.")
 
     @property
-    def ropes(self) -> tuple[RopeConfig, ...]:
-        """The different rotations of the layers."""
-        return self.rope, *filter(None, (self.window_rope, RopeConfig(kind="none") if self.unrotated else None))
+    def ropes(self) -> tuple[tuple[RopeConfig, int], ...]:
+        """The different rotations of the layers, each with the size of a head."""
+        others = self.window_rope, RopeConfig(kind="none") if self.unrotated else None
+        full = self.full_heads[1] if self.full_heads else self.head_dim
+        return (self.rope, full), *((rope, self.head_dim) for rope in others if rope is not None)
 
-    def rotation(self, layer: int) -> int:
-        """The place of a layer's rotation in `ropes`."""
+    def first_angle(self, layer: int) -> int:
+        """The column of a layer's rotation, where the angles of all rotations stand side by side."""
+        which = int(self.window_rope is not None and self.windows[layer] > 0)
         if layer in self.unrotated:
-            return len(self.ropes) - 1
-        return int(self.window_rope is not None and self.windows[layer] > 0)
+            which = len(self.ropes) - 1
+        return sum(head_dim // 2 for _, head_dim in self.ropes[:which])
+
+    def heads_of(self, layer: int) -> tuple[int, int]:
+        """The number of key heads of a layer, and the size of a head."""
+        full = self.full_heads if not self.windows[layer] else None
+        return full or (self.num_key_value_heads, self.head_dim)
+
+    def source(self, layer: int) -> int:
+        """The layer whose keys and values a layer reads: itself, or one that shares them."""
+        own = self.num_hidden_layers - self.shared_layers
+        kinds = [not window for window in self.windows]
+        return layer if layer < own else own - 1 - kinds[:own][::-1].index(kinds[layer])
 
     @property
-    def kv_layers(self) -> int:
-        """How many layers have keys and values."""
-        return self.num_hidden_layers - len(self.recurrent)
+    def kv_layers(self) -> dict[tuple[int, int], list[int]]:
+        """The layers with keys and values of their own, by `heads_of`. The layers of a kind have one cache."""
+        kinds: dict[tuple[int, int], list[int]] = {}
+        for layer in range(self.num_hidden_layers - self.shared_layers):
+            if layer not in self.recurrent:
+                kinds.setdefault(self.heads_of(layer), []).append(layer)
+        return kinds
+
+    @property
+    def carried(self) -> int:
+        """How many values of a token later layers need beside the residual state, where a whole text is run without a
+        cache: its `token_inputs`, and keys and values that are shared."""
+        return max((self.shared_columns(i).stop for i in range(self.num_hidden_layers)), default=0)
+
+    def shared_columns(self, layer: int) -> slice:
+        """Where the keys and values that a layer shares lie among `carried`. Empty where it shares none."""
+        first = self.num_hidden_layers * self.token_inputs
+        layers = range(self.num_hidden_layers)
+        for source in sorted({self.source(i) for i in layers if self.source(i) != i}):
+            size = 2 * math.prod(self.heads_of(source))
+            if source == self.source(layer):
+                return slice(first, first + size)
+            first += size
+        return slice(first, first)
+
+    @property
+    def plain_layer(self) -> ModelConfig:
+        """The geometry of one layer of these sizes, without what only some layers of some models have."""
+        others = dict(
+            recurrent=(), windows=(), delta=None, mtp=False, full_heads=None, value_norm=False, shared_layers=0
+        )
+        others |= dict(keys_as_values=False, token_inputs=0, layer_scale=False, window_rope=None, unrotated=())
+        return replace(self, num_hidden_layers=1, **others)
 
     @property
     def max_positions(self) -> int:
@@ -392,6 +465,12 @@ class ModelConfig:
         windows, recurrent = _read_windows(read, family, layers), _read_recurrent(read, family, layers)
         rope, window_rope = _read_ropes(read, family, positions)
         facts = _read_biases(read, family) | _read_numbers(read, defaults, hidden) | _read_experts(read, defaults)
+        width = read.integer(family.width)
+        if "global_head_dim" in defaults:
+            windows = (*windows[:-1], 0)  # the last layer sees everything, whatever layer_types says
+            facts |= _read_kinds(read, defaults, windows)
+            facts |= {"dense_size": width} if facts.get("num_local_experts") else {}
+            width = read.integer(OWN_WIDTH) if facts.get("num_local_experts") else width
         if "no_rope_layer_interval" in defaults:
             facts["unrotated"] = _read_unrotated(read, layers)
         if family.full_unrotated and any(windows):
@@ -401,7 +480,7 @@ class ModelConfig:
         geometry = dict(
             model_type=name,
             hidden_size=hidden,
-            intermediate_size=read.integer(family.width),
+            intermediate_size=width,
             num_hidden_layers=layers,
             num_attention_heads=heads,
             num_key_value_heads=read.integer("num_key_value_heads", defaults.get("num_key_value_heads", heads)),
@@ -447,7 +526,7 @@ def _refuse_unknown_architecture(read: ConfigReader, family: Family) -> None:
             read.number(key, value, value, value)
     read.number("pretraining_tp", 1, 1, 1)
     read.integer("decoder_sparse_step", 1, 1, 1)
-    if read.boolean("use_bidirectional_attention", False):
+    if read.config.get("use_bidirectional_attention") not in (None, False, "vision"):  # of images, which are not read
         raise read.error("use_bidirectional_attention is not implemented: such a model embeds texts.")
     if read.config.get("mlp_only_layers"):
         raise read.error("mlp_only_layers names layers without experts, which are not implemented.")
@@ -474,10 +553,50 @@ def _read_numbers(read: ConfigReader, defaults: dict[str, Any], hidden: int) -> 
         found = {name: number(name) for name in names} | {"logits_multiplier": 1 / number("logits_scaling")}
     if "query_pre_attn_scalar" in defaults:
         found["attention_multiplier"] = number("query_pre_attn_scalar") ** -0.5
+    if "final_logit_softcapping" in defaults:
         found["embedding_multiplier"] = hidden**0.5
-        for name, key in {"attention_cap": "attn_logit_softcapping", "logits_cap": "final_logit_softcapping"}.items():
+    for name, key in {"attention_cap": "attn_logit_softcapping", "logits_cap": "final_logit_softcapping"}.items():
+        if key in defaults:
             absent = key in read.config and read.config[key] is None
             found[name] = 0.0 if absent else number(key, 0.0)
+    return found
+
+
+def _read_kinds(read: ConfigReader, defaults: dict[str, Any], windows: tuple[int, ...]) -> dict[str, Any]:
+    """What layers with a window and without one have of their own (Gemma 4)."""
+    found: dict[str, Any] = {"keys_as_values": read.boolean("attention_k_eq_v", False)}
+    base = read.integer("num_key_value_heads", defaults["num_key_value_heads"])
+    each, key = read.config.get("per_layer_config"), "num_global_key_value_heads"
+    if each is None:
+        full = {"head_dim": read.integer("global_head_dim", defaults["global_head_dim"])}
+        full["num_key_value_heads"] = read.integer(key, base) if found["keys_as_values"] else base
+        each = {str(i): full for i, window in enumerate(windows) if not window}
+    own = {"num_key_value_heads": base, "head_dim": read.integer("head_dim", defaults["head_dim"])}
+    if not isinstance(each, dict) or not all(isinstance(value, dict) for value in each.values()):
+        raise read.error("per_layer_config must hold an object for each layer that differs.")
+    sizes = [own | each.get(str(i), {}) for i in range(len(windows))]
+    for i, one in enumerate(sizes):
+        if one.keys() != own.keys() or one != (sizes[-1] if not windows[i] else own):
+            raise read.error(
+                f"per_layer_config of layer {i}: only other heads of the layers without a window are read."
+            )
+    full = ConfigReader(sizes[-1], read.where)
+    found["full_heads"] = full.integer("num_key_value_heads"), full.integer("head_dim")
+    found["shared_layers"] = shared = read.integer("num_kv_shared_layers", 0, 0, len(windows) - 1)
+    kinds = [not window for window in windows]
+    if set(kinds[: len(kinds) - shared]) != set(kinds):
+        raise read.error(f"num_kv_shared_layers is {shared}, but no layer before them has keys of each kind.")
+    found["wide_shared"] = read.boolean("use_double_wide_mlp", False)
+    if defaults["token_inputs"]:
+        found["token_inputs"] = read.integer("hidden_size_per_layer_input", defaults["token_inputs"], 0)
+    vocab = read.integer("vocab_size", high=10_000_000)
+    if found.get("token_inputs"):
+        read.integer("vocab_size_per_layer_input", vocab, vocab, vocab)
+    if defaults["token_inputs"] and read.boolean("enable_moe_block", False):
+        found |= {
+            "num_local_experts": read.integer("num_experts"),
+            "num_experts_per_tok": read.integer("top_k_experts"),
+        }
     return found
 
 
@@ -503,7 +622,7 @@ def _read_ropes(outer: ConfigReader, family: Family, max_positions: int) -> tupl
     transformers 4 spells them `rope_theta`, `rope_scaling` and `rope_local_base_freq`, and 5 `rope_parameters`.
     """
     config = outer.config
-    scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    scaling = config.get("rope_parameters") or config.get("rope_scaling") or family.defaults.get("rope_parameters", {})
     if not isinstance(scaling, dict):
         raise outer.error(f"rope_scaling / rope_parameters must be an object, found {scaling!r}.")
     if not family.window_rope:
@@ -535,6 +654,8 @@ def _read_rope(outer: ConfigReader, family: Family, scaling: dict[str, Any], max
     found: dict[str, Any] = {"theta": theta, "kind": kind, "partial": partial}
     if kind == "default":
         return RopeConfig(**found)
+    if kind == "proportional":
+        return RopeConfig(**found, factor=read.number("factor", 1.0, 1e-6, 1e6))
     if merged.get("attention_factor") is not None:
         found["attention_factor"] = read.number("attention_factor", None, 0.0, 1e6)
     if kind == "longrope":

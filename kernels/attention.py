@@ -204,8 +204,9 @@ def _attend_tail(
     Key i of the tail is position limit + i, whichever slot holds it: history, or the i-th visible row of the
     region. So verification, plain decoding and prompts reduce the same operands in the same places. Every query
     gathers only rows that it sees. Others are loaded as zero. A tail has at most 32 keys where rows see their own path
-    alone, so that there is one step.
+    alone, so that there is one step, or two of 16 where heads are wide.
     """
+    KEYS: tl.constexpr = 32 if HDP <= 256 else 16  # of a step, as many as registers allow
     base = own * (HD + 4 * INT8)
     values = kv + base + v_offset
     d = tl.arange(0, HDP)
@@ -218,12 +219,12 @@ def _attend_tail(
     top = tl.full((RT,), float("-inf"), tl.float32)
     total = tl.zeros((RT,), tl.float32)
     acc = tl.zeros((RT, HDP), tl.float32)
-    for step in range(tl.cdiv(tl.max(tl.where(ok, n - limit + count, 0), 0), 32)):
-        j = limit[:, None] + step * 32 + tl.arange(0, 32)[None, :]
+    for step in range(tl.cdiv(tl.max(tl.where(ok, n - limit + count, 0), 0), KEYS)):
+        j = limit[:, None] + step * KEYS + tl.arange(0, KEYS)[None, :]
         nth = j - n
         slot = tl.minimum(j, trash)
         if not CHAIN:  # The slots of the visible rows are in the order of their positions.
-            row = tl.zeros((RT, 32), tl.int32)
+            row = tl.zeros((RT, KEYS), tl.int32)
             before = tl.zeros((RT,), tl.int32)
             for first in range(0, R, RP):
                 r, seen = _seen_rows(visible, b, t, ok, first, T, R, RP)
@@ -381,11 +382,17 @@ def attention_tiles(dim: int, int8: bool, chain: bool, window: int) -> dict:
     sums in another order, so verification would differ from plain decoding.
     """
     wide = dim > 128
-    tiles = dict(BM=32, BK=64 >> (int8 + wide), RT=1 if wide else 2)
-    # A prompt with a window has no registers left for a second stage. Without a number, ptxas would rather spill than
+    tiles = dict(BM=32, BK=64 >> (int8 + wide), RT=1 if wide else 2) if dim <= 256 else dict(BM=16, BK=16, RT=1)
+    # A prompt with a window, or with wide heads, has no registers left for a second stage. Without a number, ptxas would rather spill than
     # use more than 128 or 168 of them.
-    options = dict(num_stages=1 if chain and window > 0 else 2, maxnreg=255)
+    options = dict(num_stages=1 if chain and (window > 0 or dim > 256) else 2, maxnreg=255)
     return tiles | dict(num_warps=8 if wide else 4, **options, **EXACT)
+
+
+def merged_rows(dim: int, height: int, rows: int) -> dict[str, int]:
+    """How many rows of a tile a program merges, and how many partial sums of them it loads at a time. height: BM."""
+    merged = min(height, max(4, triton.next_power_of_2(rows)))
+    return dict(RM=merged, FLIGHT=min(16, (96 if dim <= 256 else 48) // merged))
 
 
 def _tree_attention_triton(
@@ -401,7 +408,6 @@ def _tree_attention_triton(
     octave = min((longest // 2048 + 1).bit_length() - 1, 4)
     splits = 1 if chain else 16 * octave + triton.cdiv(longest - 2048 * (2**octave - 1), 128 << octave)
     tiles = attention_tiles(dim, int8, chain, window)
-    merged = min(tiles["BM"], max(4, triton.next_power_of_2(rows)))
     tails = min(triton.cdiv(rows, tiles["RT"]), tiles["BM"] // tiles["RT"])
     grid = batch * kv_heads, triton.cdiv(rows, tiles["BM"]), tails + splits
     acc = q.new_empty(batch * kv_heads, splits + 1, rows, dim, dtype=torch.float32)
@@ -415,8 +421,8 @@ def _tree_attention_triton(
         positions.contiguous(), acc, ml, arrived, out, out if sinks is None else sinks, kv.stride(0), S, T, R, rows,
         splits + 1, scale, HKV=kv_heads, HD=dim, HDP=max(16, triton.next_power_of_2(dim)),
         RP=1 if chain else min(64, triton.next_power_of_2(R)), WINDOW=max(window, 0), CHAIN=chain,
-        RM=merged, FLIGHT=min(16, 96 // merged), INT8=int8, CAP=cap, SINKS=sinks is not None, NATIVE=native(q.dtype),
-        POOLED=segments is not None, **tiles,
+        INT8=int8, CAP=cap, SINKS=sinks is not None, NATIVE=native(q.dtype), POOLED=segments is not None, **tiles,
+        **merged_rows(dim, tiles["BM"], rows),
     )  # fmt: skip
     return out
 

@@ -951,7 +951,7 @@ void store_row(const Cache& cache, const float* x, char* row) {
 
 // qkv [B,T,heads,hd] -> rotated q [B,T,Hq,hd]. Rotated keys and plain values go to their slots. norms: of q, k and (none) v.
 void rotate_and_write(const Nodes& n, const float* qkv, const float* const norms[3], float* q) {
-  const int64_t half = n.hd / 2, all = n.heads + 2 * n.kv_heads, rows = n.B * n.T;
+  const int64_t half = n.hd / 2, all = n.heads + (n.shares ? 0 : 2 * n.kv_heads), rows = n.B * n.T;
   parallel_for(0, rows, std::max<int64_t>(1, 32768 / (all * n.hd)), [&](int64_t first, int64_t last) {
     std::vector<float> normed(n.hd), turned(n.hd);
     for (int64_t row = first; row < last; ++row) {
@@ -960,13 +960,13 @@ void rotate_and_write(const Nodes& n, const float* qkv, const float* const norms
         const int64_t which = h < n.heads ? 0 : h < n.heads + n.kv_heads ? 1 : 2;  // q, k or v
         const int64_t at = (row / n.T * n.cache.apart + (h - n.heads) % n.kv_heads) * n.S + n.slots[row];
         char* const place = n.cache.at + (which == 2) * n.cache.values + at * n.cache.row;
-        if (which == 2) {
-          store_row(n.cache, x, place);
-          continue;
-        }
         if (norms[which]) {
           norm_row(x, norms[which], n.hd, n.eps, normed.data());
           x = normed.data();
+        }
+        if (which == 2) {
+          store_row(n.cache, x, place);
+          continue;
         }
         float* const to = which == 0 ? q + (row * n.heads + h) * n.hd : turned.data();
         for (int64_t i = 0; i < half; i += 8) {
@@ -1418,10 +1418,13 @@ void place(Nodes& n, const Tensor& cos, const Tensor& sin, const Tensor& slots, 
 }
 
 Tensor rope_write_kv(const Tensor& qkv, const Tensor& cos, const Tensor& sin, Tensor kv, const Tensor& slots,
-                     const std::optional<Tensor>& q_weight, const std::optional<Tensor>& k_weight, double eps) {
-  Nodes n = nodes_of(qkv.size(0), qkv.size(1), qkv.size(2) - 2 * kv.size(2), kv);
+                     const std::optional<Tensor>& q_weight, const std::optional<Tensor>& k_weight, double eps,
+                     bool value_norm, bool shares) {
+  Nodes n = nodes_of(qkv.size(0), qkv.size(1), qkv.size(2) - (shares ? 0 : 2 * kv.size(2)), kv);
   place(n, cos, sin, slots, eps);
-  const float* const norms[3] = {floats(q_weight), floats(k_weight), nullptr};
+  n.shares = shares;
+  const std::vector<float> ones(n.hd, 1.0f);  // the weights of the norm of values
+  const float* const norms[3] = {floats(q_weight), floats(k_weight), value_norm ? ones.data() : nullptr};
   Tensor q = torch::stable::new_empty(qkv, {n.B, n.T, n.heads, n.hd});
   rotate_and_write(n, floats(qkv), norms, floats(q));
   return q;
@@ -1501,18 +1504,18 @@ struct Stack {
   std::vector<Tensor> weights;
   std::vector<Layer> layers;
   std::optional<Tensor> norm;                // after the last layer
-  std::vector<int64_t> windows, rotations;  // of each layer; no window is 0
+  std::vector<int64_t> windows, angles;  // of each layer: its window or 0, and the column of its angles
   float eps, scale;
   int64_t widest = 0;
 };
 
 Tensor stack_layers(std::vector<Tensor> weights, std::optional<Tensor> norm, std::vector<int64_t> windows,
-                    std::vector<int64_t> rotations, int64_t gate, double eps, double scale, double cap) {
+                    std::vector<int64_t> angles, int64_t gate, double eps, double scale, double cap) {
   auto stack = std::make_unique<Stack>();
   stack->weights = std::move(weights);
   stack->norm = std::move(norm);
   stack->windows = std::move(windows);
-  stack->rotations = std::move(rotations);
+  stack->angles = std::move(angles);
   stack->eps = (float)eps;
   stack->scale = (float)scale;
   constexpr size_t TENSORS = tensors::LayerWeights::TENSORS;
@@ -1553,8 +1556,8 @@ std::tuple<Tensor, Tensor> layers(const Tensor& x, const std::optional<Tensor>& 
     if (i == L) break;
     show(n, shared.start, stack.windows[i] ? shared.visible_window : shared.visible, shared.positions, stack.windows[i]);
     n.cache = cache.layer(i);
-    n.cos = floats(shared.cos) + stack.rotations[i] * (hd / 2);
-    n.sin = floats(shared.sin) + stack.rotations[i] * (hd / 2);
+    n.cos = floats(shared.cos) + stack.angles[i];
+    n.sin = floats(shared.sin) + stack.angles[i];
     float* to = outputs[(L - 1 - i) % 2];
     all[i].write(n, rows, round, buffer);
     all[i].finish(n, residual ? floats(residual) : rows, stack.scale, round, buffer, to);
@@ -1575,10 +1578,10 @@ STABLE_TORCH_LIBRARY_FRAGMENT(eaglet_cpu, m) {
   m.def("rows(Tensor ids, Tensor codes, Tensor? scales, Tensor? mins) -> Tensor");
   m.def("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor");
   m.def("rope_write_kv(Tensor qkv, Tensor cos, Tensor sin, Tensor(a!) kv, Tensor slots, Tensor? q_weight, "
-        "Tensor? k_weight, float eps) -> Tensor");
+        "Tensor? k_weight, float eps, bool value_norm, bool shares) -> Tensor");
   m.def("tree_attention(Tensor q, Tensor kv, Tensor start, Tensor visible, Tensor positions, int window, float scale, float cap, "
         "Tensor? sinks, Tensor? segments) -> Tensor");
-  m.def("stack_layers(Tensor[] weights, Tensor? norm, int[] windows, int[] rotations, int gate, float eps, float scale, "
+  m.def("stack_layers(Tensor[] weights, Tensor? norm, int[] windows, int[] angles, int gate, float eps, float scale, "
         "float cap) -> Tensor");
   m.def("layers(Tensor x, Tensor? residual, Tensor stacked, Tensor[] nodes, Tensor(a!) kv, bool round, int[] taps) "
         "-> (Tensor, Tensor)");

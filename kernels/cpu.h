@@ -203,6 +203,7 @@ struct Nodes {
   const bool* visible;
   float eps;
   const int64_t* segments = nullptr;  // [B,2], as of model.Nodes
+  bool shares = false;                // whether the rows have queries alone, for keys that another layer wrote
 
   // The row of the cache in which slot 0 of a head of sequence b lies, and the slot that takes every write past the end.
   int64_t first(int64_t b, int64_t head) const { return (b * cache.apart + head) * S + (segments ? segments[2 * b] : 0); }

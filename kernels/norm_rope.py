@@ -77,6 +77,7 @@ def turn_rows(
     INT8: tl.constexpr, POOLED: tl.constexpr,
 ):  # fmt: skip
     """Norm one head of the rows (b T + t) [R] if QK_NORM, rotate it, and write it to q, the key cache or the value cache.
+    Values are not rotated, and normed if QK_NORM is 2.
 
     Other programs of the same launch may have written qkv. The bits do not depend on R or on the number of warps.
     """
@@ -86,11 +87,16 @@ def turn_rows(
     t = rows % T
     at = qkv + ((rows * (HQ + 2 * HKV) + head) * HD)[:, None]
     x = tl.load(at + d[None, :], mask=ok, other=0, cache_modifier=".cg")
+    DT: tl.constexpr = qkv.dtype.element_ty
     slot = tl.load(slots + rows, mask=live, other=0)
-    of_all = (0 if POOLED else b * HKV) + (head - HQ) % HKV  # the head among those of all sequences
+    of_all = (0 if POOLED else b * HKV) + (head - HQ) % max(HKV, 1)  # the head among those of all sequences
     cache = (of_all.to(tl.int64) * S + slot) * (HD + 4 * INT8)
     if head >= HQ + HKV:
-        store_rows(kv, kv_scales, cache + v_offset, d, x.to(tl.float32), live, HD, INT8)
+        value = x.to(tl.float32)
+        if QK_NORM == 2:
+            inverse = tl.rsqrt(sum_rows_by_halves(value * value, LEVELS) / HD + eps)[:, None]
+            value = (value * inverse).to(DT).to(tl.float32)
+        store_rows(kv, kv_scales, cache + v_offset, d, value, live, HD, INT8)
     else:
         half: tl.constexpr = HD // 2
         other = tl.where(d < half, d + half, d - half)
@@ -99,7 +105,6 @@ def turn_rows(
         if QK_NORM:
             w = q_weight if head < HQ else k_weight
             inverse = tl.rsqrt(sum_rows_by_halves(a * a, LEVELS) / HD + eps)[:, None]
-            DT: tl.constexpr = qkv.dtype.element_ty
             wa = tl.load(w + d, mask=d < HD, other=0).to(tl.float32)[None, :]
             wc = tl.load(w + other, mask=d < HD, other=0).to(tl.float32)[None, :]
             a = ((a * inverse).to(DT).to(tl.float32) * wa).to(DT).to(tl.float32)
@@ -133,41 +138,41 @@ def rope_kernel(
               HQ, HKV, HD, LEVELS, QK_NORM, INT8, POOLED)  # fmt: skip
 
 
-def rope_constants(qkv: Tensor, kv: Tensor, norm: bool) -> dict:
+def rope_constants(qkv: Tensor, kv: Tensor, norm: bool, value_norm: bool = False, shares: bool = False) -> dict:
     """The constants of `turn_rows` for qkv [B,T,Hq+2Hkv,hd] and the cache kv."""
-    heads, dim, kv_heads = *qkv.shape[2:], kv.shape[2]
+    heads, dim, kv_heads = *qkv.shape[2:], 0 if shares else kv.shape[2]
     sizes = dict(HQ=heads - 2 * kv_heads, HKV=kv_heads, HD=dim, LEVELS=(dim - 1).bit_length())
-    return sizes | dict(QK_NORM=norm, INT8=kv.dtype == torch.int8, POOLED=kv.shape[1] == 1)
+    return sizes | dict(QK_NORM=norm + value_norm, INT8=kv.dtype == torch.int8, POOLED=kv.shape[1] == 1)
 
 
-def rope_outputs(qkv: Tensor, kv: Tensor) -> tuple[Tensor, Tensor]:
+def rope_outputs(qkv: Tensor, kv: Tensor, shares: bool = False) -> tuple[Tensor, Tensor]:
     """Memory for q, and for a counter for every 32 query rows of a key head."""
     B, T, heads, dim = qkv.shape
     kv_heads = kv.shape[2]
-    query_heads = heads - 2 * kv_heads
+    query_heads = heads if shares else heads - 2 * kv_heads
     tiles = B * kv_heads * -(-query_heads // kv_heads * T // 32)
     return qkv.new_empty(B, query_heads, T, dim), qkv.new_empty(tiles, dtype=torch.int32)
 
 
-def _rope_triton(qkv, cos, sin, kv, slots, q_weight, k_weight, eps) -> tuple[Tensor, Tensor]:
-    out, arrived = rope_outputs(qkv, kv)
+def _rope_triton(qkv, cos, sin, kv, slots, q_weight, k_weight, eps, value_norm, shares) -> tuple[Tensor, Tensor]:
+    out, arrived = rope_outputs(qkv, kv, shares)
     B, T, heads, _ = qkv.shape
     qkv = qkv.contiguous()
     norm = q_weight is not None
     rope_kernel[B * T, heads](
         qkv, cos.contiguous(), sin.contiguous(), kv, scales_of(kv), slots.contiguous(),
-        q_weight if norm else qkv, k_weight if norm else qkv, out, arrived, arrived.numel(), kv.stride(0), T,
-        kv.shape[3], eps, num_warps=1, **rope_constants(qkv, kv, norm), **EXACT,
+        *(qkv if w is None else w for w in (q_weight, k_weight)), out, arrived, arrived.numel(), kv.stride(0), T,
+        kv.shape[3], eps, num_warps=1, **rope_constants(qkv, kv, norm, value_norm, shares), **EXACT,
     )  # fmt: skip
     return out, arrived
 
 
 def _rope_inside(
     qkv: Tensor, cos: Tensor, sin: Tensor, kv: Tensor, slots: Tensor, q_weight: Tensor | None, k_weight: Tensor | None,
-    eps: float,
+    eps: float, value_norm: bool, shares: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    q, _ = rope_write_kv.reference(qkv, cos, sin, kv, slots, q_weight, k_weight, eps)
-    return q.contiguous(), rope_outputs(qkv, kv)[1].zero_()
+    q, _ = rope_write_kv.reference(qkv, cos, sin, kv, slots, q_weight, k_weight, eps, value_norm, shares)
+    return q.contiguous(), rope_outputs(qkv, kv, shares)[1].zero_()
 
 
 def _rope_cpu(qkv, cos, sin, kv, slots, *norm) -> tuple[Tensor, None]:
@@ -176,7 +181,7 @@ def _rope_cpu(qkv, cos, sin, kv, slots, *norm) -> tuple[Tensor, None]:
 
 
 @operation(
-    "rope_write_kv", "rope_write_kv", _rope_triton, lambda qkv, cos, sin, kv, *rest: rope_outputs(qkv, kv),
+    "rope_write_kv", "rope_write_kv", _rope_triton, lambda qkv, cos, sin, kv, *rest: rope_outputs(qkv, kv, rest[-1]),
     cpu=_rope_cpu, cpu_problem=lambda qkv, cos, sin, kv, *rest: cpu_problem(qkv, kv),
     problem=lambda qkv, cos, sin, kv, *rest: cache_problem(kv), mutates=("kv",), inside=_rope_inside,
     # Inductor cannot fuse the bytes of the scales of an int8 cache.
@@ -184,23 +189,26 @@ def _rope_cpu(qkv, cos, sin, kv, slots, *norm) -> tuple[Tensor, None]:
 )  # fmt: skip
 def rope_write_kv(
     qkv: Tensor, cos: Tensor, sin: Tensor, kv: Tensor, slots: Tensor, q_weight: Tensor | None = None,
-    k_weight: Tensor | None = None, eps: float = 0.0,
+    k_weight: Tensor | None = None, eps: float = 0.0, value_norm: bool = False, shares: bool = False,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Rotate q and k, write k and v into the cache in place, and return q [B,Hq,T,hd] and the counters at zero
     that `tree_attention` needs, None outside of operators. No host sync.
 
-    qkv [B,T,Hq+2Hkv,hd].
+    qkv [B,T,Hq+2Hkv,hd], or [B,T,Hq,hd] if this layer shares the keys and values that another one wrote.
     cos, sin [B,T,hd/2] float32: dimension i is paired with i + hd/2.
     kv [2,B,Hkv,S,hd] or int8 [2,B,Hkv,S,hd+4] (`quantize_rows`), or [2,1,Hkv,S,...], which all sequences share: keys and
     values must each be contiguous.
     slots [B,T] int64: where the cache takes the rows.
     q_weight, k_weight [hd]: weights of an RMS norm of each head of q and k before they are rotated.
+    value_norm: whether each head of v gets such a norm, too, without weights.
     """
-    kv_heads = kv.shape[2]
+    kv_heads = 0 if shares else kv.shape[2]
     q, k, v = qkv.split((qkv.shape[2] - 2 * kv_heads, kv_heads, kv_heads), 2)
     if q_weight is not None:
         q = rms_norm.reference(q, q_weight, eps)
-        k = rms_norm.reference(k, k_weight, eps)
+        k = k if shares else rms_norm.reference(k, k_weight, eps)
+    if value_norm and not shares:
+        v = rms_norm.reference(v, v.new_ones(v.shape[-1]), eps)
     # q and k turn together: first x cos, then each half gets the share of the other half in place. The usual
     # form, which rotates the halves into a new tensor, takes three times as many calls.
     x = torch.cat((q, k), 2) if q_weight is not None else qkv.narrow(2, 0, q.shape[2] + kv_heads)
@@ -210,5 +218,6 @@ def rope_write_kv(
     turned.select(3, 0).addcmul_(high, -sin)
     turned.select(3, 1).addcmul_(low, sin)
     q, k = turned.flatten(3).to(x.dtype).transpose(1, 2).split((q.shape[2], kv_heads), 1)
-    write_kv(kv, k, v.transpose(1, 2), slots)
+    if not shares:
+        write_kv(kv, k, v.transpose(1, 2), slots)
     return q, None

@@ -16,27 +16,28 @@ from kernels.tuned import SMALL_M
 def packed_linear_rope(
     x: Tensor, weight: PackedWeight, bias: Tensor | None, head_dim: int, cos: Tensor, sin: Tensor, kv: Tensor,
     slots: Tensor, q_weight: Tensor | None = None, k_weight: Tensor | None = None, eps: float = 0.0,
+    value_norm: bool = False, shares: bool = False,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """`rope_write_kv` of packed_linear(x [B,T,K], weight, bias), in one launch for up to SMALL_M rows. No host sync.
 
     Heads are turned by the programs that compute them, each of which has at most TILE_M rows to turn.
     """
-    turn = cos, sin, kv, slots, q_weight, k_weight, eps
+    turn = cos, sin, kv, slots, q_weight, k_weight, eps, value_norm, shares
     if weight.layout != "planes" or beyond_a_step(x):
         return rope_write_kv(packed_linear(x, weight, bias).unflatten(-1, (-1, head_dim)), *turn)
     return planes_linear_rope(weight.reorder(x), *weight.parts(), bias, head_dim, *turn)
 
 
 def _triton_linear_rope(x, tensors, numbers, bias, head_dim, *turn) -> tuple[Tensor, Tensor]:
-    cos, sin, kv, slots, q_weight, k_weight, eps = turn
+    cos, sin, kv, slots, q_weight, k_weight, eps, value_norm, shares = turn
     # float32 activations are turned in a launch of their own, because a compiler may round the squares of a norm in
     # different ways.
     if x.dtype == torch.float32 or not use_triton("rope_write_kv", x, cache_problem(kv)):
         return planes_linear_rope.reference(x, tensors, numbers, bias, head_dim, *turn)
     weight, (B, T), norm = from_parts(tensors, numbers), x.shape[:2], q_weight is not None
     qkv = x.new_empty(B, T, weight.n // head_dim, head_dim)
-    q, arrived = rope_outputs(qkv, kv)
-    heads = rope_constants(qkv, kv, norm)
+    q, arrived = rope_outputs(qkv, kv, shares)
+    heads = rope_constants(qkv, kv, norm, value_norm, shares)
     each = SMALL_M // T  # sequences of a launch
     for b in range(0, B, each):
         one = slice(b, b + each)
@@ -46,22 +47,23 @@ def _triton_linear_rope(x, tensors, numbers, bias, head_dim, *turn) -> tuple[Ten
         linear_kernel[grid](
             rows, *kernel_views(weight), rows if bias is None else bias, rows, qkv[one], q[one], qkv, partial,
             weight.counters, cos[one].contiguous(), sin[one].contiguous(), cache, scales_of(cache),
-            slots[one].contiguous(), q_weight if norm else rows, k_weight if norm else rows, counts, len(rows), weight.n,
-            weight.k, weight.n, T, kv.shape[3], kv.stride(0), counts.numel(), eps, BIAS=bias is not None, RESIDUAL=False,
-            TOPK=0, SPLIT=grid[2], **constants, **heads,
+            slots[one].contiguous(), *(rows if w is None else w for w in (q_weight, k_weight)), counts, len(rows),
+            weight.n, weight.k, weight.n, T, kv.shape[3], kv.stride(0), counts.numel(), eps, BIAS=bias is not None,
+            RESIDUAL=False, TOPK=0, SPLIT=grid[2], **constants, **heads,
         )  # fmt: skip
     return q, arrived
 
 
 def _linear_rope_shapes(x, tensors, numbers, bias, head_dim, cos, sin, kv, *turn) -> tuple[Tensor, Tensor]:
-    return rope_outputs(x.new_empty(*x.shape[:2], from_parts(tensors, numbers).n // head_dim, head_dim), kv)
+    return rope_outputs(x.new_empty(*x.shape[:2], from_parts(tensors, numbers).n // head_dim, head_dim), kv, turn[-1])
 
 
 @operation("planes_linear_rope", "packed_linear", _triton_linear_rope, _linear_rope_shapes, mutates=("kv",))
 def planes_linear_rope(
     x: Tensor, tensors: PackedTensors, numbers: list[int], bias: Tensor | None, head_dim: int, cos: Tensor, sin: Tensor,
-    kv: Tensor, slots: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, eps: float,
+    kv: Tensor, slots: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, eps: float, value_norm: bool,
+    shares: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`packed_linear_rope` of few rows for layout 'planes'."""
     qkv = planes_linear(x, tensors, numbers, bias, None, 0, False).unflatten(-1, (-1, head_dim))
-    return torch.ops.eaglet.rope_write_kv(qkv, cos, sin, kv, slots, q_weight, k_weight, eps)
+    return torch.ops.eaglet.rope_write_kv(qkv, cos, sin, kv, slots, q_weight, k_weight, eps, value_norm, shares)

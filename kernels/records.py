@@ -40,6 +40,7 @@ class Nodes(NamedTuple):
     chain: bool = False  # whether row t stands at position start + t and sees the rows 0 to t: a part of a text
     # [B, T, 3] int64, where layers have memories and the rows are a tree: see `kernels.depth_first`
     walk: Tensor | None = None
+    token_inputs: Tensor | None = None  # [B, T, L size], where layers have embeddings of their own: see `TokenInputs`
 
 
 class Memory(NamedTuple):

@@ -194,8 +194,9 @@ def read_drafter(options: LoadOptions, config: ModelConfig, tokenizer: Tokenizer
         head = read_head(options.eagle, config, overrides)
     if options.draft_checkpoint:
         draft = options.open_checkpoint(draft=True)
-        if draft.config.recurrent:
-            raise UsageError("--draft-checkpoint: a model with recurrent layers cannot draft yet; take another one.")
+        if draft.config.recurrent or len(draft.config.kv_layers) > 1:
+            why = "recurrent layers, or heads of two sizes,"
+            raise UsageError(f"--draft-checkpoint: a model with {why} cannot draft yet; take another one.")
         theirs = load_tokenizer(draft.tokenizer_source, draft.config.vocab_size)
         check_vocabulary(config, draft.config, (tokenizer, theirs))
     return DraftFiles(head, draft)

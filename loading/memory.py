@@ -79,12 +79,13 @@ def plan_memory(checkpoint: Checkpoint, files: DraftFiles, options: LoadOptions)
     N, D = tree_shape(options)
     length = ctx + N + 1  # of a row at most
 
-    def cache_bytes(geometry: ModelConfig, layers: int, places: int, kv: str = "model") -> int:
-        row = geometry.head_dim * {"float16": 2, "int8": 1}.get(kv, element) + kernels.KV_SCALE * (kv == "int8")
-        return places * 2 * geometry.num_key_value_heads * row * layers
+    def cache_bytes(geometry: ModelConfig, places: int, kv: str = "model") -> int:
+        value, scale = {"float16": 2, "int8": 1}.get(kv, element), kernels.KV_SCALE * (kv == "int8")
+        kinds = geometry.kv_layers.items()
+        return sum(2 * places * len(layers) * heads * (dim * value + scale) for (heads, dim), layers in kinds)
 
-    kv = cache_bytes(config, config.kv_layers, pool_places(B, ctx, N, options.pool), options.kv)
-    rotary = 4 * ctx * config.head_dim
+    kv = cache_bytes(config, pool_places(B, ctx, N, options.pool), options.kv)
+    rotary = 4 * ctx * sum(head_dim for _, head_dim in config.ropes)
     buffers = B * (length * 8 + BIAS_BYTES) + (B * 5 + 8) * config.vocab_size + rotary + RING * B * 2 * (D + 2) * 8
     recurrent = 0
     if config.delta is not None:
@@ -92,7 +93,7 @@ def plan_memory(checkpoint: Checkpoint, files: DraftFiles, options: LoadOptions)
         recurrent = sum(t.nbytes for t in memory) + memory.memory.nbytes + memory.path.nbytes  # and a snapshot of each
     drafter = 0
     if head is not None:
-        kv += cache_bytes(head.config.layer, head.config.layer.num_hidden_layers, B * (length + 128))
+        kv += cache_bytes(head.config.layer, B * (length + 128))
         rounded = rounds_head(options, checkpoint.quantization)
         drafter = held_bytes(head.tensors, dtype, options.device, options.kernels, rounded=rounded)
         # a trimmed vocabulary copies rows of the target's LM head and holds their ids, which a head's own file has
@@ -105,7 +106,7 @@ def plan_memory(checkpoint: Checkpoint, files: DraftFiles, options: LoadOptions)
         buffers += B * kept * max(1, len(head.config.taps)) * config.hidden_size * element
         buffers += 4 * ctx * head.config.layer.head_dim
     if draft is not None:
-        kv += cache_bytes(draft.config, draft.config.num_hidden_layers, B * (length + 128))
+        kv += cache_bytes(draft.config, B * (length + 128))
         drafter = model_bytes(draft, options)
     if options.medusa:
         path = local_path(options.medusa)

@@ -276,7 +276,8 @@ class LoadOptions:
         compiles = self.compile and mode != "cpu"
         kv = self.kv
         if kv == "auto":
-            halves = config.dtype in ("bfloat16", "float16") and config.head_dim % 16 == 0
+            aligned = all(head_dim % 16 == 0 for _, head_dim in config.kv_layers)
+            halves = config.dtype in ("bfloat16", "float16") and aligned
             kv = "float16" if halves and mode == "cpu" and not self.dtype else "model"
         return replace(self, device=device, dtype=dtype, ctx=ctx, kernels=mode, compile=compiles, slots=slots, kv=kv)
 

@@ -112,7 +112,7 @@ def _fingerprint(engine: Engine) -> str:
     digest = hashlib.sha256(repr(how).encode())
     for model in (engine.model, *engine.drafter.cached_models):
         digest.update(weights_digest(model).encode())
-    kept = engine.state.kv, *engine.drafter.caches, *(engine.state.memory or ())
+    kept = *engine.state.kv, *engine.drafter.caches, *(engine.state.memory or ())
     shapes = [(tuple(t.shape), str(t.dtype)) for t in kept]
     digest.update(repr(shapes).encode())
     return digest.hexdigest()[:24]

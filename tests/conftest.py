@@ -144,6 +144,23 @@ FAMILIES |= {
     "qwen3_5_moe": ("Qwen3_5MoeTextConfig", DELTA | EXPERTS | SHARED),
     "qwen3_next": ("Qwen3NextConfig", DELTA | EXPERTS | SHARED),
 }
+# What Gemma 4's models have of their own: E2B and E4B layers that share keys, and an embedding for each layer; 31B and
+# the unified 12B keys as values; 26B-A4B experts beside an MLP.
+GEMMA4 = {"head_dim": 16, "global_head_dim": 32, "tie_word_embeddings": True, "sliding_window": 8, "pad_token_id": 0}
+GEMMA4 |= {"layer_types": ["sliding_attention", "full_attention"] * 2, "num_hidden_layers": 4}
+GEMMA4_ROPES = ropes(rope("proportional", 1e6, partial_rotary_factor=0.25), 1e3)
+NO_INPUTS = {"hidden_size_per_layer_input": 0, "attention_k_eq_v": True, "num_global_key_value_heads": 1}
+FAMILIES |= {
+    "gemma4": (
+        "Gemma4TextConfig",
+        GEMMA4
+        | {"num_kv_shared_layers": 2, "use_double_wide_mlp": True, "vocab_size_per_layer_input": 128}
+        | {"hidden_size_per_layer_input": 8, "final_logit_softcapping": 2.0},
+    ),
+    "gemma4-values": ("Gemma4TextConfig", GEMMA4 | GEMMA4_ROPES | NO_INPUTS),
+    "gemma4-moe": ("Gemma4TextConfig", GEMMA4 | NO_INPUTS | EXPERTS | {"enable_moe_block": True, "top_k_experts": 2}),
+    "gemma4_unified": ("Gemma4UnifiedTextConfig", GEMMA4 | {"attention_k_eq_v": True, "num_global_key_value_heads": 1}),
+}
 
 
 def empty_cache_in(folder: Path) -> Path:
@@ -233,9 +250,10 @@ def build_hf(family: str, **changes):
     with torch.random.fork_rng():
         torch.manual_seed(sum(map(ord, family)))
         model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
-        for parameter in model.parameters():
-            if parameter.dim() == 1:
-                parameter.data.add_(torch.randn_like(parameter), alpha=0.1)
+        scalars = [buffer for name, buffer in model.named_buffers() if name.endswith("layer_scalar")]
+        for tensor in (*model.parameters(), *scalars):
+            if tensor.dim() == 1:
+                tensor.data.add_(torch.randn_like(tensor), alpha=0.1)
     if any(kind in family for kind in ("mixtral", "moe", "next", "gpt_oss")):
         model.set_experts_implementation("eager")  # the grouped kernel has no float64
     return model.eval().requires_grad_(False)

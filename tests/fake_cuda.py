@@ -305,7 +305,9 @@ def fake_gpu(monkeypatch):
 
     def build(self, device, length=None):
         self.length = length or self.length
-        self.cos, self.sin = (torch.empty(self.length, self.head_dim // 2, device=device) for _ in range(2))
+        self.cos, self.sin = (
+            torch.empty(self.length, sum(head_dim for _, head_dim in self.ropes) // 2, device=device) for _ in range(2)
+        )
 
     monkeypatch.setattr(model.RotaryTable, "build", build)
     ready = {rows: tree.tree_tables([tree.PAPER25] * rows) for rows in (1, 4)}

@@ -12,7 +12,7 @@ import triton.language as tl
 
 import kernels
 from kernels import block_draft, choice, draft, experts, kv, records
-from kernels.attention import attend_kernel, attention_tiles
+from kernels.attention import attend_kernel, attention_tiles, merged_rows
 from kernels.experts import expert_kernel
 from kernels.linear import NO_HEADS, launch_tile, linear_kernel
 from kernels.packing import panel_words
@@ -138,9 +138,7 @@ def attention(
     label += " int8 cache" * int8 + f" hd {dim}" * (dim != 128) + f" {nodes} nodes" * (not chain)
     tiles = attention_tiles(dim, int8, chain, window)
     constants = dict(HKV=8, HD=dim, HDP=dim, RP=1 if chain else min(64, nodes), WINDOW=window, CHAIN=chain)
-    constants |= dict(
-        RM=4 if nodes == 1 else 32, FLIGHT=16 if nodes == 1 else 3, INT8=int8, CAP=0.0, SINKS=False, POOLED=True
-    )
+    constants |= dict(INT8=int8, CAP=0.0, SINKS=False, POOLED=True, **merged_rows(dim, tiles["BM"], 4 * nodes))
     constants |= {key: value for key, value in tiles.items() if key.isupper()} | dict(NATIVE=True)
     options = {key: value for key, value in tiles.items() if key.islower()}
     return Variant(f"attention {label}", attend_kernel, pointers, constants, options)
@@ -305,7 +303,11 @@ def launch_norms_and_rows(B: int, half: torch.dtype) -> None:
     angles, slots = [new(B, 26, 64, kind=torch.float32)] * 2, new(B, 26, kind=torch.int64)
     for kind, norms in ((half, (None, None)), (half, (new(128), new(128))), (torch.int8, (None, None))):
         cache = new(2, 1, 8, 4096, 132 if kind == torch.int8 else 128, kind=kind)
-        kernels.rope_write_kv.triton(new(B, 26, 48, 128), *angles, cache, slots, *norms, 1e-5)
+        kernels.rope_write_kv.triton(new(B, 26, 48, 128), *angles, cache, slots, *norms, 1e-5, False, False)
+    for dim, shares in itertools.product((256, 512), (False, True)):  # heads of Gemma 4
+        wide = [new(B, 26, dim // 2, kind=torch.float32)] * 2, new(2, 1, 1, 4096, dim), slots
+        qkv, norms = new(B, 26, 8 if shares else 10, dim), (new(dim), None if shares else new(dim))
+        kernels.rope_write_kv.triton(qkv, *wide[0], *wide[1:], *norms, 1e-5, True, shares)
     for bits, group, zeros in ((4, 128, False), (4, 32, True), (8, 0, False)):
         words = new(32, 32, 4 * panel_words(bits, group, zeros), kind=torch.int32)
         scales = new(4096, kind=torch.float32) if bits == 8 else None
@@ -326,10 +328,10 @@ def variants(quick: bool = False, arch: int = 86) -> list[Variant]:
         linear(bits, dtype, m, form, arch) for bits, dtype, tokens, forms in LINEARS for form in forms for m in tokens
     ]
     found += [panels(dtype, m, form, arch) for dtype, tokens, forms in PANELS for form in forms for m in tokens]
-    for int8, dim in itertools.product((False, True), (64, 128, 256)):
+    for int8, dim in itertools.product((False, True), (64, 128, 256, 512)):
         found += [attention("bf16", int8=int8, dim=dim), attention("fp16", window=4096, int8=int8, dim=dim)]
         if dim > 64:
             found.append(attention("fp16", chain=True, int8=int8, dim=dim))
             found.append(attention("bf16", chain=True, window=4096, int8=int8, dim=dim))
-    found += [attention("fp16", nodes=nodes) for nodes in (1, 32, 64, 128, 256)]
+    found += [attention("fp16", nodes=nodes) for nodes in (1, 32, 64, 128, 256)] + [attention("bf16", dim=512, nodes=1)]
     return found + recorded_launches() + recurrent("float16") + recurrent("bfloat16")

@@ -62,7 +62,7 @@ def main(rank: int, size: int, folder: Path) -> None:
             whole = checkpoint.load("cpu", torch.float64) if number % size == rank else None
         params = SamplingParams(temperature=temperature, max_new_tokens=8, stop_ids=(95,), seed=3)
         for model in (whole, part) if whole else (part,):
-            texts, cache = decode(model, checkpoint, options, params), model.new_cache(1, 8).numel()
+            texts, cache = decode(model, checkpoint, options, params), model.new_cache(1, 8)[0].numel()
             lines.append(json.dumps({"case": case, "whole": model is whole, "texts": texts, "cache": cache}))
     (folder / f"{size}-{rank}").write_text("\n".join(lines))
     ranks.leave()

@@ -120,7 +120,8 @@ def test_round_trip_through_our_own_writer(tiny_checkpoint, tmp_path, family):
     hf = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").eval()
     tokens = torch.arange(5, 25)[None]
     change = (hf(tokens).logits - build_hf(family)(tokens).logits).abs().max()
-    assert change < 1e-5 if model.config.norm_offset else change == 0  # 1 + w is rounded
+    # 1 + w is rounded, and the grouped kernel of Gemma 4's experts adds up in another order
+    assert change < 1e-5 if model.config.norm_offset or family == "gemma4-moe" else change == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])

@@ -550,10 +550,10 @@ def test_draft_cache_after_rejections_equals_recomputation(tree):
     def extend(request):
         out = real(request)
         n = int(request.n[0])
-        fresh = SMALL.new_cache(1, drafter.slots)
+        (fresh,) = SMALL.new_cache(1, drafter.slots)
         seen = torch.ones(1, n + 1, n + 1, dtype=torch.bool).tril()
         nodes = SMALL.nodes(torch.zeros(1, dtype=torch.int64), torch.arange(n + 1)[None], seen, drafter.slots)
-        hidden, _ = SMALL(request.tokens[:, : n + 1], nodes, fresh)
+        hidden, _ = SMALL(request.tokens[:, : n + 1], nodes, (fresh,))
         assert (drafter.cache[..., : n + 1, :] - fresh[..., : n + 1, :]).abs().max() < 1e-5
         assert (out[0, 0] - hidden[0, -1]).abs().max() < 1e-5
         checked.append(int(request.count[0]))

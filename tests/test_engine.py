@@ -180,14 +180,14 @@ def test_int8_cache_keeps_the_promise(tree):
     config = EngineConfig(batch_size=2, kv_dtype=torch.int8)
     drafters = [None] + [eagle_drafter(HEADS[kind], TREES[tree], 2) for kind in ("eagle1", "eagle3")]
     engines, turn = [Engine(MODEL, None, drafter, config) for drafter in drafters], PROMPTS[:2]
-    assert engines[0].state.kv.dtype == torch.int8 and not engines[0].state.kv.any()
+    assert engines[0].state.kv[0].dtype == torch.int8 and not engines[0].state.kv[0].any()
     for index in (0, 2):
         results = [engine.generate_batch(turn, settings(index)).run() for engine in engines]
         ids = [[r.token_ids for r in rows] for rows in results]
         assert ids[1] == ids[0] and ids[2] == ids[0]
         turn = [prompt + new + [7] for prompt, new in zip(turn, ids[0], strict=True)]
     assert all(r.cached_tokens > 20 for rows in results for r in rows)
-    assert engines[0].state.kv.any()
+    assert engines[0].state.kv[0].any()
 
 
 def test_wide_plain_forward_is_plain():
@@ -894,7 +894,7 @@ def draws(tree, params, multi_round="", shared_noise=True, rows=ROWS, ctx=24):
         list(engine.prefill.read(0, prompt, SamplingMode()))
         for buffer in (state.tokens, state.n, state.root, state.count, state.features):
             buffer.copy_(buffer[:1].expand_as(buffer))
-        by_row = state.kv.unflatten(-2, (rows, -1))
+        by_row = state.kv[0].unflatten(-2, (rows, -1))
         by_row.copy_(by_row[..., :1, :, :].expand_as(by_row))
         drafter.cache.copy_(drafter.cache[:, :1].expand_as(drafter.cache))
         state.done.fill_(False)

@@ -91,7 +91,7 @@ def test_nodes_have_the_bits_that_they_have_alone(kind):
         def forward(cache, first, count, rows, chain=False):
             n = torch.full((rows,), first, device="cuda")
             depth = torch.arange(count, device="cuda").expand(rows, -1)
-            nodes = model.nodes(n, depth, chain_ancestors(rows, count, "cuda"), cache.shape[4], chain=chain)
+            nodes = model.nodes(n, depth, chain_ancestors(rows, count, "cuda"), cache[0].shape[4], chain=chain)
             return model.logits(model(tokens[:rows, first : first + count], nodes, cache)[0])
 
         one = model.new_cache(1, start + T + 2)
@@ -102,7 +102,7 @@ def test_nodes_have_the_bits_that_they_have_alone(kind):
             cache, step = model.new_cache(rows, start + T + 2), T if chain else 15
             forward(cache, 0, start, rows, chain=True)
             wide = [forward(cache, start + i, step, rows, chain) for i in range(0, T, step)]
-            assert torch.equal(torch.cat(wide, 1)[:1], alone) and torch.equal(cache[:, :, :1], one)
+            assert torch.equal(torch.cat(wide, 1)[:1], alone) and torch.equal(cache[0][:, :, :1], one[0])
 
 
 @pytest.mark.parametrize("quant", (None, "int4"))

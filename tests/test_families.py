@@ -69,7 +69,7 @@ def test_mxfp4_stays_at_4_bits_for_the_cpu_kernels(gpt_oss):
         assert (run(engine.model, tokens, 16) - hf(tokens).logits).abs().max() < 1e-4
 
 
-@pytest.mark.parametrize("family", "gemma3 gemma2 glm4 gpt_oss granite olmo2 qwen2_moe".split())
+@pytest.mark.parametrize("family", "gemma3 gemma2 gemma4 gemma4-moe glm4 gpt_oss granite olmo2 qwen2_moe".split())
 def test_a_family_is_quantized_as_it_computes(tiny_checkpoint, tmp_path, family):
     """Catches a receipt that measures another model, without the multiplier of embeddings or the cap of logits, and
     norms or rows that are turned a second time where the result is read."""
@@ -77,12 +77,13 @@ def test_a_family_is_quantized_as_it_computes(tiny_checkpoint, tmp_path, family)
     windows = Windows(tokens_of(32, seed=1, batch=4), tokens)
     spec = QuantSpec("int8", algorithm="gptq")
     receipt = quantize_checkpoint(tiny_checkpoint(family), tmp_path / "q", spec, windows)
-    logits = run(model, tokens[:, :-1], 32)
-    want = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).exp()
-    assert receipt["perplexity_before"] == pytest.approx(float(want), rel=1e-3)
-    assert receipt["mean_kl"] < 0.01
-    change = run(load_model(tmp_path / "q", dtype=torch.float32), tokens[:, :-1], 32) - logits
-    assert change.std() < 0.1 * logits.std()
+    found = [run(m, tokens[:, :-1], 32) for m in (model, load_model(tmp_path / "q", dtype=torch.float32))]
+    for name, logits in zip(("before", "after"), found, strict=True):
+        want = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).exp()
+        assert receipt[f"perplexity_{name}"] == pytest.approx(float(want), rel=1e-3)
+    limit = 2 if family == "gemma4-moe" else 1  # rows that are sent to another expert
+    assert receipt["mean_kl"] < 0.01 * limit
+    assert (found[1] - found[0]).std() < 0.1 * limit * found[0].std()
 
 
 @pytest.mark.parametrize(("name", "words"), [

@@ -267,7 +267,7 @@ def test_plan_matches_what_the_engine_allocates(kv):
         dim = engine.model.config.head_dim
         halves = engine.backend.mode == "cpu"  # the demo's checkpoint has 16 bits
         row = {"auto": 2 * dim if halves else 4 * dim, "model": 4 * dim, "int8": dim + 4}[kv]
-        assert engine.state.kv[0, 0, 0, 0, 0].nbytes == row
+        assert engine.state.kv[0][0, 0, 0, 0, 0].nbytes == row
         kept = held(engine.model) + engine.state.nbytes()
         kept += held(engine.head) + engine.drafter.cache.nbytes if options else 0
         assert abs(engine.plan.total / kept - 1) < 0.05

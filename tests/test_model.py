@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -44,8 +45,8 @@ def tokens_of(length: int, seed: int = 0, batch: int = 1) -> torch.Tensor:
 
 
 def feed(
-    model: Transformer, cache: torch.Tensor, tokens: torch.Tensor, n: int, rows: int | None = None, taps=(), layers=None,
-    memory: Memory | None = None,
+    model: Transformer, cache: Sequence[torch.Tensor], tokens: torch.Tensor, n: int, rows: int | None = None, taps=(),
+    layers=None, memory: Memory | None = None,
 ):  # fmt: skip
     """Feeds one chunk at n as a chain, padded to `rows` rows. Returns hidden states of the real rows, and taps. memory:
     of recurrent layers, which takes the real rows."""
@@ -53,7 +54,7 @@ def feed(
     rows = rows or T
     padded = torch.cat((tokens, tokens.new_zeros(B, rows - T)), 1)
     depth = torch.arange(rows).expand(B, -1)
-    where = torch.full((B,), n), depth, chain_ancestors(B, rows, "cpu"), cache.shape[4]
+    where = torch.full((B,), n), depth, chain_ancestors(B, rows, "cpu"), cache[0].shape[4]
     memory = memory and memory._replace(keep=torch.full((B,), T))
     nodes = model.nodes(*where, chain=memory is not None)
     hidden, tapped = model(padded, nodes, cache, taps, layers, memory)
@@ -169,7 +170,9 @@ def test_positions_of_dynamic_rope_end_at_the_original_length():
     assert torch.equal(config.rope.frequencies(16)[0], plain.rope.frequencies(16)[0])
 
 
-@pytest.mark.parametrize("family", "llama mistral mixtral qwen2-window qwen3 gemma2 gpt_oss olmo3".split())
+@pytest.mark.parametrize(
+    "family", "llama mistral mixtral qwen2-window qwen3 gemma2 gemma4 gemma4-moe gpt_oss olmo3".split()
+)
 def test_every_path_of_a_tree_equals_its_plain_forward(pair, family):
     """Catches a node that sees a sibling, misses an ancestor, or has its slot as its position instead of its depth."""
     _, model = pair(family, torch.float64)
@@ -178,19 +181,20 @@ def test_every_path_of_a_tree_equals_its_plain_forward(pair, family):
     parent, ancestors = random_tree(N, seed=3)
     cache = model.new_cache(1, 64)
     feed(model, cache, prompt, 0)
-    before = cache.clone()
+    before = [kind.clone() for kind in cache]
     depth = ancestors.sum(-1)[None] - 1
     got, _ = model(nodes, model.nodes(torch.tensor([n]), depth, ancestors[None], 64), cache)
     for node in range(N):
         path = ancestors[node].nonzero().flatten()
-        plain = before.clone()
+        plain = [kind.clone() for kind in before]
         want, _ = feed(model, plain, nodes[:, path], n)
         assert (got[0, path] - want[0]).abs().max() < 1e-10
         # Committing that path leaves the cache as if only that path had been run.
-        moved, place = cache.clone(), torch.arange(len(path))
-        kernels.commit_kv(moved, (n + path)[None], (n + place)[None])
-        end = n + len(path)
-        assert (moved[:, :, :, :, :end] - plain[:, :, :, :, :end]).abs().max() < 1e-10
+        place, end = torch.arange(len(path)), n + len(path)
+        for kind, want in zip(cache, plain, strict=True):
+            moved = kind.clone()
+            kernels.commit_kv(moved, (n + path)[None], (n + place)[None])
+            assert (moved[..., :end, :] - want[..., :end, :]).abs().max() < 1e-10
     assert depth.max() >= 3 and len(set(parent.tolist())) < N - 1
 
 
@@ -210,7 +214,7 @@ def test_taps_are_the_states_entering_layers(pair, family):
     assert (trained_hidden - hidden).abs().max() < 1e-4 and (trained_taps - taps).abs().max() < 1e-4
 
 
-@pytest.mark.parametrize("family", ["llama", "mixtral", "mistral", "gemma2", "gpt_oss"])
+@pytest.mark.parametrize("family", ["llama", "mixtral", "mistral", "gemma2", "gemma4", "gemma4-moe", "gpt_oss"])
 def test_a_branch_of_nan_changes_nothing_else(tiny_checkpoint, family):
     """A rejected branch that overflows must not reach its siblings through masked attention or experts (0 x NaN)."""
     model = checkpoint.load_model(tiny_checkpoint(family), dtype=torch.float64)
@@ -241,7 +245,7 @@ def test_stale_cache_rows_are_never_read(pair):
     """Catches rows past the live length (old branches, padding) that leak into attention."""
     _, model = pair("llama", torch.float64)
     prompt = tokens_of(10)
-    clean, dirty = model.new_cache(1, 40), torch.full_like(model.new_cache(1, 40), float("nan"))
+    clean, dirty = model.new_cache(1, 40), [torch.full_like(model.new_cache(1, 40)[0], float("nan"))]
     assert torch.equal(feed(model, clean, prompt, 0)[0], feed(model, dirty, prompt, 0)[0])
 
 
@@ -264,7 +268,7 @@ def test_cost_functions_equal_hand_counts(pair):
     assert mistral.kv_bytes(100) == 8 * L * 2 * 2 * hd * 4
 
 
-@pytest.mark.parametrize("family", ["mixtral", "qwen2-window", "gemma3", "gpt_oss"])
+@pytest.mark.parametrize("family", ["mixtral", "qwen2-window", "gemma3", "gemma4", "gemma4-moe", "gpt_oss"])
 def test_forward_traces_whole_and_is_not_recompiled(pair, family):
     """Catches a data-dependent branch or a guard on a value, which would cost seconds in the middle of a reply."""
     _, model = pair(family)
@@ -281,8 +285,8 @@ def test_forward_traces_whole_and_is_not_recompiled(pair, family):
         tree = random_tree(8, seed)[1][None]
         args = (tokens_of(8, seed), torch.tensor([n]), tree.sum(-1) - 1, tree)
         with torch._dynamo.config.patch(error_on_recompile=n > 3):
-            got = compiled(*args, cache.clone())
-        assert torch.equal(got, step(*args, cache.clone()))
+            got = compiled(*args, [kind.clone() for kind in cache])
+        assert torch.equal(got, step(*args, [kind.clone() for kind in cache]))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -297,7 +301,8 @@ def test_half_precision_stays_close(pair, dtype):
 
 def test_batch_training_forward_equals_the_cached_one(pair):
     """Catches a training path that drifts from the inference path, for instance without the window."""
-    for family in "mistral mixtral qwen3 gemma2 gemma3 glm4 gpt_oss granite olmo3 qwen2_moe smollm3".split():
+    families = "mistral mixtral qwen3 gemma2 gemma3 glm4 gpt_oss granite olmo3 qwen2_moe smollm3".split()
+    for family in (*families, "gemma4", "gemma4-values", "gemma4-moe"):
         _, model = pair(family, torch.float64)
         tokens = tokens_of(24, batch=2)
         assert (model.forward_train(tokens)[0] - feed(model, model.new_cache(2, 32), tokens, 0)[0]).abs().max() < 1e-10

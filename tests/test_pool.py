@@ -190,10 +190,10 @@ def test_spans_move_only_where_no_gap_is_wide_enough():
         assert changed <= (not wide)
         moved += changed
         for b, (first, length) in enumerate(state.spans):
-            keys = state.kv[0, 0, 0, 0, first : first + min(held[b], length), 0]
+            keys = state.kv[0][0, 0, 0, 0, first : first + min(held[b], length), 0]
             assert torch.equal(keys, torch.full_like(keys, b + 1))
         first, held[row] = state.spans[row][0], size
-        state.kv[..., first : first + size, :] = row + 1
+        state.kv[0][..., first : first + size, :] = row + 1
     assert moved > 10
 
 
@@ -202,7 +202,7 @@ def test_a_pool_has_room_for_one_context_and_not_more_than_all():
     for pool in (ROOM - 1, 3 * ROOM + 1):
         with pytest.raises(ValueError, match=rf"pool is {pool} tokens; allowed: {ROOM} .* to {3 * ROOM}"):
             engine("plain", 3, pool)
-    sizes = [engine("plain", 3, pool).state.kv.shape[4] for pool in (ROOM, 3 * ROOM)]
+    sizes = [engine("plain", 3, pool).state.kv[0].shape[4] for pool in (ROOM, 3 * ROOM)]
     # a tree of one node, a trash row; one place for rows without any
     assert sizes == [ROOM + 3 * 2 + 1, 3 * (ROOM + 2)]
 

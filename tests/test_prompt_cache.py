@@ -13,7 +13,7 @@ from tiny import CTX, TREES, V, eagle_engine, tables, tiny_head, tiny_model
 from decoding.params import SamplingParams
 from drafters.ngram import NGramDrafter
 from engine.engine import Engine, EngineConfig
-from engine.prompt_cache import PromptCache
+from engine.prompt_cache import PromptCache, cache_rows
 
 MODEL = tiny_model()
 HEAD = tiny_head(MODEL, 3)
@@ -70,10 +70,10 @@ def test_a_restored_row_is_bitwise_what_was_saved():
     shared = engine("eagle", PromptCache(8))
     first, _ = turn(shared, CHATS[0])
     length, drafted = len(shared.batch.texts[0].ids), shared.batch.texts[0].drafted
-    before = [shared.state.kv[..., :length, :].clone(), shared.drafter.cache[..., :drafted, :].clone()]
+    before = [rows.clone() for rows in cache_rows(shared.state, shared.drafter, 0, length, drafted)]
     turn(shared, CHATS[1])
     shared.generate([*first, 1], SamplingParams(max_new_tokens=1)).run()
-    after = [shared.state.kv[..., :length, :], shared.drafter.cache[..., :drafted, :]]
+    after = cache_rows(shared.state, shared.drafter, 0, length, drafted)
     kept = drafted - 1  # the last rows are made again, because the next token is part of them
     for old, new in zip(before, after, strict=True):
         assert torch.equal(old[..., :kept, :], new[..., :kept, :])

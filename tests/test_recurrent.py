@@ -86,10 +86,10 @@ def test_nodes_of_trees_have_the_bits_of_separate_sequences(mode):
             commit_text(own, 3)
             depth = ancestors.sum(-1)[None] - 1
             nodes = model.nodes(torch.tensor([7]), depth, ancestors[None], 40)
-            kept = cache.clone(), [t.clone() for t in memory]
+            kept = cache[0].clone(), [t.clone() for t in memory]
             together = model(tree, nodes, cache, (), layers, memory)[0]
             leaf = int(torch.randint(size, (), generator=generator))
-            cache.copy_(kept[0])
+            cache[0].copy_(kept[0])
             for t, value in zip(memory, kept[1], strict=True):
                 t.copy_(value)
             for at, node in enumerate(ancestors[leaf].nonzero().flatten().tolist()):
@@ -172,7 +172,7 @@ def test_int8_keys_keep_the_promise_beside_recurrent_layers():
     drafter = test_engine.eagle_drafter(head, TREES["paper25"])
     got = Engine(MODEL, None, drafter, config).generate(PROMPT, params).run()[0]
     plain_engine = Engine(MODEL, config=config)
-    assert plain_engine.state.kv.shape[0] == 1
+    assert plain_engine.state.kv[0].shape[0] == 1
     assert got.token_ids == plain_engine.generate(PROMPT, params).run()[0].token_ids
 
 
@@ -198,7 +198,7 @@ def test_the_folder_of_a_model_that_also_sees_gives_its_text_model(tmp_path):
 def test_what_recurrent_layers_cannot_do_is_said(tiny_checkpoint):
     """Catches a model with recurrent layers that is split among processes, or drafts, with wrong results."""
     folder = str(tiny_checkpoint("qwen3_5"))
-    with pytest.raises(ValueError, match="a model with recurrent layers cannot draft yet"):
+    with pytest.raises(ValueError, match="a model with recurrent layers, or heads of two sizes, cannot draft"):
         load(folder, draft_checkpoint=folder)
 
 
@@ -207,7 +207,7 @@ def test_the_plan_counts_what_recurrent_layers_keep(tiny_checkpoint):
     engine = load(tiny_checkpoint("qwen3_5"), ctx=128, slots=2)
     memory = engine.state.memory
     kept = sum(t.nbytes for t in memory) + memory.memory.nbytes + memory.path.nbytes
-    assert engine.plan.recurrent == kept and engine.plan.kv == pytest.approx(engine.state.kv.nbytes, rel=0.02)
+    assert engine.plan.recurrent == kept and engine.plan.kv == pytest.approx(engine.state.kv[0].nbytes, rel=0.02)
 
 
 def test_a_head_of_a_recurrent_target_loads():

@@ -186,7 +186,8 @@ class Checkpoint:
         elif files := tensor_files(self.directory):
             entries = self._stored if self.kind == "mxfp4" else read_entries(files, share)
             entries = float_entries(entries) if self.kind == "mxfp4" else entries
-            entries = text_entries(entries, self.config.mtp) if self.config.delta else entries
+            if self.config.delta or self.config.value_norm:
+                entries = text_entries(entries, self.config)
             if self.kind != "eaglet":
                 entries = as_computed(entries, self.config)
         else:

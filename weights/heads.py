@@ -170,7 +170,7 @@ MTP = "mtp"  # the name of the head that lies in the target's own checkpoint
 
 def mtp_head(target: ModelConfig) -> EagleFile:
     """The head that the target's own MTP layer is. It has no tensors besides the target's."""
-    layer = replace(target, num_hidden_layers=1, recurrent=(), windows=(), delta=None, mtp=False)
+    layer = target.plain_layer
     size, vocab = target.hidden_size, target.vocab_size
     return EagleFile(EagleConfig(1, layer, size, norm_output=True, target_vocab_size=vocab, mtp=True), {}, [])
 

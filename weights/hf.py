@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from families.config import ACTIVATIONS, DELTA_KEYS, FAMILIES, OWN_WIDTH, ModelConfig, RopeConfig, text_part
-from model import Attention, DeltaNet, Experts, Transformer
+from model import MLP, Attention, Beside, DeltaNet, Experts, Transformer
 from support.files import read_json, write_json
 from support.machine import give_memory, shapes_only
 from support.reader import INDEX_LIMIT, ConfigReader, is_a, refusal
@@ -36,6 +36,7 @@ from weights.files import (
 )
 from weights.quantized import QuantExperts, QuantLinear, TiedEmbedding, set_tensor
 
+QKV = "q_proj", "k_proj", "v_proj"
 FUSED_QKV, FUSED_GATE_UP = ("phi3",), ("glm4", "phi3")  # families whose files hold these in one tensor
 # Where the experts of a layer are, and what the matrix that chooses them and an expert's gate, up and down are called.
 QWEN_EXPERTS = "mlp", "gate", ("gate_proj", "up_proj", "down_proj")
@@ -46,7 +47,10 @@ EXPERT_NAMES = {
     "qwen3_moe": QWEN_EXPERTS,
     "qwen3_next": QWEN_EXPERTS,
     "qwen3_5_moe_text": QWEN_EXPERTS,
+    "gemma4_text": ("", "router.proj", ("gate_proj", "up_proj", "down_proj")),
 }
+# Parts of a folder that read images and sounds.
+OTHER_SENSES = "visual vision_tower audio_tower embed_vision embed_audio vision_embedder".split()
 # Hugging Face's names of a block's norms: before and after attention, before and after the MLP.
 NORM_NAMES = {
     "before": ("input_layernorm", "", "post_attention_layernorm", ""),
@@ -54,7 +58,9 @@ NORM_NAMES = {
     "both": ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"),
 }
 GLM4_NORMS = "input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"
-CLASSES = {"gemma3_text": "Gemma3", "smollm3": "SmolLM3"}  # names that do not follow from the model_type
+# Names that do not follow from the model_type.
+CLASSES = {"gemma3_text": "Gemma3", "gemma4_text": "Gemma4", "gemma4_unified_text": "Gemma4Unified"}
+CLASSES["smollm3"] = "SmolLM3"
 
 
 def read_config(raw: dict[str, Any], directory: Path) -> ModelConfig:
@@ -212,7 +218,6 @@ def hf_views(model: Transformer, fused_experts: bool | None = None) -> dict[str,
     """
     c = model.config
     fused_experts = c.expert_bias if fused_experts is None else fused_experts
-    q, kv = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
     views: dict[str, Tensor] = {"model.embed_tokens.weight": model.embed_tokens.weight}
 
     def put(at: str, names: str, module: torch.nn.Module | None, sizes: list[int] | None = None) -> None:
@@ -229,6 +234,10 @@ def hf_views(model: Transformer, fused_experts: bool | None = None) -> dict[str,
         put("mtp", "pre_fc_norm_hidden", own.feature_norm)
         put("mtp", "fc", own.fc)
         put("mtp", "norm", own.norm)
+    if model.token_inputs is not None:
+        put("model", "embed_tokens_per_layer", model.token_inputs.embed_tokens)
+        put("model", "per_layer_model_projection", model.token_inputs.projection)
+        put("model", "per_layer_projection_norm", model.token_inputs.norm)
     for at, block in blocks:
         norms = block.input_norm, block.attention_norm, block.post_norm, block.mlp_norm
         for name, norm in zip(norm_names(c.model_type), norms, strict=True):
@@ -238,20 +247,31 @@ def hf_views(model: Transformer, fused_experts: bool | None = None) -> dict[str,
         elif c.model_type in FUSED_QKV:
             put(f"{at}.self_attn", "qkv_proj", block.attention.qkv)
         else:
-            sizes = [q * (1 + c.output_gate), kv, kv]
-            put(f"{at}.self_attn", "q_proj k_proj v_proj", block.attention.qkv, sizes)
+            own = block.attention
+            q, kv = own.heads * own.head_dim * (1 + c.output_gate), own.kv_heads * own.head_dim
+            count = 1 if own.shares else 2 if own.keys_as_values else 3
+            put(f"{at}.self_attn", " ".join(QKV[:count]), own.qkv, [q, kv, kv][:count])
         if isinstance(block.attention, Attention):
             put(f"{at}.self_attn", "o_proj", block.attention.o)
             put(f"{at}.self_attn", "q_norm", block.attention.q_norm)
             put(f"{at}.self_attn", "k_norm", block.attention.k_norm)
             if block.attention.sinks is not None:
                 views[f"{at}.self_attn.sinks"] = block.attention.sinks
-        if not c.num_local_experts:
+        if block.factor is not None:
+            views[f"{at}.layer_scalar"] = block.factor
+        if block.token_gate is not None:
+            put(at, "per_layer_input_gate", block.token_gate.gate)
+            put(at, "per_layer_projection", block.token_gate.projection)
+            put(at, "post_per_layer_input_norm", block.token_gate.norm)
+        if isinstance(dense := block.mlp.dense if isinstance(block.mlp, Beside) else block.mlp, MLP):
             if c.model_type in FUSED_GATE_UP:
-                put(f"{at}.mlp", "gate_up_proj", block.mlp.gate_up)
+                put(f"{at}.mlp", "gate_up_proj", dense.gate_up)
             else:
-                put(f"{at}.mlp", "gate_proj up_proj", block.mlp.gate_up, [c.intermediate_size] * 2)
-            put(f"{at}.mlp", "down_proj", block.mlp.down)
+                put(f"{at}.mlp", "gate_proj up_proj", dense.gate_up, [dense.down.in_features] * 2)
+            put(f"{at}.mlp", "down_proj", dense.down)
+        if isinstance(block.mlp, Beside):
+            _put_beside(put, views, at, block.mlp)
+        if not isinstance(block.mlp, Experts):
             continue
         place, router, names = EXPERT_NAMES[c.model_type]
         place = "mlp" if fused_experts else place
@@ -264,6 +284,16 @@ def hf_views(model: Transformer, fused_experts: bool | None = None) -> dict[str,
         views |= _expert_views(block.mlp, f"{at}.{place}.experts", () if fused_experts else names)
     put("model", "norm", model.norm)
     return views if model.lm_head is None else views | {"lm_head.weight": model.lm_head.weight}
+
+
+def _put_beside(put: Callable, views: dict[str, Tensor], at: str, mlp: Beside) -> None:
+    """`hf_views` of experts beside an MLP, without the MLP."""
+    put(f"{at}.router", "proj", mlp.experts.router)
+    views |= {f"{at}.router.scale": mlp.router_norm.weight, f"{at}.router.per_expert_scale": mlp.experts.factors}
+    put(at, "pre_feedforward_layernorm_2", mlp.experts_norm)
+    put(at, "post_feedforward_layernorm_1", mlp.dense_out)
+    put(at, "post_feedforward_layernorm_2", mlp.experts_out)
+    views |= _expert_views(mlp.experts, f"{at}.experts", ())
 
 
 def _put_recurrent(put: Callable, views: dict[str, Tensor], at: str, layer: DeltaNet, config: ModelConfig) -> None:
@@ -306,7 +336,8 @@ def row_order(name: str, rows: int, config: ModelConfig) -> Tensor | None:
     In a head of queries or keys, our dimensions i and i + hd / 2 turn together. Where queries have gates, files alternate
     them by heads, and ours begin with all gates. Qwen3-Next's recurrent layers alternate what they project by key heads.
     """
-    place, hd, rotated = name.split(".")[-2], config.head_dim, int(config.head_dim * config.rope.partial)
+    place, hd = name.split(".")[-2], config.head_dim
+    rotated = config.rope.rotated(hd)
     if place in ("in_proj_qkvz", "in_proj_ba"):
         d = config.delta
         values = d.value_heads // d.key_heads
@@ -338,11 +369,15 @@ def norm_offset(name: str, config: ModelConfig) -> float:
     return config.norm_offset if re.search(r"norm(_\w+)?\.weight$", name) and not whole else 0.0
 
 
-def text_entries(entries: Entries, mtp: bool) -> dict[str, Entry]:
-    """The tensors of the text model, without those of an image encoder. mtp: with its MTP layer, if it has one."""
+def text_entries(entries: Entries, config: ModelConfig) -> dict[str, Entry]:
+    """The tensors that the text model reads: not those of an image encoder, of an MTP layer that is not read, and of
+    layers that share the keys and values of another one."""
     texts = {name.replace("model.language_model.", "model.", 1): entry for name, entry in entries.items()}
-    others = ("model.visual.",) if mtp else ("model.visual.", "mtp.")
-    return {name: entry for name, entry in texts.items() if not name.startswith(others)}
+    others = [f"model.{name}." for name in OTHER_SENSES] + ([] if config.mtp else ["mtp."])
+    first = config.num_hidden_layers - config.shared_layers
+    for layer in range(first, config.num_hidden_layers):
+        others += [f"model.layers.{layer}.self_attn.{name}." for name in (*QKV[1:], "k_norm", "v_norm")]
+    return {name: entry for name, entry in texts.items() if not name.startswith(tuple(others))}
 
 
 def as_computed(entries: Entries, config: ModelConfig) -> dict[str, Entry]:
@@ -355,6 +390,8 @@ def as_computed(entries: Entries, config: ModelConfig) -> dict[str, Entry]:
             order = row_order(name, entry.shape[0], config)
             order = slice(None) if order is None else order
             return entry._replace(dtype=wide, read=lambda: entry.read().to(wide)[order] + offset, part=None)
+        if name.endswith(".router.scale"):
+            return entry._replace(read=lambda: entry.read() * config.hidden_size**-0.5, part=None)
         if config.expert_bias and ".mlp.experts." in name:
             change = partial(split_pairs, name=name)
             shape = tuple(change(torch.empty(entry.shape, device="meta")).shape)
@@ -389,6 +426,7 @@ def as_stored(views: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Ten
     stored = {}
     for name, view in views.items():
         view = view - offset if (offset := norm_offset(name, config)) else view
+        view = view * config.hidden_size**0.5 if name.endswith(".router.scale") else view
         view = split_pairs(view, name, True) if config.expert_bias and ".mlp.experts." in name else view
         order = row_order(name, len(view), config) if "attn." in name else None
         stored[name] = view if order is None else view[order.argsort()]
@@ -432,6 +470,8 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
         ropes = {"full_attention": config.rope, "sliding_attention": config.window_rope or config.rope}
         full = {kind: {"rope_theta": r.theta, "rope_type": "default"} for kind, r in ropes.items()}
         out["rope_parameters"] = {kind: full[kind] | (_scaling_to_hf(r) or {}) for kind, r in ropes.items()}
+        if config.rope.kind == "proportional":  # earlier versions of transformers do not know it
+            del out["rope_scaling"]
     out |= {"attention_bias": config.qkv_bias, "sliding_window": max(config.windows) or None}
     biases = config.qkv_bias, config.o_bias, config.mlp_bias
     out |= {key: bias for key, bias in zip(family.biases, biases, strict=True) if key}
@@ -441,9 +481,19 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
         names = ("attention_multiplier", "embedding_multiplier", "residual_multiplier")
         out |= {name: getattr(config, name) for name in names} | {"logits_scaling": 1 / config.logits_multiplier}
     if "query_pre_attn_scalar" in family.defaults:
-        out |= {"query_pre_attn_scalar": round(config.attention_multiplier**-2), "hidden_activation": out["hidden_act"]}
+        out["query_pre_attn_scalar"] = round(config.attention_multiplier**-2)
         out["attn_logit_softcapping"] = config.attention_cap or None
-        out["final_logit_softcapping"] = config.logits_cap or None
+    if "final_logit_softcapping" in family.defaults:
+        out |= {"final_logit_softcapping": config.logits_cap or None, "hidden_activation": out["hidden_act"]}
+    if config.full_heads is not None:
+        heads = dict(zip(("num_key_value_heads", "head_dim"), config.full_heads, strict=True))
+        out["per_layer_config"] = {str(i): heads for i, window in enumerate(config.windows) if not window}
+        out |= {"attention_k_eq_v": config.keys_as_values, "num_kv_shared_layers": config.shared_layers}
+        out |= {"hidden_size_per_layer_input": config.token_inputs, "vocab_size_per_layer_input": config.vocab_size}
+        out |= {"use_double_wide_mlp": config.wide_shared, "enable_moe_block": config.dense_size > 0}
+    if config.dense_size:
+        out |= {"top_k_experts": config.num_experts_per_tok, "num_experts": config.num_local_experts}
+        out |= {OWN_WIDTH: config.intermediate_size, "intermediate_size": config.dense_size}
     if config.num_local_experts:
         out |= {key: getattr(config, key) for key in ("num_local_experts", "num_experts_per_tok", "norm_topk_prob")}
     if family.width == OWN_WIDTH:
@@ -465,6 +515,9 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
 def _scaling_to_hf(rope: RopeConfig) -> dict[str, Any] | None:
     if rope.kind == "default":
         return None
+    if rope.kind == "proportional":
+        factor = {"factor": rope.factor} if rope.factor != 1 else {}
+        return {"rope_type": rope.kind, "partial_rotary_factor": rope.partial} | factor
     keys = {"llama3": "low_freq_factor high_freq_factor", "longrope": "short_factor long_factor attention_factor"}
     keys["yarn"] = "beta_fast beta_slow truncate attention_factor mscale mscale_all_dim"
     scaling = {key: getattr(rope, key) for key in keys.get(rope.kind, "").split()}

@@ -316,14 +316,18 @@ class QuantExperts(nn.Module):
         super().__init__()
         self.router, self.per_token, self.normalised = experts.router, experts.per_token, experts.normalised
         self.shared, self.shared_gate, self.gate = experts.shared, experts.shared_gate, experts.gate
-        self.gate_up_bias, self.down_bias = experts.gate_up_bias, experts.down_bias
+        self.gate_up_bias, self.down_bias, self.factors = experts.gate_up_bias, experts.down_bias, experts.factors
         self.gate_up = gate_up
         self.down = down
 
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, residual: Tensor | None = None, routed: Tensor | None = None) -> Tensor:
         """As `model.Experts.forward`."""
-        rows, residual = (None if t is None else t.reshape(-1, x.shape[-1]) for t in (x, add_shared(self, x, residual)))
-        routes = kernels.route(self.router(rows), self.per_token, self.normalised)
+        rows, residual, routed = (
+            None if t is None else t.reshape(-1, x.shape[-1]) for t in (x, add_shared(self, x, residual), routed)
+        )
+        routes = kernels.route(self.router(rows if routed is None else routed), self.per_token, self.normalised)
+        if self.factors is not None:
+            routes = routes._replace(weights=routes.weights * self.factors[routes.ids])
         packed = self.gate_up.pack(x.dtype), self.down.pack(x.dtype)
         biases = self.gate_up_bias, self.down_bias
         return kernels.packed_experts(rows, routes, *packed, residual, self.gate, biases).view(x.shape)

@@ -174,9 +174,24 @@ class _Run:
         self.before = model.embed(evaluation.to(self.device)).cpu()  # of the float layers
         self._unit("embedding", model.embed_tokens, "embed_tokens.", model.embed)
         self.after = model.embed(evaluation.to(self.device)).cpu()  # of the quantized layers
-        self.rounded = self.after.clone()  # of the quantized layers, with activations as the CPU kernels round them
         self.inputs = model.embed(calibration.to(self.device)).cpu()
+        own = model.token_inputs
+        for name in [name for name, _ in own.named_parameters()] if own else ():
+            set_tensor(own, name, self.source.read(f"token_inputs.{name}", self.device))
+        self.before = self._with_inputs(evaluation, self.before)
+        if own is not None:
+            self._unit("token-inputs", own, "token_inputs.", own.projection)
+        self.after, self.inputs = self._with_inputs(evaluation, self.after), self._with_inputs(calibration, self.inputs)
+        self.rounded = self.after.clone()  # of the quantized layers, with activations as the CPU kernels round them
         model.embed_tokens.to("meta")
+
+    def _with_inputs(self, tokens: Tensor, states: Tensor) -> Tensor:
+        """The embeddings of tokens [W, T], and beside them what layers need of other layers (`Transformer.carry`)."""
+        beside = []
+        for i in range(0, max(1, len(states)), BATCH):  # there may be no tokens
+            batch = (t[i : i + BATCH].to(self.device) for t in (tokens, states))
+            beside.append(self.source.model.carry(*batch).cpu())
+        return torch.cat((states, torch.cat(beside)), -1)
 
     def _layer(self, i: int) -> None:
         """Quantize layer i and carry all activations through it."""
@@ -186,8 +201,10 @@ class _Run:
         for name in [name for name, _ in block.named_parameters()]:
             set_tensor(block, name, self.source.read(f"layers.{i}.{name}", self.device))
 
-        def forward(x: Tensor) -> Tensor:
-            return block.forward_train(x, *model.rotary(torch.arange(x.shape[1], device=x.device)[None]))
+        def forward(states: Tensor) -> Tensor:
+            x, carried = states.split((model.config.hidden_size, model.config.carried), -1)
+            x = block.forward_train(x, *model.rotary(torch.arange(x.shape[1], device=x.device)[None]), carried)
+            return torch.cat((x, carried), -1)
 
         self._through(forward, self.before)
         self._unit(f"layer-{i:04}", block, f"layers.{i}.", forward)
@@ -212,6 +229,8 @@ class _Run:
         set_tensor(head, "norm.weight", source.read("norm.weight", device))
         set_tensor(head, "lm_head.weight", source.read(matrix, device))
         plain = copy.deepcopy(head)
+        kept = self.before, self.after, self.rounded, self.inputs
+        self.before, self.after, self.rounded, self.inputs = (t[..., : source.model.config.hidden_size] for t in kept)
         self._unit("head", head, "", head)
 
         def logits(module: nn.Module, x: Tensor) -> Tensor:

@@ -50,8 +50,8 @@ class Shard(NamedTuple):
         """Raise UsageError, with the numbers of processes that would do, for a model that cannot be split this way."""
         if config.wide_qk_norm:
             raise UsageError(f"--tp {self.ranks}: {config.model_type} norms all heads at once, so it cannot be split.")
-        if config.recurrent:
-            raise UsageError(f"--tp {self.ranks}: recurrent layers cannot be split.")
+        if config.recurrent or config.value_norm:
+            raise UsageError(f"--tp {self.ranks}: {config.model_type} cannot be split: its layers differ too much.")
         if config.expert_bias or config.shared_intermediate_size:
             raise UsageError(f"--tp {self.ranks}: experts with biases, and shared ones, cannot be split.")
         sizes = {

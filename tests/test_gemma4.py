@@ -1,0 +1,145 @@
+"""Engines of Gemma 4: the tests of all engines with layers of two kinds, and what such a model has of its own."""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Iterator
+
+import pytest
+import test_engine
+import test_prompt_cache
+import torch
+from conftest import BASE, FAMILIES
+from test_engine import (  # noqa: F401 - they are run again, on the models below
+    test_a_nan_on_the_accepted_path_is_an_error,
+    test_a_rejected_nan_branch_changes_nothing,
+    test_oracle_is_accepted_whole_and_hostile_not_at_all,
+    test_same_tokens_in_a_batch,
+    test_wide_plain_forward_is_plain,
+)
+from test_prompt_cache import (  # noqa: F401
+    test_a_restored_row_is_bitwise_what_was_saved,
+    test_texts_of_an_earlier_run_are_found_and_bad_files_are_not_used,
+)
+from tiny import PROMPT, TREES, eagle_engine, heads, tiny_model
+
+from decoding.params import SamplingParams
+from engine.engine import Engine, EngineConfig
+from families.config import ModelConfig, RopeConfig
+from generate import load
+
+# Layers 0 and 2 have a window, the last two share keys, and every layer has an embedding of its own. Layer 1 has its keys
+# as values.
+KINDS = {"windows": (7, 0, 7, 0), "full_heads": (1, 16), "shared_layers": 2, "keys_as_values": True, "value_norm": True}
+KINDS |= {"qk_norm": True, "token_inputs": 4, "layer_scale": True, "norms": "both", "wide_shared": True, "layers": 4}
+KINDS |= {"rope": RopeConfig(1e6, "proportional", partial=0.25), "window_rope": RopeConfig(1e3)}
+MODEL = tiny_model(**KINDS)
+HEADS = heads(MODEL)
+
+
+@pytest.fixture(autouse=True)
+def gemma4(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Have the imported tests use this file's model."""
+    monkeypatch.setattr(test_engine, "MODEL", MODEL)
+    monkeypatch.setattr(test_engine, "HEADS", HEADS)
+    monkeypatch.setattr(test_engine, "plain", plain)
+    monkeypatch.setattr(test_engine, "tiny_model", functools.partial(tiny_model, **KINDS))
+    monkeypatch.setattr(test_prompt_cache, "MODEL", MODEL)
+    monkeypatch.setattr(test_prompt_cache, "HEAD", HEADS["eagle3-full"])
+    test_engine.fresh_steps.cache_clear()
+    yield
+    test_engine.fresh_steps.cache_clear()
+
+
+@functools.cache
+def plain(params: SamplingParams, row: int = 0) -> tuple[int, ...]:
+    seed = {**vars(params), "seed": params.seed + row}
+    return tuple(Engine(MODEL).generate(test_engine.PROMPTS[row], SamplingParams(**seed)).run()[0].token_ids)
+
+
+def test_layers_of_two_kinds_have_two_caches_and_layers_that_share_keys_have_none():
+    """Catches memory for keys that nobody writes, and heads of one size in a cache for heads of another."""
+    shapes = [tuple(cache.shape) for cache in MODEL.new_cache(1, 40)]
+    assert shapes == [(1, 2, 1, 2, 40, 8), (1, 2, 1, 1, 40, 16)]
+    assert MODEL.kv_places == {0: (0, 0), 1: (1, 0), 2: (0, 0), 3: (1, 0)}
+    read = 2 * (2 * 8 * 7 + 1 * 16 * 30)  # values at 30 tokens, of the two kinds, each by two layers
+    assert MODEL.kv_bytes(30, 1) == 2 * read
+
+
+@pytest.mark.parametrize("options", [{"kv_dtype": torch.int8}, {"batch_size": 3, "pool": 200}])
+def test_random_requests_have_the_tokens_of_plain_decoding(options):
+    """Catches one of two caches that is not moved, not restored, not committed, or not rounded, as the other one is."""
+    rng = random.Random(0)
+    rows = options.get("batch_size", 1)
+    drafter = test_engine.eagle_drafter(HEADS["eagle3"], TREES["dynamic"], rows)
+    engine = Engine(MODEL, None, drafter, EngineConfig(**options))
+    alone = Engine(MODEL, config=EngineConfig(kv_dtype=options.get("kv_dtype")))
+    stems = [[rng.randrange(97) for _ in range(n)] for n in (40, 70)]
+    for _ in range(5):
+        asked = []
+        for _ in range(2 * rows):
+            prompt = rng.choice(stems)[: rng.randrange(2, 70)] + [rng.randrange(97) for _ in range(rng.randrange(4))]
+            params = SamplingParams(rng.choice((0, 0.7, 1)), seed=rng.randrange(9), max_new_tokens=rng.randrange(1, 24))
+            asked.append((prompt, params, engine.generate(prompt, params)))
+        for prompt, params, stream in asked:
+            assert stream.run()[0].token_ids == alone.generate(prompt, params).run()[0].token_ids
+
+
+@pytest.mark.parametrize("unified", [False, True])
+def test_the_folder_of_a_model_that_also_sees_and_hears_gives_its_text_model(tmp_path, unified):
+    """Catches a text model that is refused because encoders lie beside it, or read with the wrong settings."""
+    transformers = pytest.importorskip("transformers")
+    name = "Gemma4Unified" if unified else "Gemma4"
+    text = {**BASE, **FAMILIES["gemma4_unified" if unified else "gemma4"][1]}
+    small = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision = small | {"num_key_value_heads": 2, "head_dim": 8}
+    others = {} if unified else {"vision_config": vision, "audio_config": small}
+    config = getattr(transformers, f"{name}Config")(text_config=text, **others, eos_token_id=2)
+    torch.manual_seed(0)
+    theirs = getattr(transformers, f"{name}ForConditionalGeneration")(config).eval()
+    theirs.save_pretrained(tmp_path)
+    prompt = [3, 17, 99, 45, 23, 60]
+    found = load(tmp_path, ctx=64, dtype="float64", kernels="reference").generate(
+        prompt, SamplingParams(max_new_tokens=20, stop_ids=(2,))
+    )
+    want = theirs.double().generate(torch.tensor([prompt]), max_new_tokens=20, do_sample=False, eos_token_id=2)[0, 6:]
+    assert found.run()[0].token_ids == want.tolist()
+
+
+RAW = {**BASE, "model_type": "gemma4_text", "head_dim": 16, "num_hidden_layers": 6}
+
+
+@pytest.mark.parametrize(("changes", "word"), [
+    ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention"),
+    ({"num_kv_shared_layers": 6}, "num_kv_shared_layers"), ({"num_kv_shared_layers": 5}, "num_kv_shared_layers"),
+    ({"vocab_size_per_layer_input": 7}, "vocab_size_per_layer_input"), ({"per_layer_config": 3}, "per_layer_config"),
+    ({"per_layer_config": {"5": {"intermediate_size": 9}}}, "per_layer_config of layer 5"),
+    ({"per_layer_config": {"2": {"head_dim": 64}}}, "per_layer_config of layer 2"),
+    ({"enable_moe_block": True}, "num_experts"), ({"global_head_dim": 33}, "head_dim"),
+])  # fmt: skip
+def test_config_errors_name_the_key(changes, word):
+    """Catches a key that changes what a layer computes and is ignored."""
+    with pytest.raises(ValueError, match=word):
+        ModelConfig.from_hf(RAW | changes)
+
+
+def test_what_a_config_leaves_out_is_what_transformers_assumes():
+    """Catches defaults of another family: published config.json files leave out much."""
+    transformers = pytest.importorskip("transformers")
+    for changes in (
+        {},
+        {"attention_k_eq_v": True, "num_global_key_value_heads": 1},
+        {"layer_types": ["sliding_attention"] * 6},
+    ):
+        ours = ModelConfig.from_hf(RAW | changes)
+        theirs = transformers.Gemma4TextConfig(**{k: v for k, v in (RAW | changes).items() if k != "model_type"})
+        layers = theirs.per_layer_config
+        assert [ours.heads_of(i) for i in range(6)] == [(c.num_key_value_heads, c.head_dim) for c in layers]
+        assert [bool(w) for w in ours.windows] == [kind == "sliding_attention" for kind in theirs.layer_types]
+        assert (ours.token_inputs, max(ours.windows), ours.logits_cap) == (256, theirs.sliding_window, 0)
+        ropes = theirs.rope_parameters
+        assert [r.theta for r, _ in ours.ropes] == [
+            ropes[k]["rope_theta"] for k in ("full_attention", "sliding_attention")
+        ]
+        assert ours.rope.kind == "proportional" and ours.rope.partial == 0.25

@@ -491,7 +491,7 @@ class Transformer(nn.Module):
         self.rotary = RotaryTable(config.ropes, config.max_positions)
         # the cache of each layer that has one, and its place there
         places = {i: (kind, layers.index(i)) for kind, layers in enumerate(config.kv_layers.values()) for i in layers}
-        self.kv_places = {i: places[config.source(i)] for i in range(len(self.layers)) if i not in config.recurrent}
+        self.kv_places = {i: places.get(config.source(i)) for i in range(len(self.layers)) if i not in config.recurrent}
 
     @property
     def device(self) -> torch.device:

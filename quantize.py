@@ -38,6 +38,7 @@ from support.machine import default_device, shapes_only, size_text
 from support.progress import Progress, say
 from support.texts import read_chats, read_texts, stdlib_texts, token_windows
 from text.tokenizer import Tokenizer, load_tokenizer
+from weights.assistant import check_written
 from weights.block_heads import BlockConfig, read_head
 from weights.checkpoint import Checkpoint
 from weights.files import Entry, local_path
@@ -76,6 +77,7 @@ def quantize_head(
     UsageError if the group size does not fit the head or the head is quantized already.
     """
     file = read_head(path, target)
+    check_written(file.config)
     if any(name.endswith(".qweight") for name in file.tensors):
         raise UsageError(f"{path} is quantized already. Give the head from which it was made.")
     with shapes_only():

@@ -59,6 +59,8 @@ class DraftInput(NamedTuple):
     counts: Tensor  # [B, V] how often each token was generated so far, the root included
     parts: StepParts = UNCOMPILED
     bias: Tensor | None = None  # [B, 1, V] what the requests add to the logits, None if no row asks for it
+    kv: tuple[Tensor, ...] = ()  # the target's caches
+    segments: Tensor | None = None  # as of Nodes
 
 
 class Drafter:

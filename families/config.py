@@ -391,10 +391,10 @@ class ModelConfig:
         return full or (self.num_key_value_heads, self.head_dim)
 
     def source(self, layer: int) -> int:
-        """The layer whose keys and values a layer reads: itself, or one that shares them."""
+        """The layer whose keys and values a layer reads: itself, or one that shares them. -1: one of another model."""
         own = self.num_hidden_layers - self.shared_layers
-        kinds = [not window for window in self.windows]
-        return layer if layer < own else own - 1 - kinds[:own][::-1].index(kinds[layer])
+        alike = [i for i in range(own) if bool(self.windows[i]) == bool(self.windows[layer])]
+        return layer if layer < own else alike[-1] if alike else -1
 
     @property
     def kv_layers(self) -> dict[tuple[int, int], list[int]]:

@@ -383,8 +383,8 @@ def attention_tiles(dim: int, int8: bool, chain: bool, window: int) -> dict:
     """
     wide = dim > 128
     tiles = dict(BM=32, BK=64 >> (int8 + wide), RT=1 if wide else 2) if dim <= 256 else dict(BM=16, BK=16, RT=1)
-    # A prompt with a window, or with wide heads, has no registers left for a second stage. Without a number, ptxas would rather spill than
-    # use more than 128 or 168 of them.
+    # A prompt with a window, or with wide heads, has no registers left for a second stage. Without a number, ptxas would
+    # rather spill than use more than 128 or 168 of them.
     options = dict(num_stages=1 if chain and (window > 0 or dim > 256) else 2, maxnreg=255)
     return tiles | dict(num_warps=8 if wide else 4, **options, **EXACT)
 

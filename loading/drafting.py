@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import kernels
 from decoding.drafter import Drafter
+from drafters.assistant import AssistantDrafter, AssistantHead
 from drafters.block import BlockDrafter, BlockHead
 from drafters.draft_model import DraftModelDrafter, check_vocabulary
 from drafters.lookahead import LookaheadDrafter
@@ -30,6 +31,7 @@ from support.errors import UsageError, bad_files
 from support.machine import describe_device, give_memory, shapes_only
 from text.tokenizer import Tokenizer, load_tokenizer
 from tree import DynamicTree, TreeTables, check_width, parse_tree, tree_tables
+from weights.assistant import AssistantConfig
 from weights.block_heads import BlockConfig, BlockFile, read_head
 from weights.checkpoint import Checkpoint
 from weights.files import local_path
@@ -37,7 +39,7 @@ from weights.heads import MTP, EagleConfig, EagleFile
 from weights.quantized import QuantSpec, adopt_, pack_, replace_module
 from weights.rounding import quantize_
 
-DraftHead: TypeAlias = EagleHead | BlockHead
+DraftHead: TypeAlias = AssistantHead | EagleHead | BlockHead
 PRUNE = 10  # percent, until the price of a node was measured
 BY_PRICE = -1  # `prune` where it is not given: the engine measures the price of a node
 
@@ -248,13 +250,15 @@ def head_class(config: EagleConfig | BlockConfig) -> type[DraftHead]:
     """The module of a head."""
     if isinstance(config, BlockConfig):
         return BlockHead
+    if isinstance(config, AssistantConfig):
+        return AssistantHead
     return MtpHead if config.mtp else EagleHead
 
 
 def head_drafter(head: DraftHead) -> Callable[..., Drafter]:
     """What makes a drafter of this head; its arguments are those of BlockDrafter."""
-    if isinstance(head, BlockHead):
-        return BlockDrafter
+    if isinstance(head, (AssistantHead, BlockHead)):
+        return AssistantDrafter if isinstance(head, AssistantHead) else BlockDrafter
     return UnshiftedDrafter if head.config.unshifted else EagleDrafter
 
 

@@ -18,6 +18,7 @@ from families.config import DTYPES
 from support.errors import UsageError, bad_files, command_parser, run_command
 from support.files import clean_up, directory_written_whole
 from support.progress import Progress
+from weights.assistant import check_written
 from weights.block_heads import read_head, save_block
 from weights.checkpoint import Checkpoint
 from weights.heads import EagleConfig, save_eagle
@@ -50,6 +51,7 @@ def convert_eagle(head: Path, target: Path, destination: Path, overrides: Sequen
         if "=" not in pair:
             raise UsageError(f"--eagle-config {pair}: expected key=value.")
     read = read_head(head, Checkpoint.open(target).config, dict(pair.split("=", 1) for pair in overrides))
+    check_written(read.config)
     with directory_written_whole(destination, keep=True) as unfinished:
         if isinstance(read.config, EagleConfig):
             save_eagle(read.config, read.tensors, unfinished)

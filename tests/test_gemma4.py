@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import functools
+import json
 import random
+import shutil
 from collections.abc import Iterator
 
 import pytest
 import test_engine
 import test_prompt_cache
 import torch
-from conftest import BASE, FAMILIES
+from conftest import BASE, FAMILIES, build_hf
 from test_engine import (  # noqa: F401 - they are run again, on the models below
     test_a_nan_on_the_accepted_path_is_an_error,
     test_a_rejected_nan_branch_changes_nothing,
@@ -22,12 +24,20 @@ from test_prompt_cache import (  # noqa: F401
     test_a_restored_row_is_bitwise_what_was_saved,
     test_texts_of_an_earlier_run_are_found_and_bad_files_are_not_used,
 )
-from tiny import PROMPT, TREES, eagle_engine, heads, tiny_model
+from tiny import TREES, geometry, heads, randomise, tiny_model
 
-from decoding.params import SamplingParams
+from decoding.params import SamplingMode, SamplingParams
+from decoding.step import DecodeState, Observer, draft_input
+from drafters.assistant import AssistantDrafter, AssistantHead
 from engine.engine import Engine, EngineConfig
 from families.config import ModelConfig, RopeConfig
 from generate import load
+from quantize import quantize_head
+from support.errors import UsageError
+from tree import parse_tree
+from weights.assistant import AssistantConfig
+from weights.checkpoint import Checkpoint
+from weights.quantized import QuantSpec
 
 # Layers 0 and 2 have a window, the last two share keys, and every layer has an embedding of its own. Layer 1 has its keys
 # as values.
@@ -143,3 +153,131 @@ def test_what_a_config_leaves_out_is_what_transformers_assumes():
             ropes[k]["rope_theta"] for k in ("full_attention", "sliding_attention")
         ]
         assert ours.rope.kind == "proportional" and ours.rope.partial == 0.25
+
+
+# ---- the assistant ----------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def with_assistant(family: str, ordered: bool) -> tuple:
+    """transformers' target and assistant, random. The window is wider than the text: transformers counts another one, to
+    which rejected tokens belong."""
+    transformers = pytest.importorskip("transformers")
+    target = build_hf(family, sliding_window=64)
+    text = {**FAMILIES[family][1], **BASE, "hidden_size": 32, "num_hidden_layers": 2, "sliding_window": 64}
+    text |= {"layer_types": ["sliding_attention", "full_attention"], "num_kv_shared_layers": 2, "head_dim": 16}
+    text |= {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0, "use_double_wide_mlp": False}
+    name = "Gemma4UnifiedAssistant" if "unified" in family else "Gemma4Assistant"
+    sizes = {"backbone_hidden_size": 64, "use_ordered_embeddings": ordered, "num_centroids": 16}
+    config = getattr(transformers, f"{name}Config")(text_config=text, **sizes, centroid_intermediate_top_k=4)
+    with torch.random.fork_rng():
+        torch.manual_seed(7)
+        assistant = getattr(transformers, f"{name}ForCausalLM")(config).eval().requires_grad_(False)
+        for parameter in assistant.parameters():
+            parameter.data.add_(torch.randn_like(parameter), alpha=0.1)
+        if ordered:
+            assistant.masked_embedding.token_ordering.copy_(torch.randperm(BASE["vocab_size"]))
+    return target, assistant
+
+
+class Drafts(Observer):
+    """The drafted trees of all steps."""
+
+    def __init__(self) -> None:
+        self.seen: list = []
+
+    def step(self, output, results) -> None:
+        self.seen.append((output.draft.tokens[0].tolist(), output.emitted[0, : int(output.count[0])].tolist()))
+
+
+@pytest.mark.parametrize("family", ["gemma4", "gemma4-values", "gemma4_unified"])
+@pytest.mark.parametrize("ordered", [False, True])
+def test_an_assistant_drafts_as_in_transformers(tmp_path, family, ordered):
+    """Catches a position, a state or a cache that is not the one it was trained with: fewer tokens would be accepted."""
+    target, assistant = with_assistant(family, ordered)
+    target.save_pretrained(tmp_path / "target")
+    assistant.save_pretrained(tmp_path / "assistant")
+    made = dict(ctx=128, dtype="float64", kernels="reference", tree="chain:4", eagle_always=True)
+    engine, drafts = load(tmp_path / "target", eagle=str(tmp_path / "assistant"), **made), Drafts()
+    engine.add_observer(drafts)
+    prompt = [3, 17, 99, 45, 23, 60, 7, 8, 9, 10, 11, 12]
+    engine.generate(prompt, SamplingParams(max_new_tokens=20, stop_ids=(127,))).run()
+    text = [*prompt, drafts.seen[0][0][0]]
+    target, assistant = target.double(), assistant.double()
+    for tokens, emitted in drafts.seen:
+        assert tokens[0] == text[-1]
+        states = target(torch.tensor([text[:-1]]), output_hidden_states=True, return_shared_kv_states=True)
+        hidden, token, found = states.hidden_states[-1][:, -1:], torch.tensor([text[-1:]]), []
+        for _ in range(4):
+            beside = torch.cat((target.get_input_embeddings()(token), hidden), -1)
+            where = torch.tensor([[len(text) - 1]])
+            out = assistant(inputs_embeds=beside, position_ids=where, shared_kv_states=states.shared_kv_states)
+            token, hidden = out.logits.argmax(-1), out.last_hidden_state
+            found.append(int(token))
+        assert tokens[1:] == found
+        text = text + emitted
+    assert len(drafts.seen) > 5
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> tuple[str, str]:
+    """A target and its assistant."""
+    made = tmp_path_factory.mktemp("gemma4")
+    for name, model in zip(("target", "assistant"), with_assistant("gemma4", True), strict=True):
+        model.float().save_pretrained(made / name)
+    return str(made / "target"), str(made / "assistant")
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"kv": "int8"}, {"quant": "int8", "tree": "dynamic:16,4,4", "verify": "match"}]
+)
+def test_an_assistant_changes_no_token(folders, options):
+    """Catches rows that read each other's keys, and a tree whose nodes write where the target reads."""
+    target, assistant = folders
+    made = dict(ctx=128, dtype="float32", slots=3, **options)
+    engine = load(target, eagle=assistant, eagle_always=True, **made)
+    plain_engine = load(target, **{name: value for name, value in made.items() if name not in ("tree", "verify")})
+    rng = random.Random(1)
+    for temperature in (0, 0.7, 1):
+        prompts = [[rng.randrange(3, 127) for _ in range(rng.randrange(1, 40))] for _ in range(5)]
+        params = SamplingParams(temperature, seed=5, max_new_tokens=24, stop_ids=(127,))
+        found, want = ([e.generate(p, params) for p in prompts] for e in (engine, plain_engine))
+        assert [s.run()[0].token_ids for s in found] == [s.run()[0].token_ids for s in want]
+    assert engine.drafter.caches[0].numel() == 0
+
+
+def test_an_assistant_sees_the_window_of_the_target():
+    """Catches a layer that reads keys from before its window, which the target would have forgotten."""
+    text = {"head_dim": 8, "layers": 2, "windows": (7, 0), "full_heads": (1, 16), "qk_norm": True, "value_norm": True}
+    layer = geometry(shared_layers=2, layer_scale=True, norms="both", tie_word_embeddings=False, **text)
+    head = AssistantHead(AssistantConfig(1, layer, 32, target_vocab_size=97, places=((0, 0), (1, 0))), MODEL)
+    head = head.to(torch.float64)
+    randomise(head, 3)
+    head.rotary.build("cpu", 160)
+    drafter = AssistantDrafter(head, parse_tree("dynamic:16,4,4"), 1, 40)
+    state = DecodeState(MODEL, drafter, 1, 24)
+    state.n[:], state.count[:] = 20, 1
+    for buffer in (*state.kv, state.features):
+        buffer.normal_()
+    drafts = [drafter.draft(draft_input(state, SamplingMode()))]
+    state.kv[0][..., :14, :].normal_()  # position 20 sees those from 14 on
+    drafts.append(drafter.draft(draft_input(state, SamplingMode())))
+    state.kv[0][..., 14, :] += 1
+    drafts.append(drafter.draft(draft_input(state, SamplingMode())))
+    assert torch.equal(drafts[0].scores, drafts[1].scores) and not torch.equal(drafts[1].scores, drafts[2].scores)
+
+
+@pytest.mark.parametrize(("changes", "words"), [
+    ({"backbone_hidden_size": 48}, "made for hidden_size and vocab_size"), ({"text_config": 3}, "text_config"),
+    ({"num_centroids": 7}, "7 clusters do not divide"),
+])  # fmt: skip
+def test_an_assistant_of_another_model_is_refused_in_one_line(folders, tmp_path, changes, words):
+    """Catches a traceback, or an assistant that drafts for a model it was not made for."""
+    shutil.copytree(folders[1], tmp_path / "a")
+    raw = json.loads((tmp_path / "a/config.json").read_text())
+    (tmp_path / "a/config.json").write_text(json.dumps(raw | changes))
+    with pytest.raises(ValueError, match=words) as error:
+        load(folders[0], eagle=str(tmp_path / "a"), ctx=64)
+    assert "\n" not in str(error.value)
+    with pytest.raises(UsageError, match="stays as it is published"):
+        quantize_head(folders[1], Checkpoint.open(folders[0]).config, QuantSpec("int8"))

@@ -18,6 +18,7 @@ from torch import Tensor
 from families.config import ModelConfig
 from support.files import read_json
 from support.reader import ConfigReader, is_a
+from weights.assistant import is_assistant, read_assistant
 from weights.files import few_names, local_path, tensor_files
 from weights.heads import (
     MTP,
@@ -165,6 +166,8 @@ def read_head(
     """Read a draft head of any kind, which its own files say. The arguments are those of `read_eagle`, or MTP as path."""
     if path == MTP:
         return mtp_head(target)
+    if is_assistant(path):
+        return read_assistant(path, target, overrides or {})
     return read_block(path, target, overrides) if is_block_head(path) else read_eagle(path, target, overrides)
 
 

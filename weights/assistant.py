@@ -1,0 +1,116 @@
+"""Gemma 4's assistants as Google publishes them: `gemma4_assistant` and `gemma4_unified_assistant`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from families.config import ModelConfig
+from support.errors import UsageError
+from support.files import read_json
+from support.reader import ConfigReader
+from weights.files import local_path, tensor_files
+from weights.heads import EagleConfig, EagleFile, HeadReader
+from weights.hf import as_computed, build_model, hf_views, parameter_sources, read_parameter
+
+ASSISTANTS = {f"gemma4{kind}_assistant": f"gemma4{kind}_text" for kind in ("", "_unified")}
+
+
+@dataclass(frozen=True)
+class AssistantConfig(EagleConfig):
+    """Geometry of an assistant. `layer` is that of all its layers."""
+
+    places: tuple[tuple[int, int], ...] = ()  # of each layer: the target's cache and the place in it that it reads
+    clusters: int = 0  # of tokens; 0: every token may be drafted
+    active: int = 0  # clusters of which tokens are drafted at once
+
+    @property
+    def kind(self) -> str:
+        return "assistant"
+
+
+def check_written(config: object) -> None:
+    """Raise UsageError for an assistant, which no tool writes in another form."""
+    if isinstance(config, AssistantConfig):
+        raise UsageError("an assistant stays as it is published, and is rounded while it is read (--head-quant).")
+
+
+def is_assistant(path: str | Path) -> bool:
+    """Whether a folder holds such an assistant."""
+    file = local_path(path) / "config.json"
+    return file.is_file() and read_json(file).get("model_type") in ASSISTANTS
+
+
+def read_assistant(path: str | Path, target: ModelConfig, overrides: Mapping[str, str]) -> EagleFile:
+    """Read an assistant for this target. Raises ValueError in one line if it is damaged or made for another one."""
+    return _AssistantReader(local_path(path), target, overrides).read()
+
+
+class _AssistantReader(HeadReader):
+    kind = "an assistant"
+    overrides = ()
+    prefixes: Mapping[str, str] = {}
+
+    def read(self) -> EagleFile:
+        where = str(self.path / "config.json")
+        read = ConfigReader(read_json(self.path / "config.json"), where)
+        text = read.config.get("text_config")
+        if not isinstance(text, dict):
+            raise read.error("text_config must be an object.")
+        # all layers share, but keys of another model
+        own = {"model_type": ASSISTANTS[read.config["model_type"]], "num_kv_shared_layers": 0, "architectures": None}
+        layer = ModelConfig.from_hf(text | own, where)
+        layer = replace(layer, shared_layers=layer.num_hidden_layers, tie_word_embeddings=False)
+        if layer.num_local_experts or layer.token_inputs:
+            self.fail("experts, or an embedding for each layer, are not implemented in an assistant.")
+        sizes = read.integer("backbone_hidden_size"), layer.vocab_size
+        if sizes != (target_sizes := (self.target.hidden_size, self.target.vocab_size)):
+            self.misfit(f"made for hidden_size and vocab_size {sizes}, this model has {target_sizes}")
+        clusters = read.integer("num_centroids", 2048) if read.boolean("use_ordered_embeddings", False) else 0
+        active = read.integer("centroid_intermediate_top_k", 32, high=max(clusters, 1)) if clusters else 0
+        if clusters and layer.vocab_size % clusters:
+            self.fail(f"{clusters} clusters do not divide the vocabulary of {layer.vocab_size}.")
+        places = tuple(self._place(layer, i) for i in range(layer.num_hidden_layers))
+        config = AssistantConfig(
+            1, layer, sizes[0], has_lm_head=True, target_vocab_size=sizes[1], places=places, clusters=clusters,
+            active=active,
+        )  # fmt: skip
+        return EagleFile(config, self._tensors(config), self.notes)
+
+    def _place(self, layer: ModelConfig, i: int) -> tuple[int, int]:
+        """Where the target keeps what layer i reads: in the last layer of the same kind that has keys of its own."""
+        target, wide = self.target, not layer.windows[i]
+        for kind, (heads, layers) in enumerate(target.kv_layers.items()):
+            own = [at for at in layers if (not target.windows[at]) == wide]
+            if own and heads == layer.heads_of(i):
+                return kind, layers.index(own[-1])
+        self.misfit(
+            f"its layer {i} reads {layer.heads_of(i)[0]} heads of {layer.heads_of(i)[1]}, which this model lacks"
+        )
+
+    def _tensors(self, config: AssistantConfig) -> dict[str, torch.Tensor]:
+        self.name_entries(tensor_files(self.path))
+        c, where, model = config.layer, str(self.path), build_model(config.layer)
+        entries = as_computed(self.entries, c)
+        entries["lm_head.weight"] = entries.pop("model.embed_tokens.weight", entries.get("lm_head.weight"))
+        names = parameter_sources(model, hf_views(model))
+        del names["embed_tokens.weight"]
+        shapes = {f"model.{name}": p.shape for name, p in model.named_parameters() if name in names}
+        table = {f"model.{name}": parts for name, parts in names.items()}
+        H, size = config.target_hidden_size, c.hidden_size
+        others = {"before": ("pre_projection", (size, 2 * H)), "behind": ("post_projection", (H, size))}
+        if config.clusters:
+            others["centroids"] = "masked_embedding.centroids", (config.clusters, size)
+        for name, (theirs, shape) in others.items():
+            table[f"{name}.weight"], shapes[f"{name}.weight"] = [f"{theirs}.weight"], torch.Size(shape)
+        tensors = {name: read_parameter(entries, parts, shapes[name], where) for name, parts in table.items()}
+        if config.clusters:
+            order = entries["masked_embedding.token_ordering"].read().long().flatten()
+            if not torch.equal(order.sort().values, torch.arange(c.vocab_size)):
+                self.fail("masked_embedding.token_ordering does not name every token once.")
+            clusters = torch.arange(config.clusters).repeat_interleave(c.vocab_size // config.clusters)
+            tensors["cluster"] = torch.empty_like(order).index_copy_(0, order, clusters)
+        return tensors

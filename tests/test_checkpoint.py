@@ -942,8 +942,8 @@ def test_convert_eagle(tiny_checkpoint, tmp_path, capsys):
 
 @pytest.mark.parametrize(
     "family",
-    "ernie4_5 exaone4 gemma2 gemma3 glm4 gpt_oss granite olmo2 olmo3 phi3-partial".split()
-    + "qwen2_moe qwen3_moe seed_oss smollm3".split(),
+    "ernie4_5 exaone4 gemma2 gemma3 gemma4 gemma4-values gemma4-moe glm4 gpt_oss granite olmo2 olmo3".split()
+    + "phi3-partial qwen2_moe qwen3_moe seed_oss smollm3".split(),
 )
 @pytest.mark.parametrize("how", ["cpu", "reference", "cpu int8"])
 def test_a_family_decodes_with_every_kernel_and_draft(tiny_checkpoint, family, how):

@@ -388,13 +388,19 @@ def test_norm_and_rope_equal_the_references():
     qkv, angles = torch.randn(2, 5, 8, 32), torch.randn(2, 5, 16)
     slots = torch.tensor([[3, 4, 5, 6, 11], [0, 1, 2, 3, 4]])
     weights = torch.randn(32), torch.randn(32), 1e-6
-    for norms, dtype in (((), torch.float32), *((weights, t) for t in (torch.float32, torch.float16, torch.int8))):
+    more = [(*weights, True, False), (weights[0], None, 1e-6, True, True)]  # values normed, too; queries alone
+    cases = (
+        ((), torch.float32),
+        *((weights, t) for t in (torch.float16, torch.int8)),
+        *((m, torch.float32) for m in more),
+    )
+    for norms, dtype in cases:
         caches = torch.zeros(2, 2, 2, 2, 12, cache_row(32, dtype), dtype=dtype).unbind(0)
         with backend().active() as active:
             q, _ = kernels.rope_write_kv(qkv, angles.cos(), angles.sin(), caches[0], slots, *norms)
         rotary = angles.cos(), angles.sin()
         want, _ = kernels.rope_write_kv.reference(qkv, *rotary, caches[1], slots, *(norms or (None, None, 0.0)))
-        assert not active.declined
+        assert not active.declined and caches[0].any() == (not norms[4:] or not norms[4])
         caches = [kernels.dequantize_rows(c, torch.float32) if dtype == torch.int8 else c.float() for c in caches]
         # A sum near a bound may round either way.
         level = {torch.float32: 1e-5, torch.float16: 4e-3, torch.int8: 0.06}[dtype]

@@ -38,6 +38,7 @@ from tree import parse_tree
 from weights.assistant import AssistantConfig
 from weights.checkpoint import Checkpoint
 from weights.quantized import QuantSpec
+from weights.rounding import _hessians
 
 # Layers 0 and 2 have a window, the last two share keys, and every layer has an embedding of its own. Layer 1 has its keys
 # as values.
@@ -281,3 +282,14 @@ def test_an_assistant_of_another_model_is_refused_in_one_line(folders, tmp_path,
     assert "\n" not in str(error.value)
     with pytest.raises(UsageError, match="stays as it is published"):
         quantize_head(folders[1], Checkpoint.open(folders[0]).config, QuantSpec("int8"))
+
+
+def test_gptq_sees_the_rows_that_each_expert_gets():
+    """Catches calibration by rows that the router sends elsewhere: it reads other norms than the experts do."""
+    block = tiny_model(torch.float32, **KINDS, num_local_experts=3, num_experts_per_tok=1, dense_size=16).layers[0].mlp
+    x = torch.randn(5, 32)
+    found = _hessians(block.experts, False, block.experts.gate_up, lambda: block(x, x))
+    sent, read = block.experts.route(block.router_norm(x))[1], block.experts_norm(x).float()
+    for e, total in enumerate(found):
+        rows = read[(sent == e).any(-1)]
+        assert torch.allclose(total, rows.T @ rows, atol=1e-5)

@@ -790,11 +790,14 @@ def test_interpreted_attention(dtype, window, starts, slots):
 
 
 @interpreted
-@pytest.mark.parametrize("dtype,window,T", [(torch.float32, 0, 6), (torch.float16, 7, 6), (torch.float32, 9, 40)])
-def test_interpreted_attention_int8(dtype, window, T):
+@pytest.mark.parametrize(
+    "dtype,window,T,dim",
+    [(torch.float32, 0, 6, 16), (torch.float16, 7, 6, 16), (torch.float32, 9, 40, 16), (torch.float32, 0, 6, 512)],
+)
+def test_interpreted_attention_int8(dtype, window, T, dim):
     """Catches a wrong row length, scale address or mask of an int8 cache, in the kernels for trees and for a prompt."""
     if T == 6:
-        q, kv, *rest = attention_case(dtype, [57, 140], 160, heads=(2, 1))
+        q, kv, *rest = attention_case(dtype, [57, 140], 160, heads=(2, 1), dim=dim)
     else:
         q, kv, *rest = prompt_case(20, T, window, 100)
     rows = kernels.quantize_rows(kv)
@@ -836,11 +839,13 @@ def test_interpreted_shared_cache_gives_the_bits_of_a_cache_for_each():
 
 
 @interpreted
-@pytest.mark.parametrize("start,window,int8", [(0, 0, False), (250, 0, True), (250, 40, False)])
-def test_interpreted_attention_of_a_prompt_equals_steps_bitwise(start, window, int8):
+@pytest.mark.parametrize(
+    "start,window,int8,dim", [(0, 0, False, 16), (250, 0, True, 16), (250, 40, False, 16), (60, 0, False, 512)]
+)
+def test_interpreted_attention_of_a_prompt_equals_steps_bitwise(start, window, int8, dim):
     """A token that was decoded and one that was read would leave other keys and values, so that what a cache still holds
     of an earlier request would change the next one's text."""
-    q, kv, T = torch.randn(1, 2, 45, 16).half(), torch.randn(2, 1, 1, 300, 16).half(), 45
+    q, kv, T = torch.randn(1, 2, 45, dim).half(), torch.randn(2, 1, 1, 300, dim).half(), 45
     kv = kernels.quantize_rows(kv) if int8 else kv
     positions = start + torch.arange(T)[None]
     n, seen = torch.tensor([start]), torch.ones(1, T, T, dtype=torch.bool).tril()
@@ -885,18 +890,28 @@ def test_interpreted_norm_and_rope(dtype):
         assert error(kernels.rms_norm(x, w, 1e-5), want.double()) < TOLERANCE[dtype]
     qkv, angle = torch.randn(2, 2, 4, 24).to(dtype), torch.randn(2, 2, 12)
     slots = torch.tensor([[3, 10], [0, 5]])
-    for weight in (None, torch.randn(24).to(dtype)):
+    weight = torch.randn(24).to(dtype)
+    variants = [
+        (weight,) * 2,
+        (weight,) * 2,
+        (weight, None),
+    ]  # values are normed, too, and then there are queries alone
+    for norms in ((None, None, 1e-5, False, False), *((*variants[i], 1e-5, i > 0, i > 1) for i in range(3))):
         caches = [torch.zeros(2, 2, 1, 11, 24, dtype=dtype) for _ in range(2)]
         args = (angle.cos(), angle.sin())
-        want, _ = kernels.rope_write_kv.reference(qkv, *args, caches[0], slots, weight, weight, 1e-5)
+        want, _ = kernels.rope_write_kv.reference(qkv, *args, caches[0], slots, *norms)
         with TRITON.active():
-            got, arrived = kernels.rope_write_kv(qkv, *args, caches[1], slots, weight, weight, 1e-5)
+            got, arrived = kernels.rope_write_kv(qkv, *args, caches[1], slots, *norms)
         assert arrived.numel() == 2 and not arrived.any()
-        assert error(got, want.double()) < TOLERANCE[dtype] and error(caches[1], caches[0].double()) < TOLERANCE[dtype]
+        assert error(got, want.double()) < TOLERANCE[dtype]
+        if norms[4]:
+            assert not caches[0].any() and not caches[1].any()
+            continue
+        assert error(caches[1], caches[0].double()) < TOLERANCE[dtype]
         rows = [torch.zeros(2, 2, 1, 11, 28, dtype=torch.int8) for _ in range(2)]
-        kernels.rope_write_kv.reference(qkv, *args, rows[0], slots, weight, weight, 1e-5)
+        kernels.rope_write_kv.reference(qkv, *args, rows[0], slots, *norms)
         with TRITON.active():
-            kernels.rope_write_kv(qkv, *args, rows[1], slots, weight, weight, 1e-5)
+            kernels.rope_write_kv(qkv, *args, rows[1], slots, *norms)
         got, want = (kernels.dequantize_rows(r, torch.float64) for r in rows)
         assert (got - want).abs().max() <= 1.01 * want.abs().max() / 127 and error(got, want) < 1e-2
         assert error(want, caches[0].double()) < 1e-2
@@ -908,6 +923,7 @@ def test_interpreted_norm_and_rope(dtype):
     (5, LinearConfig(32, 3), False, True), (5, LinearConfig(32, 3), True, False),
     (17, LinearConfig(64, 1), False, False), (17, LinearConfig(64, 1), False, True),
     (40, LinearConfig(64, 2, warps=2), True, False),  # two token tiles
+    (5, LinearConfig(32, 3), "values", False), (5, LinearConfig(32, 3), "alone", False),
 ])  # fmt: skip
 def test_interpreted_turned_heads_behind_their_projection(rows, config, normed, int8, monkeypatch):
     """Heads that are turned before all of their columns are there, rows of another token tile, a head that is turned
@@ -920,13 +936,14 @@ def test_interpreted_turned_heads_behind_their_projection(rows, config, normed, 
     slots = torch.randperm(rows).view(batch, -1)
     shape, kind = (2, batch, 1, rows + 1, dim + 4 * int8), torch.int8 if int8 else dtype
     caches = [torch.zeros(shape, dtype=kind) for _ in range(2)]
-    turn = [(angle.cos(), angle.sin(), cache, slots, weight, weight, 1e-5) for cache in caches]
+    more = weight, None if normed == "alone" else weight, 1e-5, normed in ("values", "alone"), normed == "alone"
+    turn = [(angle.cos(), angle.sin(), cache, slots, *more) for cache in caches]
     with TRITON.active():
         qkv = packed_linear(x, packed, bias).unflatten(-1, (6, dim))
         want, _ = kernels.rope_write_kv(qkv, *turn[0])
         monkeypatch.setattr(kernels.norm_rope, "rope_kernel", None)
         got, arrived = kernels.packed_linear_rope(x, packed, bias, dim, *turn[1])
-    assert torch.equal(got, want) and torch.equal(*caches) and caches[0].any()
+    assert torch.equal(got, want) and torch.equal(*caches) and caches[0].any() == (normed != "alone")
     assert not packed.counters.any() and arrived.numel() and not arrived.any()
 
 

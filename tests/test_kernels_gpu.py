@@ -4,6 +4,8 @@ their neighbours.
 `make gpu` (pytest -m gpu) runs these tests. They are skipped where there is no device.
 """
 
+import itertools
+
 import pytest
 import test_delta
 import test_launches
@@ -132,7 +134,8 @@ def test_routes_and_their_sum_on_device(experts, count):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("window", [0, 100])
 @pytest.mark.parametrize(
-    "heads,dim,start", [((32, 8), 128, 700), ((32, 32), 128, 37), ((8, 2), 64, 2000), ((4, 4), 80, 129)]
+    "heads,dim,start",
+    [((32, 8), 128, 700), ((32, 32), 128, 37), ((8, 2), 64, 2000), ((4, 4), 80, 129), ((16, 2), 512, 700)],
 )
 def test_attention_on_device(dtype, window, heads, dim, start):
     """Tree attention agrees with float64, and decoding a committed path plainly gives the bits of the tree's rows."""
@@ -184,9 +187,12 @@ def test_norm_and_rope_on_device(dtype):
     assert error(out, want.double()) < TOLERANCE[dtype] and error(caches[0], caches[1].double()) < TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize("normed,int8", [(False, False), (True, False), (False, True)])
+@pytest.mark.parametrize(
+    "normed,int8", [(False, False), (True, False), (False, True), ("values", False), ("alone", True)]
+)
 def test_heads_turned_behind_their_projection_on_device(normed, int8):
-    """The projection with rope built in gives the bits of a linear and a rope launch, three times in a row."""
+    """The projection with rope built in gives the bits of a linear and a rope launch, three times in a row.
+    normed: "values", too, or queries "alone"."""
     packed, _ = quantized(4, 6144, 4096, torch.float16)
     weight = torch.randn(128, device="cuda").half() if normed else None
     for rows in (1, 5, 16, 26, 60, 64):
@@ -194,7 +200,8 @@ def test_heads_turned_behind_their_projection_on_device(normed, int8):
         slots = torch.randperm(rows, device="cuda")[None]
         shape, kind = (2, 1, 8, rows + 1, 128 + 4 * int8), torch.int8 if int8 else torch.float16
         caches = [torch.zeros(shape, dtype=kind, device="cuda") for _ in range(2)]
-        turn = [(angle.cos(), angle.sin(), cache, slots, weight, weight, 1e-5) for cache in caches]
+        more = weight, None if normed == "alone" else weight, 1e-5, normed in ("values", "alone"), normed == "alone"
+        turn = [(angle.cos(), angle.sin(), cache, slots, *more) for cache in caches]
         want, _ = kernels.rope_write_kv(packed_linear(x, packed).unflatten(-1, (48, 128)), *turn[0])
         for _ in range(3):
             x = x.clone()
@@ -270,7 +277,7 @@ def attention_wanted(q, kv, *rest):
     return kernels.tree_attention.reference(q.double().cpu(), kv.double().cpu(), *case)
 
 
-@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("dim", [64, 128, 256, 512])
 @pytest.mark.parametrize("int8", [False, True])
 @pytest.mark.parametrize("start,slots", [(300, 600), (1500, 9000)])
 def test_attention_rows_do_not_depend_on_the_tree(dim, int8, start, slots):
@@ -295,7 +302,7 @@ def test_attention_rows_do_not_depend_on_the_tree(dim, int8, start, slots):
             assert torch.equal(kernels.tree_attention(*case, 0, dim**-0.5), prompt[:, own])
 
 
-@pytest.mark.parametrize("dim,int8", [(128, False), (128, True), (256, False), (256, True)])
+@pytest.mark.parametrize("dim,int8", itertools.product((128, 256, 512), (False, True)))
 @pytest.mark.parametrize("window", [0, 200])
 def test_prefill_attention_on_device(dim, int8, window):
     """Attention of 256 rows, with and without a window, agrees with float64."""

@@ -154,16 +154,17 @@ def _hessians(child: nn.Module, down: bool, weight: Tensor, feed: Callable[[], N
     K, experts = weight.shape[-1], weight.shape[0] if weight.dim() == 3 else 1
     sums = [torch.zeros(K, K, device=weight.device) for _ in range(experts)]
 
-    def add(_, inputs: tuple[Tensor, ...]) -> None:
+    def add(_, inputs: tuple[Tensor, ...], named: dict[str, Tensor]) -> None:
         x = inputs[0].reshape(-1, inputs[0].shape[-1]).float()
-        index = child.route(x)[1] if isinstance(child, Experts) else None
+        routed = named.get("routed", x).reshape(x.shape).float()  # what a router reads
+        index = child.route(routed)[1] if isinstance(child, Experts) else None
         for e, total in enumerate(sums):
             rows = x if index is None else x[(index == e).any(-1)]
             if index is not None and down:
                 rows = child.hidden(rows, e)
             total.addmm_(rows.T, rows)
 
-    handle = child.register_forward_pre_hook(add)
+    handle = child.register_forward_pre_hook(add, with_kwargs=True)
     try:
         feed()
     finally:

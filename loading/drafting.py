@@ -122,6 +122,15 @@ def drafts_blocks(config: EagleConfig | BlockConfig | None) -> bool:
     return isinstance(config, BlockConfig)
 
 
+def can_be_pruned(config: EagleConfig | BlockConfig | None) -> bool:
+    """Whether the CPU kernels draft with a head of this config, and leave out the nodes that do not pay. With another head
+    plain steps take over while drafting does not pay."""
+    if not isinstance(config, EagleConfig):
+        return True
+    odd = config.norm_output or config.fc_norm or config.norm_before_fc or config.unshifted
+    return not (odd or config.mtp or isinstance(config, AssistantConfig))
+
+
 def block_tree(config: BlockConfig, nodes: int = 26) -> str:
     """The dynamic tree that a block head drafts by default."""
     return f"dynamic:{nodes},{min(config.depth, 8) - 1},8"
@@ -133,7 +142,7 @@ def with_tree(options: LoadOptions, quantization: str | None, head: EagleConfig 
     A tree that the user named is drafted as it is.
     """
     tree, prune, ngram_nodes = options.tree, options.prune, options.ngram_nodes
-    by_default = prune is None and tree is None and options.can_prune
+    by_default = prune is None and tree is None and options.can_prune and can_be_pruned(head)
     block = drafts_blocks(head)
     if block and prune and ngram_nodes:
         raise UsageError("--prune and --ngram-nodes do not go together for a head that drafts blocks; leave one out.")

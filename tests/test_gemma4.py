@@ -236,6 +236,8 @@ def test_an_assistant_changes_no_token(folders, options):
     """Catches rows that read each other's keys, and a tree whose nodes write where the target reads."""
     target, assistant = folders
     made = dict(ctx=128, dtype="float32", slots=3, **options)
+    by_default = load(target, eagle=assistant, ctx=64)
+    assert by_default.fallback and not by_default.drafter.p_min
     engine = load(target, eagle=assistant, eagle_always=True, **made)
     plain_engine = load(target, **{name: value for name, value in made.items() if name not in ("tree", "verify")})
     rng = random.Random(1)
@@ -245,6 +247,7 @@ def test_an_assistant_changes_no_token(folders, options):
         found, want = ([e.generate(p, params) for p in prompts] for e in (engine, plain_engine))
         assert [s.run()[0].token_ids for s in found] == [s.run()[0].token_ids for s in want]
     assert engine.drafter.caches[0].numel() == 0
+    assert engine.plan.kv == pytest.approx(sum(cache.nbytes for cache in engine.state.kv), rel=0.02)
 
 
 def test_an_assistant_sees_the_window_of_the_target():

@@ -49,6 +49,11 @@ RECURRENT = replace(
     output_gate=True, recurrent=(0,), delta=DeltaConfig(2, 4, 16, 32, 4),
 )  # fmt: skip
 WIDE = replace(UNTIED, hidden_size=512, intermediate_size=512, num_attention_heads=16)  # two groups of 256 columns
+GEMMA4 = replace(
+    UNTIED, model_type="gemma4_text", norms="both", activation="gelu_tanh", qk_norm=True, value_norm=True,
+    layer_scale=True, attention_multiplier=1.0, embedding_multiplier=UNTIED.hidden_size**0.5, full_heads=(1, 64),
+    keys_as_values=True, windows=(8, 0), rope=RopeConfig(1e6, "proportional", partial=0.25), window_rope=RopeConfig(),
+)  # fmt: skip
 
 
 def tiny(config: ModelConfig, seed: int = 0) -> Transformer:
@@ -774,6 +779,7 @@ PUBLISHED = [
     ("ct", {"symmetric": False}), ("ct", {"symmetric": False, "v2": True, "group": 64}),
     ("ct", {"act_order": True, "group": 128}), ("gptq", {"config": RECURRENT, "symmetric": False}),
     ("awq", {"config": RECURRENT, "symmetric": False}), ("ct", {"config": RECURRENT}),
+    ("gptq", {"config": GEMMA4}), ("awq", {"config": GEMMA4, "symmetric": False}), ("ct", {"config": GEMMA4}),
 ]  # fmt: skip
 
 

@@ -123,8 +123,8 @@ def drafts_blocks(config: EagleConfig | BlockConfig | None) -> bool:
 
 
 def can_be_pruned(config: EagleConfig | BlockConfig | None) -> bool:
-    """Whether the CPU kernels draft with a head of this config, and leave out the nodes that do not pay. With another head
-    plain steps take over while drafting does not pay."""
+    """Whether the CPU kernels draft with a head of this config, and leave out the nodes that do not pay. Others are
+    replaced by plain steps while they do not pay."""
     if not isinstance(config, EagleConfig):
         return True
     odd = config.norm_output or config.fc_norm or config.norm_before_fc or config.unshifted

@@ -171,7 +171,9 @@ def test_a_checkpoint_with_the_layer_drafts_with_it_by_default(checkpoint, tiny_
     notes: list[str] = []
     engine = load(checkpoint(family), ctx=128, report=notes.append, slots=2)
     assert engine.head.config.kind == "MTP" and any("own MTP layer drafts" in note for note in notes)
-    assert not engine.drafter.p_min and engine.fallback  # no kernel leaves out its nodes, so plain steps may replace them
+    assert (
+        not engine.drafter.p_min and engine.fallback
+    )  # no kernel leaves out its nodes, so plain steps may replace them
     off = load(checkpoint(family), ctx=128, eagle="none")
     assert off.head is None and off.model.mtp is None and off.plan.weights < engine.plan.weights
     assert load(checkpoint(family), ctx=128, drafter="ngram", tree="chain:4").model.mtp is None

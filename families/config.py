@@ -489,7 +489,7 @@ class ModelConfig:
             max_position_embeddings=positions,
             rms_norm_eps=read.number("rms_norm_eps", defaults.get("rms_norm_eps", 1e-6), 0.0, 1.0),
             rope=rope,
-            window_rope=window_rope if any(windows) and window_rope != rope else None,
+            window_rope=window_rope if any(windows) and (window_rope != rope or "full_heads" in facts) else None,
             tie_word_embeddings=read.boolean("tie_word_embeddings", defaults.get("tie_word_embeddings", False)),
             windows=windows,
             recurrent=recurrent,

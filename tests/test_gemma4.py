@@ -154,6 +154,9 @@ def test_what_a_config_leaves_out_is_what_transformers_assumes():
             ropes[k]["rope_theta"] for k in ("full_attention", "sliding_attention")
         ]
         assert ours.rope.kind == "proportional" and ours.rope.partial == 0.25
+    one = {"rope_type": "default", "rope_theta": 1e4}  # the same numbers mean other angles in heads of another size
+    same = ModelConfig.from_hf(RAW | {"rope_parameters": {"full_attention": one, "sliding_attention": one}})
+    assert [head_dim for _, head_dim in same.ropes] == [512, 16]
 
 
 # ---- the assistant ----------------------------------------------------------------------------------------------------

@@ -302,7 +302,7 @@ def test_attention_rows_do_not_depend_on_the_tree(dim, int8, start, slots):
             assert torch.equal(kernels.tree_attention(*case, 0, dim**-0.5), prompt[:, own])
 
 
-@pytest.mark.parametrize("dim,int8", itertools.product((128, 256, 512), (False, True)))
+@pytest.mark.parametrize("dim,int8", list(itertools.product((128, 256, 512), (False, True))))
 @pytest.mark.parametrize("window", [0, 200])
 def test_prefill_attention_on_device(dim, int8, window):
     """Attention of 256 rows, with and without a window, agrees with float64."""

@@ -37,10 +37,20 @@ FREE = {"BT", "RP", "RM", "FLIGHT", "CHAIN", "num_stages", "maxnreg", "SORT"}
 FREE_OF = {"linear_kernel": FREE | {"BN", "num_warps"}}
 # Operators of torch that move values or work on one element at a time. A step has no other ones.
 HARMLESS = {"aten::" + name for name in """embedding clone contiguous cat sub add mul div exp to _to_copy reciprocal neg
-    gt bitwise_and""".split()}  # fmt: skip
+    gt bitwise_and gelu""".split()}  # fmt: skip
 # Where layers are recurrent, rows are moved besides, and `kernels.depth_first` counts and sorts integers.
 HARMLESS_WALK = {"aten::" + name for name in """ge gather scalar_tensor stack where ne sort sum eq copy_ arange amax
     lt""".split()}  # fmt: skip
+GEMMA4 = dict(head_dim=256, full_heads=(2, 512), keys_as_values=True, shared_layers=2, token_inputs=256)
+GEMMA4 |= dict(
+    windows=(0, 64) * 2,
+    norms="both",
+    qk_norm=True,
+    value_norm=True,
+    layer_scale=True,
+    num_hidden_layers=4,
+    activation="gelu_tanh",
+)
 SMOL = dict(hidden_size=576, intermediate_size=1536, num_attention_heads=9, num_key_value_heads=3, head_dim=64)
 OWN_NORM = RMSNorm.forward
 
@@ -62,7 +72,8 @@ def of_a_file(model: Transformer) -> Transformer:
 def target(kind: str) -> Transformer:
     """Two layers on the fake GPU: a shape, and how its weights are kept."""
     shape, quant = kind.split()
-    config = replace(SHAPES["llama-3-8b" if shape == "smollm2" else shape], num_hidden_layers=2, windows=(0, 64))
+    config = replace(SHAPES.get(shape, SHAPES["llama-3-8b"]), num_hidden_layers=2, windows=(0, 64))
+    config = replace(config, **GEMMA4) if shape == "gemma4" else config
     if shape == "smollm2":
         config = replace(config, vocab_size=49152, tie_word_embeddings=True, **SMOL)
     if config.delta is not None:
@@ -116,7 +127,7 @@ def launched_by_width(kind: str) -> list[list[tuple]]:
 
 @pytest.mark.parametrize("kind", [
     "llama-3-8b half", "llama-3-8b int4", "llama-3-8b int8", "smollm2 file", "smollm2 half", "mixtral-8x7b int4",
-    "mixtral-8x7b shared", "qwen3.5-9b half", "qwen3.5-9b int4",
+    "mixtral-8x7b shared", "qwen3.5-9b half", "qwen3.5-9b int4", "gemma4 half", "gemma4 int4",
 ])  # fmt: skip
 def test_a_row_has_the_same_kernels_in_every_step(monkeypatch, kind):
     """A product that goes to cuBLAS because there are many rows, a norm that few rows get in another kernel, another
@@ -125,7 +136,8 @@ def test_a_row_has_the_same_kernels_in_every_step(monkeypatch, kind):
     with fake_gpu(monkeypatch):
         found = launched_by_width(kind)
     assert all(launches == found[0] for launches in found), ROWS[[one == found[0] for one in found].index(False)]
-    assert sum(name == "rms_norm_kernel" for name, *_ in found[0]) == 5 and found[0][-1][0] == "choose_kernel"
+    norms = 22 if kind.startswith("gemma4") else 5
+    assert sum(name == "rms_norm_kernel" for name, *_ in found[0]) == norms and found[0][-1][0] == "choose_kernel"
 
 
 def few_rows_elsewhere(norm, x):

@@ -94,11 +94,11 @@ class EagleHead(nn.Module):
         """The size of the target's features per token: H, or taps x H."""
         return self.config.target_hidden_size * max(1, len(self.config.taps))
 
-    def new_cache(self, batch_size: int, slots: int) -> Tensor:
+    def new_cache(self, batch_size: int, slots: int) -> tuple[Tensor]:
         """A zeroed draft cache [2, B, Hkv, S, hd]."""
         c, weight = self.config.layer, self.layer.post_norm.weight
         shape = (2, batch_size, c.num_key_value_heads, slots, c.head_dim)
-        return zeros(shape, weight.dtype, weight.device)
+        return (zeros(shape, weight.dtype, weight.device),)
 
     def embed(self, tokens: Tensor) -> Tensor:
         return (self.embed_tokens or self.target.embed_tokens)(tokens)

@@ -406,12 +406,13 @@ class Block(nn.Module):
             x = self.attention(normed, nodes, kv, x)
             return self.mlp(self.post_norm(x), x)
         x = x + self.attention_norm(self.attention(normed, nodes, kv))
+        return self.behind_attention(x, nodes.token_inputs)
+
+    def behind_attention(self, x: Tensor, token_inputs: Tensor | None) -> Tensor:
+        """x [B, T, H] -> what leaves a layer with a norm behind its MLP. token_inputs [B, T, at least L size]: of all
+        layers."""
         normed = normed_by(self.post_norm, x)
         x = x + self.mlp_norm(self.mlp(normed, x) if isinstance(self.mlp, Beside) else self.mlp(normed))
-        return self.leaving(x, nodes.token_inputs)
-
-    def leaving(self, x: Tensor, token_inputs: Tensor | None) -> Tensor:
-        """x [B, T, H] behind the MLP -> what leaves the layer. token_inputs [B, T, at least L size]: of all layers."""
         if self.token_gate is not None:
             x = self.token_gate(x, token_inputs[..., self.own_inputs])
         return x if self.factor is None else x * self.factor
@@ -422,11 +423,7 @@ class Block(nn.Module):
         shared = None if carried is None else carried[..., self.shared]
         attended = self.attention.forward_train(normed_by(self.input_norm, x), cos, sin, shared)
         x = x + self.attention.multiplier * normed_by(self.attention_norm, attended)
-        normed = normed_by(self.post_norm, x)
-        if self.mlp_norm is None:
-            return self.mlp(normed, x)
-        x = x + self.mlp_norm(self.mlp(normed, x) if isinstance(self.mlp, Beside) else self.mlp(normed))
-        return self.leaving(x, carried)
+        return self.mlp(self.post_norm(x), x) if self.mlp_norm is None else self.behind_attention(x, carried)
 
 
 class MtpLayer(nn.Module):

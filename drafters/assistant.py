@@ -22,8 +22,7 @@ from weights.assistant import AssistantConfig
 class AssistantHead(nn.Module):
     """The assistant, bound to a target, whose embedding it shares."""
 
-    draft_ids = None
-    embed_tokens = None
+    draft_ids = None  # it drafts any token
 
     def __init__(self, config: AssistantConfig, target: Transformer, _draft_vocab: Tensor | None = None):
         super().__init__()
@@ -56,9 +55,9 @@ class AssistantHead(nn.Module):
     def finish(self) -> None:
         """Nothing follows from its weights."""
 
-    def new_cache(self, batch_size: int, slots: int) -> Tensor:
+    def new_cache(self, batch_size: int, slots: int) -> tuple[Tensor]:
         """A cache [2, B, 1, S, 0] that holds nothing."""
-        return zeros((2, batch_size, 1, slots, 0), self.target.dtype, self.target.device)
+        return (zeros((2, batch_size, 1, slots, 0), self.target.dtype, self.target.device),)
 
     def forward(self, tokens: Tensor, features: Tensor, nodes: Nodes, kv_cache: tuple[Tensor, ...]) -> Tensor:
         """tokens [B, T] beside features [B, T, H] of the target, or as `behind` gives them -> what `predict` reads,

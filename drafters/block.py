@@ -99,11 +99,11 @@ class BlockHead(nn.Module):
         """The size of the target's features per token."""
         return self.fc.in_features
 
-    def new_cache(self, batch_size: int, slots: int) -> Tensor:
+    def new_cache(self, batch_size: int, slots: int) -> tuple[Tensor]:
         """A zeroed cache of the text [n, 2, B, Hkv, S, hd]."""
         c, weight = self.config.layer, self.norm.weight
         shape = (c.num_hidden_layers, 2, batch_size, c.num_key_value_heads, slots, c.head_dim)
-        return zeros(shape, weight.dtype, weight.device)
+        return (zeros(shape, weight.dtype, weight.device),)
 
     def finish(self) -> None:
         """Make what follows from the loaded weights. Call it after loading, and before anything is packed.
@@ -147,7 +147,7 @@ class BlockHead(nn.Module):
         correct them by these tokens, so that all linears see what they see in decoding. For GPTQ, before `finish`."""
         c, (B, T) = self.config.layer, tokens.shape
         slots = self.config.slots
-        cache = self.new_cache(B, T + slots)
+        (cache,) = self.new_cache(B, T + slots)
         rotary = Rotary(self.rotary.cos, self.rotary.sin)
         norms = torch.stack([layer.attention.k_norm.weight for layer in self.layers])
         normed = self.hidden_norm(linear(self.fc, features))

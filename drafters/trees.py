@@ -87,9 +87,8 @@ class TreeDrafter(Drafter):
             raise ValueError("--prune needs a static tree, like paper25; a dynamic one chooses its nodes itself.")
         scratch = tree.depth * tree.topk if self.dynamic else tree.run_rows  # cache rows of a tree
         self.slots = slots + self.lead + scratch
-        made = model.new_cache(batch_size, self.slots)
-        self.cache = made[0] if isinstance(made, tuple) else made
-        self.caches = (self.cache,)
+        self.caches = model.new_cache(batch_size, self.slots)
+        self.cache = self.caches[0]
         self.cached_models = (model,)
         device = self.cache.device
         depths = [depth for depth, width in enumerate(self.level_widths()) for _ in range(width)]

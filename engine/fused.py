@@ -172,7 +172,7 @@ def linear_weights(linear: nn.Module) -> records.LinearWeights | None:
 def head_weights(head: EagleHead) -> records.HeadWeights | None:
     """The weights of a head, or None if the C++ kernels do not have such a head."""
     config, layer, target = head.config, head.layer, head.target
-    if config.fc_norm or config.norm_before_fc or config.norm_output or config.layer.hidden_size % 8:
+    if config.extra_norms or config.layer.hidden_size % 8:
         return None
     scaled = target.config.logits_multiplier != 1 or target.config.logits_cap
     if scaled and head.lm_head is None:

@@ -393,8 +393,9 @@ class ModelConfig:
     def source(self, layer: int) -> int:
         """The layer whose keys and values a layer reads: itself, or one that shares them. -1: one of another model."""
         own = self.num_hidden_layers - self.shared_layers
-        alike = [i for i in range(own) if bool(self.windows[i]) == bool(self.windows[layer])]
-        return layer if layer < own else alike[-1] if alike else -1
+        if layer < own:
+            return layer
+        return max((i for i in range(own) if bool(self.windows[i]) == bool(self.windows[layer])), default=-1)
 
     @property
     def kv_layers(self) -> dict[tuple[int, int], list[int]]:
@@ -409,13 +410,13 @@ class ModelConfig:
     def carried(self) -> int:
         """How many values of a token later layers need beside the residual state, where a whole text is run without a
         cache: its `token_inputs`, and keys and values that are shared."""
-        return max((self.shared_columns(i).stop for i in range(self.num_hidden_layers)), default=0)
+        return max(self.shared_columns(i).stop for i in range(self.num_hidden_layers))
 
     def shared_columns(self, layer: int) -> slice:
         """Where the keys and values that a layer shares lie among `carried`. Empty where it shares none."""
         first = self.num_hidden_layers * self.token_inputs
-        layers = range(self.num_hidden_layers)
-        for source in sorted({self.source(i) for i in layers if self.source(i) != i}):
+        own = self.num_hidden_layers - self.shared_layers
+        for source in sorted({self.source(i) for i in range(own, self.num_hidden_layers)}):
             size = 2 * math.prod(self.heads_of(source))
             if source == self.source(layer):
                 return slice(first, first + size)

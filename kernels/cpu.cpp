@@ -949,7 +949,7 @@ void store_row(const Cache& cache, const float* x, char* row) {
   std::memcpy(row + cache.hd, &scale, 4);
 }
 
-// qkv [B,T,heads,hd] -> rotated q [B,T,Hq,hd]. Rotated keys and plain values go to their slots. norms: of q, k and (none) v.
+// qkv [B,T,heads,hd] -> rotated q [B,T,Hq,hd]. Rotated keys, and values, go to their slots. norms: of q, k and v, or null.
 void rotate_and_write(const Nodes& n, const float* qkv, const float* const norms[3], float* q) {
   const int64_t half = n.hd / 2, all = n.heads + (n.shares ? 0 : 2 * n.kv_heads), rows = n.B * n.T;
   parallel_for(0, rows, std::max<int64_t>(1, 32768 / (all * n.hd)), [&](int64_t first, int64_t last) {
@@ -1423,7 +1423,7 @@ Tensor rope_write_kv(const Tensor& qkv, const Tensor& cos, const Tensor& sin, Te
   Nodes n = nodes_of(qkv.size(0), qkv.size(1), qkv.size(2) - (shares ? 0 : 2 * kv.size(2)), kv);
   place(n, cos, sin, slots, eps);
   n.shares = shares;
-  const std::vector<float> ones(n.hd, 1.0f);  // the weights of the norm of values
+  const std::vector<float> ones(value_norm ? n.hd : 0, 1.0f);  // the weights of the norm of values
   const float* const norms[3] = {floats(q_weight), floats(k_weight), value_norm ? ones.data() : nullptr};
   Tensor q = torch::stable::new_empty(qkv, {n.B, n.T, n.heads, n.hd});
   rotate_and_write(n, floats(qkv), norms, floats(q));
@@ -1503,7 +1503,7 @@ struct Stack {
   const int64_t mark = mark_of(this);
   std::vector<Tensor> weights;
   std::vector<Layer> layers;
-  std::optional<Tensor> norm;                // after the last layer
+  std::optional<Tensor> norm;            // after the last layer
   std::vector<int64_t> windows, angles;  // of each layer: its window or 0, and the column of its angles
   float eps, scale;
   int64_t widest = 0;

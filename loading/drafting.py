@@ -127,8 +127,7 @@ def can_be_pruned(config: EagleConfig | BlockConfig | None) -> bool:
     replaced by plain steps while they do not pay."""
     if not isinstance(config, EagleConfig):
         return True
-    odd = config.norm_output or config.fc_norm or config.norm_before_fc or config.unshifted
-    return not (odd or config.mtp or isinstance(config, AssistantConfig))
+    return not (config.extra_norms or config.unshifted or isinstance(config, AssistantConfig))
 
 
 def block_tree(config: BlockConfig, nodes: int = 26) -> str:

@@ -613,7 +613,7 @@ def test_a_layer_in_one_call_has_the_bits_of_its_parts(mode, shape):
         assert torch.equal(caches[0][0], caches[1][0]) and all(map(torch.equal, *caches[2:]))
         inputs = torch.randn(2, 9, 64), torch.randn(2, 9, 128), nodes
         layers = (EagleHead.layer_forward, parts.draft_layer)
-        assert torch.equal(*(layer(head, *inputs, head.new_cache(2, CTX)) for layer in layers))
+        assert torch.equal(*(layer(head, *inputs, *head.new_cache(2, CTX)) for layer in layers))
 
 
 @needs_kernels

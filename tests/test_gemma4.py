@@ -6,13 +6,13 @@ import functools
 import json
 import random
 import shutil
-from collections.abc import Iterator
 
 import pytest
 import test_engine
-import test_prompt_cache
 import torch
 from conftest import BASE, FAMILIES, build_hf
+from engine_kit import on_model
+from safetensors.torch import load_file, save_file
 from test_engine import (  # noqa: F401 - they are run again, on the models below
     test_a_nan_on_the_accepted_path_is_an_error,
     test_a_rejected_nan_branch_changes_nothing,
@@ -47,26 +47,7 @@ KINDS |= {"qk_norm": True, "token_inputs": 4, "layer_scale": True, "norms": "bot
 KINDS |= {"rope": RopeConfig(1e6, "proportional", partial=0.25), "window_rope": RopeConfig(1e3)}
 MODEL = tiny_model(**KINDS)
 HEADS = heads(MODEL)
-
-
-@pytest.fixture(autouse=True)
-def gemma4(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Have the imported tests use this file's model."""
-    monkeypatch.setattr(test_engine, "MODEL", MODEL)
-    monkeypatch.setattr(test_engine, "HEADS", HEADS)
-    monkeypatch.setattr(test_engine, "plain", plain)
-    monkeypatch.setattr(test_engine, "tiny_model", functools.partial(tiny_model, **KINDS))
-    monkeypatch.setattr(test_prompt_cache, "MODEL", MODEL)
-    monkeypatch.setattr(test_prompt_cache, "HEAD", HEADS["eagle3-full"])
-    test_engine.fresh_steps.cache_clear()
-    yield
-    test_engine.fresh_steps.cache_clear()
-
-
-@functools.cache
-def plain(params: SamplingParams, row: int = 0) -> tuple[int, ...]:
-    seed = {**vars(params), "seed": params.seed + row}
-    return tuple(Engine(MODEL).generate(test_engine.PROMPTS[row], SamplingParams(**seed)).run()[0].token_ids)
+gemma4 = on_model(MODEL, HEADS, KINDS)
 
 
 def test_layers_of_two_kinds_have_two_caches_and_layers_that_share_keys_have_none():
@@ -185,40 +166,48 @@ def with_assistant(family: str, ordered: bool) -> tuple:
 
 
 class Drafts(Observer):
-    """The drafted trees of all steps."""
+    """The drafted trees of all steps, and what the steps emitted."""
 
     def __init__(self) -> None:
         self.seen: list = []
 
     def step(self, output, results) -> None:
-        self.seen.append((output.draft.tokens[0].tolist(), output.emitted[0, : int(output.count[0])].tolist()))
+        self.seen.append((output.draft, output.emitted[0, : int(output.count[0])].tolist()))
 
 
 @pytest.mark.parametrize("family", ["gemma4", "gemma4-values", "gemma4_unified"])
 @pytest.mark.parametrize("ordered", [False, True])
-def test_an_assistant_drafts_as_in_transformers(tmp_path, family, ordered):
-    """Catches a position, a state or a cache that is not the one it was trained with: fewer tokens would be accepted."""
+@pytest.mark.parametrize("tree", ["chain:4", "dynamic:10,3,3"])
+def test_an_assistant_drafts_as_in_transformers(tmp_path, family, ordered, tree):
+    """Catches a position, a state, a cache or a parent that is not the one it was trained with: fewer tokens would be
+    accepted. A chain has transformers' tokens, and each node the probability that transformers gives its path."""
     target, assistant = with_assistant(family, ordered)
-    target.save_pretrained(tmp_path / "target")
-    assistant.save_pretrained(tmp_path / "assistant")
-    made = dict(ctx=128, dtype="float64", kernels="reference", tree="chain:4", eagle_always=True)
+    target.float().save_pretrained(tmp_path / "target")
+    assistant.float().save_pretrained(tmp_path / "assistant")
+    made = dict(ctx=128, dtype="float64", kernels="reference", tree=tree, eagle_always=True)
     engine, drafts = load(tmp_path / "target", eagle=str(tmp_path / "assistant"), **made), Drafts()
     engine.add_observer(drafts)
     prompt = [3, 17, 99, 45, 23, 60, 7, 8, 9, 10, 11, 12]
     engine.generate(prompt, SamplingParams(max_new_tokens=20, stop_ids=(127,))).run()
-    text = [*prompt, drafts.seen[0][0][0]]
+    text = [*prompt, int(drafts.seen[0][0].tokens[0, 0])]
     target, assistant = target.double(), assistant.double()
-    for tokens, emitted in drafts.seen:
-        assert tokens[0] == text[-1]
+    for draft, emitted in drafts.seen:
+        assert draft.tokens[0, 0] == text[-1]
         states = target(torch.tensor([text[:-1]]), output_hidden_states=True, return_shared_kv_states=True)
-        hidden, token, found = states.hidden_states[-1][:, -1:], torch.tensor([text[-1:]]), []
-        for _ in range(4):
-            beside = torch.cat((target.get_input_embeddings()(token), hidden), -1)
-            where = torch.tensor([[len(text) - 1]])
+        hidden, found, where = [states.hidden_states[-1][:, -1:]], [], torch.tensor([[len(text) - 1]])
+        for node, parent in enumerate(draft.parent[0].tolist()):
+            if node:
+                assert not tree.startswith("chain") or draft.tokens[0, node] == found[parent].argmax()
+                total = draft.scores[0, parent] + found[parent][draft.tokens[0, node]]
+                assert draft.scores[0, node] == pytest.approx(float(total), abs=1e-4)
+            beside = target.get_input_embeddings()(draft.tokens[:, node : node + 1])
+            beside = torch.cat((beside, hidden[parent + 1 if node else 0]), -1)
             out = assistant(inputs_embeds=beside, position_ids=where, shared_kv_states=states.shared_kv_states)
-            token, hidden = out.logits.argmax(-1), out.last_hidden_state
-            found.append(int(token))
-        assert tokens[1:] == found
+            hidden.append(out.last_hidden_state)
+            logits = out.logits[0, 0]
+            if ordered:  # transformers gives one low value to the tokens of other clusters
+                logits = logits.masked_fill(logits == logits.min(), float("-inf"))
+            found.append(logits.log_softmax(-1))
         text = text + emitted
     assert len(drafts.seen) > 5
 
@@ -299,3 +288,16 @@ def test_gptq_sees_the_rows_that_each_expert_gets():
     for e, total in enumerate(found):
         rows = read[(sent == e).any(-1)]
         assert torch.allclose(total, rows.T @ rows, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "name", ["model.embed_tokens.weight", "post_projection.weight", "masked_embedding.token_ordering"]
+)
+def test_an_assistant_without_a_tensor_is_refused_in_one_line(folders, tmp_path, name):
+    """Catches a traceback for a file that was not downloaded whole."""
+    shutil.copytree(folders[1], tmp_path / "a")
+    file = tmp_path / "a/model.safetensors"
+    save_file({key: tensor for key, tensor in load_file(file).items() if key != name}, file)
+    with pytest.raises(ValueError, match="missing") as error:
+        load(folders[0], eagle=str(tmp_path / "a"), ctx=64)
+    assert "\n" not in str(error.value)

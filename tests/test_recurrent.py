@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import random
-from collections.abc import Iterator
 
 import pytest
 import test_engine
-import test_prompt_cache
 import torch
 from conftest import BASE, DELTA
+from engine_kit import on_model
 from test_engine import (  # noqa: F401 - they are run again, on the model below
     test_a_nan_on_the_accepted_path_is_an_error,
     test_a_rejected_nan_branch_changes_nothing,
@@ -42,26 +40,7 @@ from weights.quantized import pack_
 HYBRID = {"recurrent": (0, 1), "delta": DeltaConfig(2, 4, 8, 8, 4), "qk_norm": True, "output_gate": True, "layers": 3}
 MODEL = tiny_model(**HYBRID)
 HEADS = heads(MODEL)
-
-
-@pytest.fixture(autouse=True)
-def recurrent(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Have the imported tests use this file's model."""
-    monkeypatch.setattr(test_engine, "MODEL", MODEL)
-    monkeypatch.setattr(test_engine, "HEADS", HEADS)
-    monkeypatch.setattr(test_engine, "plain", plain)
-    monkeypatch.setattr(test_engine, "tiny_model", functools.partial(tiny_model, **HYBRID))
-    monkeypatch.setattr(test_prompt_cache, "MODEL", MODEL)
-    monkeypatch.setattr(test_prompt_cache, "HEAD", HEADS["eagle3-full"])
-    test_engine.fresh_steps.cache_clear()
-    yield
-    test_engine.fresh_steps.cache_clear()
-
-
-@functools.cache
-def plain(params: SamplingParams, row: int = 0) -> tuple[int, ...]:
-    seed = {**vars(params), "seed": params.seed + row}
-    return tuple(Engine(MODEL).generate(test_engine.PROMPTS[row], SamplingParams(**seed)).run()[0].token_ids)
+recurrent = on_model(MODEL, HEADS, HYBRID)
 
 
 @pytest.mark.parametrize("mode", ["reference", "cpu"])
@@ -131,7 +110,7 @@ def test_a_stop_within_a_step_leaves_a_memory_to_go_on_from():
     """Catches a memory that has taken the tokens behind a stop. Steps that ran ahead of the host may take them: then the
     text is run again, and the tokens are right."""
     params = SamplingParams(seed=3, max_new_tokens=24)
-    truth = PROMPT + list(plain(params))
+    truth = PROMPT + list(test_engine.plain(params))
     for lag in (0, 2):
         for k in (3, 4, 5, 6):
             engine = test_engine.scripted("chain4", params, lag=lag)
@@ -213,4 +192,4 @@ def test_the_plan_counts_what_recurrent_layers_keep(tiny_checkpoint):
 def test_a_head_of_a_recurrent_target_loads():
     """Catches a draft head that takes the target's recurrent layers for its own."""
     head = tiny_head(MODEL, 3)
-    assert not head.config.layer.recurrent and head.new_cache(1, 8).dim() == 5
+    assert not head.config.layer.recurrent and head.new_cache(1, 8)[0].dim() == 5

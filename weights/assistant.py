@@ -12,9 +12,9 @@ from families.config import ModelConfig
 from support.errors import UsageError
 from support.files import read_json
 from support.reader import ConfigReader
-from weights.files import local_path, tensor_files
+from weights.files import check_entries, local_path, tensor_files
 from weights.heads import EagleConfig, EagleFile, HeadReader
-from weights.hf import as_computed, build_model, hf_views, parameter_sources, read_parameter
+from weights.hf import as_computed, build_model, hf_views, parameter_sources, read_rows
 
 ASSISTANTS = {f"gemma4{kind}_assistant": f"gemma4{kind}_text" for kind in ("", "_unified")}
 
@@ -95,20 +95,25 @@ class _AssistantReader(HeadReader):
         self.name_entries(tensor_files(self.path))
         c, where, model = config.layer, str(self.path), build_model(config.layer)
         entries = as_computed(self.entries, c)
-        entries["lm_head.weight"] = entries.pop("model.embed_tokens.weight", entries.get("lm_head.weight"))
-        names = parameter_sources(model, hf_views(model))
-        del names["embed_tokens.weight"]
-        shapes = {f"model.{name}": p.shape for name, p in model.named_parameters() if name in names}
-        table = {f"model.{name}": parts for name, parts in names.items()}
+        if "model.embed_tokens.weight" in entries:  # it embeds with the target's table
+            entries["lm_head.weight"] = entries.pop("model.embed_tokens.weight")
+        ordering = entries.pop("masked_embedding.token_ordering", None)
+        views = {name: view for name, view in hf_views(model).items() if name != "model.embed_tokens.weight"}
         H, size = config.target_hidden_size, c.hidden_size
-        others = {"before": ("pre_projection", (size, 2 * H)), "behind": ("post_projection", (H, size))}
+        others = {"before.weight": ("pre_projection.weight", (size, 2 * H))}
+        others["behind.weight"] = "post_projection.weight", (H, size)
         if config.clusters:
-            others["centroids"] = "masked_embedding.centroids", (config.clusters, size)
-        for name, (theirs, shape) in others.items():
-            table[f"{name}.weight"], shapes[f"{name}.weight"] = [f"{theirs}.weight"], torch.Size(shape)
-        tensors = {name: read_parameter(entries, parts, shapes[name], where) for name, parts in table.items()}
+            others["centroids.weight"] = "masked_embedding.centroids.weight", (config.clusters, size)
+        expected = {name: tuple(view.shape) for name, view in views.items()} | dict(others.values())
+        check_entries(expected, entries, where)
+        table = {f"model.{name}": parts for name, parts in parameter_sources(model, hf_views(model)).items()}
+        del table["model.embed_tokens.weight"]
+        table |= {name: [theirs] for name, (theirs, _) in others.items()}
+        tensors = {name: read_rows(entries, parts) for name, parts in table.items()}
         if config.clusters:
-            order = entries["masked_embedding.token_ordering"].read().long().flatten()
+            if ordering is None:
+                self.fail("masked_embedding.token_ordering is missing.")
+            order = ordering.read().long().flatten()
             if not torch.equal(order.sort().values, torch.arange(c.vocab_size)):
                 self.fail("masked_embedding.token_ordering does not name every token once.")
             clusters = torch.arange(config.clusters).repeat_interleave(c.vocab_size // config.clusters)

@@ -64,10 +64,15 @@ class EagleConfig:
         """What it is called in reports."""
         return "MTP" if self.mtp else f"EAGLE-{self.version}"
 
+    @property
+    def extra_norms(self) -> bool:
+        """Whether it has norms that heads in SafeAILab's layout do not have, and that the C++ kernels lack."""
+        return self.fc_norm or self.norm_before_fc or self.norm_output
+
     def layout(self, layers: int) -> str:
         """What `save_eagle` writes for a target of that many layers, and which programs read it correctly."""
         names = f"{self.kind}, SafeAILab tensor names; "
-        if self.unshifted or self.norm_output or self.norm_before_fc or self.fc_norm:
+        if self.unshifted or self.extra_norms:
             return names + "only eaglet reads this layout correctly"
         beyond = ["norm_before_residual = true"] if self.norm_before_residual else []
         if self.version == 3 and self.taps != (2, layers // 2, layers - 3):

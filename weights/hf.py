@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from families.config import ACTIVATIONS, DELTA_KEYS, FAMILIES, OWN_WIDTH, ModelConfig, RopeConfig, text_part
 from model import MLP, Attention, Beside, DeltaNet, Experts, Transformer
@@ -47,7 +47,6 @@ EXPERT_NAMES = {
     "qwen3_moe": QWEN_EXPERTS,
     "qwen3_next": QWEN_EXPERTS,
     "qwen3_5_moe_text": QWEN_EXPERTS,
-    "gemma4_text": ("", "router.proj", ("gate_proj", "up_proj", "down_proj")),
 }
 # Parts of a folder that read images and sounds.
 OTHER_SENSES = "visual vision_tower audio_tower embed_vision embed_audio vision_embedder".split()
@@ -220,7 +219,7 @@ def hf_views(model: Transformer, fused_experts: bool | None = None) -> dict[str,
     fused_experts = c.expert_bias if fused_experts is None else fused_experts
     views: dict[str, Tensor] = {"model.embed_tokens.weight": model.embed_tokens.weight}
 
-    def put(at: str, names: str, module: torch.nn.Module | None, sizes: list[int] | None = None) -> None:
+    def put(at: str, names: str, module: nn.Module | None, sizes: list[int] | None = None) -> None:
         for kind, parameter in module.named_parameters() if module is not None else ():
             parts = parameter.split(sizes) if sizes else [parameter]
             for name, part in zip(names.split(), parts, strict=True):
@@ -263,37 +262,39 @@ def hf_views(model: Transformer, fused_experts: bool | None = None) -> dict[str,
             put(at, "per_layer_input_gate", block.token_gate.gate)
             put(at, "per_layer_projection", block.token_gate.projection)
             put(at, "post_per_layer_input_norm", block.token_gate.norm)
-        if isinstance(dense := block.mlp.dense if isinstance(block.mlp, Beside) else block.mlp, MLP):
-            if c.model_type in FUSED_GATE_UP:
-                put(f"{at}.mlp", "gate_up_proj", dense.gate_up)
-            else:
-                put(f"{at}.mlp", "gate_proj up_proj", dense.gate_up, [dense.down.in_features] * 2)
-            put(f"{at}.mlp", "down_proj", dense.down)
-        if isinstance(block.mlp, Beside):
-            _put_beside(put, views, at, block.mlp)
-        if not isinstance(block.mlp, Experts):
-            continue
-        place, router, names = EXPERT_NAMES[c.model_type]
-        place = "mlp" if fused_experts else place
-        put(f"{at}.{place}", router, block.mlp.router)
-        if block.mlp.shared is not None:
-            sizes = [c.shared_intermediate_size] * 2
-            put(f"{at}.mlp.shared_expert", "gate_proj up_proj", block.mlp.shared.gate_up, sizes)
-            put(f"{at}.mlp.shared_expert", "down_proj", block.mlp.shared.down)
-            put(f"{at}.mlp", "shared_expert_gate", block.mlp.shared_gate)
-        views |= _expert_views(block.mlp, f"{at}.{place}.experts", () if fused_experts else names)
+        _put_mlp(put, views, at, block.mlp, c, fused_experts)
     put("model", "norm", model.norm)
     return views if model.lm_head is None else views | {"lm_head.weight": model.lm_head.weight}
 
 
-def _put_beside(put: Callable, views: dict[str, Tensor], at: str, mlp: Beside) -> None:
-    """`hf_views` of experts beside an MLP, without the MLP."""
-    put(f"{at}.router", "proj", mlp.experts.router)
-    views |= {f"{at}.router.scale": mlp.router_norm.weight, f"{at}.router.per_expert_scale": mlp.experts.factors}
-    put(at, "pre_feedforward_layernorm_2", mlp.experts_norm)
-    put(at, "post_feedforward_layernorm_1", mlp.dense_out)
-    put(at, "post_feedforward_layernorm_2", mlp.experts_out)
-    views |= _expert_views(mlp.experts, f"{at}.experts", ())
+def _put_mlp(
+    put: Callable, views: dict[str, Tensor], at: str, mlp: nn.Module, config: ModelConfig, fused_experts: bool
+) -> None:
+    """`hf_views` of what a layer has behind its attention."""
+    beside = isinstance(mlp, Beside)
+    if isinstance(dense := mlp.dense if beside else mlp, MLP):
+        if config.model_type in FUSED_GATE_UP:
+            put(f"{at}.mlp", "gate_up_proj", dense.gate_up)
+        else:
+            put(f"{at}.mlp", "gate_proj up_proj", dense.gate_up, [dense.down.in_features] * 2)
+        put(f"{at}.mlp", "down_proj", dense.down)
+    if beside:
+        put(f"{at}.router", "proj", mlp.experts.router)
+        views |= {f"{at}.router.scale": mlp.router_norm.weight, f"{at}.router.per_expert_scale": mlp.experts.factors}
+        put(at, "pre_feedforward_layernorm_2", mlp.experts_norm)
+        put(at, "post_feedforward_layernorm_1", mlp.dense_out)
+        put(at, "post_feedforward_layernorm_2", mlp.experts_out)
+        views |= _expert_views(mlp.experts, f"{at}.experts", ())
+    if isinstance(mlp, Experts):
+        place, router, names = EXPERT_NAMES[config.model_type]
+        place = "mlp" if fused_experts else place
+        put(f"{at}.{place}", router, mlp.router)
+        if mlp.shared is not None:
+            sizes = [config.shared_intermediate_size] * 2
+            put(f"{at}.mlp.shared_expert", "gate_proj up_proj", mlp.shared.gate_up, sizes)
+            put(f"{at}.mlp.shared_expert", "down_proj", mlp.shared.down)
+            put(f"{at}.mlp", "shared_expert_gate", mlp.shared_gate)
+        views |= _expert_views(mlp, f"{at}.{place}.experts", () if fused_experts else names)
 
 
 def _put_recurrent(put: Callable, views: dict[str, Tensor], at: str, layer: DeltaNet, config: ModelConfig) -> None:

@@ -187,11 +187,14 @@ class _Run:
 
     def _with_inputs(self, tokens: Tensor, states: Tensor) -> Tensor:
         """The embeddings of tokens [W, T], and beside them what layers need of other layers (`Transformer.carry`)."""
-        beside = []
-        for i in range(0, max(1, len(states)), BATCH):  # there may be no tokens
-            batch = (t[i : i + BATCH].to(self.device) for t in (tokens, states))
-            beside.append(self.source.model.carry(*batch).cpu())
-        return torch.cat((states, torch.cat(beside)), -1)
+        model = self.source.model
+        if not model.config.carried:
+            return states
+        wide = states.new_empty(*states.shape[:2], states.shape[2] + model.config.carried)
+        for i in range(0, len(states), BATCH):
+            x = states[i : i + BATCH].to(self.device)
+            wide[i : i + BATCH] = torch.cat((x, model.carry(tokens[i : i + BATCH].to(self.device), x)), -1).cpu()
+        return wide
 
     def _layer(self, i: int) -> None:
         """Quantize layer i and carry all activations through it."""

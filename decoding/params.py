@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from numbers import Real
-from typing import Any
+from typing import Any, NamedTuple
 
 from support.errors import advised
 
@@ -60,6 +60,21 @@ class SamplingMode:
         return kinds.pop() if len(kinds) == 1 else cls(*map(any, zip(*map(astuple, kinds), strict=True)))
 
 
+class Thought(NamedTuple):
+    """A thought that comes before the text, and to which the grammar of the text does not apply. All ids are tokens.
+
+    begin: the ids of the mark that the model may begin it with, () where the prompt has begun it. end: the mark that ends
+    it. gap: what must follow that mark where a grammar comes next. most: how many tokens the thought may have, the mark
+    included, None for any number. close: what ends a thought that has as many, the mark included.
+    """
+
+    begin: tuple[int, ...]
+    end: str
+    gap: tuple[int, ...]
+    close: tuple[int, ...]
+    most: int | None = None
+
+
 @dataclass(frozen=True)
 class SamplingParams:
     """One request's settings. The default is greedy decoding with all filters and penalties off.
@@ -73,6 +88,9 @@ class SamplingParams:
     logit_bias: what is added to the logits of some tokens before anything else, from -100 (never) to 100 (always). Given
         as {id: number}, kept as pairs.
     min_new_tokens: before so many tokens, no stop id is chosen. A stop string still ends the text.
+    thought: what the model may think first, where that has a limit or a grammar follows it. Such a request waits for the
+        host at every step.
+    shown_ids: special tokens that are a part of the text. The others are left out.
     """
 
     temperature: float = 0.0
@@ -90,6 +108,8 @@ class SamplingParams:
     grammar: str = ""
     logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = ()
     min_new_tokens: int = 0
+    thought: Thought | None = None
+    shown_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         values = vars(self)
@@ -125,7 +145,7 @@ class SamplingParams:
         filters = self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
         penalties = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
         bias = bool(self.logit_bias or self.min_new_tokens)
-        host = self.logprobs is not None, bool(self.grammar)
+        host = self.logprobs is not None, bool(self.grammar or self.thought)
         return SamplingMode(self.temperature > 0, filters, penalties, *host, bias)
 
 

@@ -153,7 +153,7 @@ class Engine(Stepper):
         for index, (prompt, own) in enumerate(zip(prompts, params, strict=True)):
             result, stop_ids = GenerationResult(len(prompt), own.temperature, own.seed, chain=chain), self.stop_ids(own)
             output = SequenceOutput(result, own, set(stop_ids), self.tokenizer)
-            constraint = self.grammars.constraint(own.grammar, stop_ids) if own.grammar else None
+            constraint = self.grammars.constraint(own.grammar, stop_ids, own.thought)
             requests.append(Request(prompt, own, output, constraint, inbox, index, number))
         return requests
 

@@ -13,16 +13,17 @@ import functools
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from decoding.drafter import Draft, Drafter, StepParts
-from decoding.params import SamplingMode
+from decoding.params import SamplingMode, Thought
 from decoding.step import DecodeState, StepOutput, draft_phase, verify_phase
 from engine.runner import Runner
 from model import Transformer
@@ -111,11 +112,17 @@ class Grammars:
         self.vocab_size = vocab_size
         self._tables: dict[tuple[int, ...], Any] = {}
 
-    def constraint(self, grammar: str, stop_ids: Sequence[int]) -> Constraint:
-        """A constraint at the beginning of a text.
+    def constraint(self, grammar: str, stop_ids: Sequence[int], thought: Thought | None = None) -> Constraint | None:
+        """What constrains a text at its beginning: a grammar, a thought that comes first, both, or nothing (None).
 
         Raises GrammarError for a grammar with an error, and ValueError where the model has no tokenizer or no stop id.
         """
+        if thought is not None:
+            inner = self.constraint(grammar, stop_ids)
+            matcher = inner.matcher if inner is not None else None
+            return AfterThought(matcher, self.vocab_size, frozenset(stop_ids), self.tokenizer, thought)
+        if not grammar:
+            return None
         if self.tokenizer is None:
             raise ValueError("a grammar needs a tokenizer, and this checkpoint has none.")
         if not stop_ids:
@@ -154,7 +161,9 @@ class _Words:
 class Constraint:
     """The state of a grammar after the tokens that a sequence has emitted. All of it is on the host."""
 
-    def __init__(self, matcher: llguidance.LLMatcher, vocab_size: int, stop_ids: frozenset[int], tokenizer: Tokenizer):
+    def __init__(
+        self, matcher: llguidance.LLMatcher | None, vocab_size: int, stop_ids: frozenset[int], tokenizer: Tokenizer
+    ):
         self.matcher = matcher
         self.tokenizer = tokenizer
         self.words = -(-vocab_size // 32)
@@ -208,6 +217,99 @@ class Constraint:
             if tokens[child] not in self.stop_ids and self.matcher.try_consume_tokens([tokens[child]]):
                 self._below(child, tokens, children, out)
                 self.matcher.rollback(1)
+
+
+class _Now(NamedTuple):
+    """Where a text is: ids of the first mark that may come next, whether it thinks, ids that must come next, how many
+    tokens the thought has so far, and the end of what it says."""
+
+    begin: tuple[int, ...]
+    thinks: bool
+    forced: tuple[int, ...]
+    count: int
+    written: bytes
+
+
+class AfterThought(Constraint):
+    """A constraint that begins behind a thought, which it may have to close. matcher: None where anything may follow."""
+
+    def __init__(
+        self, matcher: llguidance.LLMatcher | None, vocab_size: int, stop_ids: frozenset[int], tokenizer: Tokenizer,
+        thought: Thought,
+    ):  # fmt: skip
+        super().__init__(matcher, vocab_size, stop_ids, tokenizer)
+        self.thought = thought
+        self._end = thought.end.encode()
+        self._now = _Now(thought.begin, not thought.begin, (), 0, b"")
+
+    def take(self, token_ids: Sequence[int]) -> None:
+        for token in token_ids:
+            if token in self.stop_ids:
+                return
+            if self._step(token) and self.matcher is not None:
+                super().take([token])
+
+    def allowed(self) -> Tensor:
+        now = self._now
+        if now.forced:
+            return self._bits([now.forced[0]])
+        bits = (
+            torch.full((self.words,), -1, dtype=torch.int32)
+            if now.thinks or self.matcher is None
+            else super().allowed()
+        )
+        if now.begin and self.matcher is not None:
+            first = self._bits([now.begin[0]])
+            bits = bits | first if now.begin == self.thought.begin else first
+        if now.thinks and self.matcher is not None:
+            bits &= ~self._bits(self.stop_ids)
+        return bits
+
+    def forced(self) -> list[int]:
+        now = self._now
+        if now.forced or now.thinks or now.begin or self.matcher is None:
+            return list(now.forced)
+        return super().forced()
+
+    def _below(self, node: int, tokens: Sequence[int], children: dict[int, list[int]], out: Tensor) -> None:
+        out[node] = self.allowed()
+        now = self._now
+        for child in children.get(node, ()):
+            token = tokens[child]
+            if token in self.stop_ids or (now.forced and token != now.forced[0]):
+                continue
+            inside = self._step(token) and self.matcher is not None
+            if not inside or self.matcher.try_consume_tokens([token]):
+                self._below(child, tokens, children, out)
+                if inside:
+                    self.matcher.rollback(1)
+            self._now = now
+
+    def _step(self, token: int) -> bool:
+        """Go on behind a token. Returns whether it belongs to the text behind the thought."""
+        now, thought = self._now, self.thought
+        if now.forced:
+            self._now = now._replace(forced=now.forced[1:])
+        elif now.begin and token == now.begin[0]:
+            self._now = now._replace(begin=now.begin[1:], thinks=len(now.begin) == 1)
+        elif now.thinks:
+            written = now.written + self.tokenizer.pieces.get(token, b"")
+            count = now.count + 1
+            if self._end in written:
+                self._now = _Now((), False, thought.gap if self.matcher is not None else (), count, b"")
+            else:
+                full = thought.most is not None and count >= thought.most
+                self._now = _Now((), not full, thought.close if full else (), count, written[-len(self._end) :])
+        else:
+            self._now = now._replace(begin=())
+            return True
+        return False
+
+    def _bits(self, ids: Collection[int]) -> Tensor:
+        """The bits of some tokens, int32 [W]."""
+        chosen = np.zeros(32 * self.words, np.uint8)
+        chosen[list(ids)] = 1
+        return torch.from_numpy(np.packbits(chosen, bitorder="little").view(np.int32))
 
 
 def draft_forced(forced: Sequence[int], tokens: list[int], parent: Sequence[int], valid: Sequence[bool]) -> bool:

@@ -132,7 +132,7 @@ class SequenceOutput:
         self.result = result
         self.params = params
         self.stop_ids = stop_ids
-        self.decoder = tokenizer.stream(continuation=True) if tokenizer is not None else None
+        self.decoder = None if tokenizer is None else tokenizer.stream(continuation=True, shown=params.shown_ids)
         self.text = ""
         self.shown = 0  # characters of the text that were handed out
         self.finished = False

@@ -464,7 +464,7 @@ def add_sampling(parser: argparse.ArgumentParser, *names: str, of_model: bool = 
     of_model: leave out of the parsed arguments what the user did not give, because the model may suggest it.
     """
     group = parser.add_argument_group("sampling")
-    for f in (f for f in fields(SamplingParams) if not names or f.name in names):
+    for f in (f for f in fields(SamplingParams) if f.name in (names or SETTINGS)):
         default = defaults.get(f.name, f.default)
         text, words = SETTINGS[f.name], {"default": argparse.SUPPRESS} if of_model else {"default": default}
         if f.name == "grammar":

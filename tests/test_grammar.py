@@ -13,7 +13,7 @@ from test_runner import with_graphs
 from tiny import TREES, PieceTokenizer, ScriptedDrafter, definitions, eagle_engine, rules
 
 from decoding import sampling
-from decoding.params import SamplingParams
+from decoding.params import SamplingParams, Thought
 from engine.engine import Engine, EngineConfig
 from engine.grammar import GrammarError, Grammars, checked_grammar, draft_forced, json_grammar
 from generate import load, main
@@ -125,6 +125,49 @@ def test_same_tokens_with_every_head_and_tree(grammar, kind):
     for tree in (MEDUSA, TREES["chain4"], TREES["dynamic"]):
         result = words_engine(tree, kind).generate(PROMPTS[0], params).run()[0]
         assert result.token_ids == plain.token_ids and result.text == plain.text
+
+
+THOUGHTS = {  # how a text may begin, with what a thought is closed after 7 tokens, and what must follow its own end
+    "begun": Thought((), "ZZ", (33,), (58, 58, 33), 7),
+    "may begin": Thought((34,), "ZZ", (), (58, 58), 7),
+    "no limit": Thought((), "B", (33, 33), (34,), None),
+}
+
+
+@pytest.mark.parametrize("name", THOUGHTS)
+@pytest.mark.parametrize("grammar", [WORDS[1], ""])
+def test_a_grammar_begins_behind_a_thought_with_every_tree(grammar, name):
+    """A thought that the grammar forbids, one that goes on beyond its limit or is closed in the middle, other tokens with
+    a drafter, a text that begins before the mark that must come first, and an end inside the thought."""
+    thought = THOUGHTS[name]
+    for seed in range(4):
+        params = request(grammar, seed=seed, thought=thought, max_new_tokens=40)
+        plain = words_engine().generate(PROMPTS[0], params).run()[0]
+        for tree in (MEDUSA, TREES["chain4"], TREES["dynamic"]):
+            result = words_engine(tree).generate(PROMPTS[0], params).run()[0]
+            assert result.token_ids == plain.token_ids, (seed, tree)
+        ids, pieces = plain.token_ids, LETTERS.pieces
+        if thought.begin and ids[0] != thought.begin[0]:
+            behind = ids
+        else:
+            ids = ids[len(thought.begin) :]
+            texts = [b"".join(pieces[i] for i in ids[: n + 1]) for n in range(len(ids))]
+            ended = next((n + 1 for n, text in enumerate(texts) if thought.end.encode() in text), None)
+            if grammar and ended is None:
+                assert STOP not in ids
+            if thought.most is not None:
+                assert ended is None or ended <= 7 + len(thought.close) or not grammar
+                if ended is None or ended > 7:  # the limit came first
+                    assert tuple(ids[7 : 7 + len(thought.close)]) == thought.close
+                    ended = 7 + len(thought.close)
+                elif grammar:
+                    assert tuple(ids[ended : ended + len(thought.gap)]) == thought.gap
+                    ended += len(thought.gap)
+            elif ended is not None and grammar:
+                assert tuple(ids[ended : ended + 2]) == thought.gap[: len(ids) - ended]
+                ended += 2
+            behind = ids[ended:] if ended is not None else []
+        assert not grammar or matches(grammar, [i for i in behind if i != STOP])
 
 
 def test_multi_round_drafts_stay_as_they_were_drawn(monkeypatch):

@@ -179,7 +179,7 @@ class PieceTokenizer:
     def __init__(self, pieces: list[bytes], eos_ids: tuple[int, ...] = ()):
         self.pieces, self.eos_ids = pieces, eos_ids
 
-    def stream(self, continuation: bool = False):
+    def stream(self, continuation: bool = False, shown=()):
         return PieceStream(self.pieces)
 
     def decode(self, ids, skip_special: bool = True, continuation: bool = False) -> str:

@@ -25,7 +25,9 @@ from support import cache
 from support.errors import BadFileError, UsageError, one_line
 from support.files import INDEX_LIMIT, read_json, write_json
 from support.progress import say
+from text.splitter import THOUGHT, Piece, Splitter
 from text.template import answer_room, newest_turns
+from text.tokenizer import Tokenizer
 
 HELP = """/help           this list
 /reset          start over
@@ -35,6 +37,7 @@ HELP = """/help           this list
 /save FILE      write the conversation as JSON
 /load FILE      go on with a conversation that was saved
 /stats          the full report of the last answer
+/thought        what the model thought before the last answer
 /tree           decode the last answer again and colour it by depth in the draft trees
 /seed N         seed of the next answers
 /temp X         temperature of the next answers; 0 always takes the likeliest token
@@ -95,13 +98,31 @@ def terminal_reader() -> Callable[[], str]:
     return lambda: session.prompt("\n> ")
 
 
-def texts_of(chunks: Iterable[Chunk]) -> Iterator[str]:
-    """The texts of an answer's chunks, without the space that a template may leave before the answer."""
-    started = False
-    for chunk in chunks:
-        text = chunk.text if started else chunk.text.lstrip()
-        started = started or bool(text)
-        yield text
+class Answered:
+    """What an answer to a message says: its `text`, without the space that a template may leave before it, and the
+    `thought` that came first, which is not shown."""
+
+    def __init__(self, tokenizer: Tokenizer, prompt: list[int]):
+        """prompt: the ids that are answered."""
+        self.text = self.thought = ""
+        self._splitter = Splitter(tokenizer.dialect, {}, THOUGHT if tokenizer.thinks_after(prompt) else "")
+
+    def read(self, texts: Iterable[str]) -> Iterator[str]:
+        """Take the answer as it comes. Yields what is to be shown."""
+        for text in texts:
+            yield self._sort(self._splitter.push(text))
+        yield self._sort(self._splitter.finish())
+
+    def _sort(self, pieces: Iterable[Piece]) -> str:
+        before = self.text
+        for piece in pieces:
+            if piece.kind == THOUGHT:
+                if not self.thought:
+                    say("(thinking)")
+                self.thought += piece.text
+            else:
+                self.text += piece.text if self.text else piece.text.lstrip()
+        return self.text[len(before) :]
 
 
 @contextlib.contextmanager
@@ -146,6 +167,7 @@ class Conversation:
         self.given = dict(given)
         self.report = report
         self.last: tuple[Request, GenerationResult] | None = None
+        self.last_thought = ""
         self.commands: dict[str, Callable[[str], None]] = {
             "/help": lambda argument: say(HELP),
             "/reset": lambda argument: self.start_over(self.system),
@@ -155,6 +177,7 @@ class Conversation:
             "/save": self.save,
             "/load": self.load,
             "/stats": self.stats,
+            "/thought": lambda argument: print(self.last_thought or "(no thought)", flush=True),
             "/tree": self.tree,
             "/seed": lambda argument: self.set("seed", int, argument),
             "/temp": lambda argument: self.set("temperature", float, argument),
@@ -189,20 +212,23 @@ class Conversation:
         if dropped := len(self.messages) + 1 - len(messages):
             say(f"note  the context is full, so the {dropped} oldest messages were dropped")
         most = min(room, self.given.get("max_new_tokens", room))
-        params, suggested = with_suggestions(self.engine.generation, self.given | {"max_new_tokens": most})
+        own = {"max_new_tokens": most, "shown_ids": tokenizer.shown_ids()}
+        params, suggested = with_suggestions(self.engine.generation, self.given | own)
         stream = self.engine.generate(prompt, params)
+        answered = Answered(tokenizer, prompt)
         with ctrl_c_ends(stream) as chunks:
-            for reply in texts_of(chunks):
-                print(reply, end="", flush=True)
+            for text in answered.read(chunk.text for chunk in chunks):
+                print(text, end="", flush=True)
         print(flush=True)
         result = stream.result
-        self.last = Request(prompt, params, suggested), result
-        reply = result.text.strip()
+        self.last, self.last_thought = (Request(prompt, params, suggested), result), answered.thought
+        reply = answered.text.strip()
         if reply:
-            self.messages = [*messages, {"role": "assistant", "content": reply}]
+            thought = {"thought": answered.thought} if answered.thought else {}
+            self.messages = [*messages, {"role": "assistant", "content": reply} | thought]
             written = result.token_ids[:-1] if result.stop_reason == "eos" else result.token_ids
-            # a stop string was cut off the text, but not off the ids
-            self.ids = [] if result.stop_reason == "stop" else prompt + written
+            # A stop string was cut off the text, but not off the ids. Templates leave earlier thoughts out.
+            self.ids = [] if result.stop_reason == "stop" or thought else prompt + written
         self.report.line(self._status(result, room))
 
     def _status(self, result: GenerationResult, room: int) -> str:

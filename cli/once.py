@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from cli import prove
-from cli.chat import Conversation, chat, texts_of
+from cli.chat import Answered, Conversation, chat
 from cli.prompt import Prompt
 from cli.report import Report, Request, result_json
 from cli.steps import Gauge, StepRecorder, write_page
@@ -72,6 +72,7 @@ def make_request(engine: Engine, prompt: Prompt, args: argparse.Namespace) -> Re
     tokenizer = engine.tokenizer
     template = tokenizer.chat_template_source if prompt.message else None
     if template:
+        given["shown_ids"] = tokenizer.shown_ids()
         messages = [{"role": "system", "content": args.system}] if args.system else []
         ids = tokenizer.encode_chat([*messages, {"role": "user", "content": prompt.text.strip()}])
         most, note = max(1, engine.ctx - len(ids)), "as a message to the model (--raw continues it as text)"
@@ -106,7 +107,8 @@ def decode(engine: Engine, request: Request, prompt: Prompt, args: argparse.Name
     elif not args.show_tree:  # which has printed the text
         if args.batch_size > 1 and engine.tokenizer is not None:
             for b, result in enumerate(results):
-                print(f"\n--- seed {params.seed + b} ---\n{result.text}", end="")
+                texts = told(engine, request, [result.text])
+                print(f"\n--- seed {params.seed + b} ---\n{''.join(texts)}", end="")
         print(flush=True)
     report.tail(engine, results, request)
     if gauge:
@@ -131,12 +133,17 @@ def show_text(
     if show and prompt.echo and request.template is None:
         print(prompt.text, end="")
     if show and args.batch_size == 1:
-        for text in texts_of(chunks) if request.template else (chunk.text for chunk in chunks):
+        for text in told(engine, request, (chunk.text for chunk in chunks)):
             print(text, end="", flush=True)
         return
     for chunk in chunks:
         if not args.json and engine.tokenizer is None:
             print(*chunk.token_ids, sep=",", end=",", flush=True)
+
+
+def told(engine: Engine, request: Request, texts: Iterable[str]) -> Iterable[str]:
+    """What is shown of an answer: all of a continuation, and the answer to a message without the thought before it."""
+    return Answered(engine.tokenizer, request.prompt_ids).read(texts) if request.template else texts
 
 
 def show_trees(stream: Stream, recorder: StepRecorder, json: bool) -> None:

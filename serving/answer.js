@@ -28,10 +28,15 @@ function userTurn(text) {
 class Answer {
   constructor() {
     this.block = newTurn("answer", "Model");
+    this.mind = add(this.block, "details", "", "soft");
+    this.mind.hidden = true;
+    add(this.mind, "summary", "Thought");
+    this.thought = add(this.mind, "div", "", "thought");
     this.text = add(this.block, "div", "", about.chat_template ? "text markdown" : "text code");
     this.figures = add(this.block, "p", "waiting for the server", "figures soft");
     this.steps = [];
     this.pieces = [];  // {text, start, step, kind} of each token; step -1: none
+    this.written = [];  // [text, step, kind] of the tokens that are not shown yet
     this.source = "";  // what is shown: the texts of the pieces
     this.content = this.end = this.scores = "";
     this.timings = null;
@@ -50,11 +55,13 @@ class Answer {
       else tints.push([text.length, tint]);
     }
     const coloured = this.source == this.content && tints.some(([, tint]) => tint);
-    return {role: "assistant", content: this.content, ...coloured && {tints}};
+    const thought = this.thought.textContent;
+    return {role: "assistant", content: this.content, ...coloured && {tints}, ...thought && {thought}};
   }
 
   // Shows a message that was kept. Its trees are not there any more.
-  whole({content, tints = []}) {
+  whole({content, tints = [], thought}) {
+    this.think(thought);
     this.content = content;
     for (const [length, tint] of tints) {
       this.piece(content.slice(this.source.length, this.source.length + length), -1, tint);
@@ -72,20 +79,41 @@ class Answer {
     this.content += text;
     this.end = choice.finish_reason || this.end;
     this.timings = chunk.timings || this.timings;
+    this.think(choice.delta?.reasoning_content);
     if (chunk.first !== undefined) {
       this.scores = chunk.scores;
-      this.piece(chunk.first, -1, "d0");
+      this.written.push([chunk.first, -1, "d0"]);
     }
-    if (chunk.steps) chunk.steps.forEach(step => this.step(step));
-    else this.piece(text, -1, "");
+    chunk.steps?.forEach(step => this.step(step));
+    this.place(text);
     this.later ||= setTimeout(() => growing(() => this.draw()), 40);
+  }
+
+  think(text) {
+    if (!text) return;
+    this.mind.hidden = false;
+    this.thought.append(text);
   }
 
   step(step) {
     const number = this.steps.push(step) - 1;
-    step.kept.forEach((token, j) => this.piece(token, number, `token ${tintOf(step, j)}`));
+    step.kept.forEach((token, j) => this.written.push([token, number, `token ${tintOf(step, j)}`]));
     if (step.nodes.some(isDrafted)) part("legend").hidden = false;
     if (chosen?.answer == this) describe();
+  }
+
+  // Shows more of the text in the colours of its tokens. Tokens before it are marks, or belong to a thought or a call.
+  place(text) {
+    let skip = this.written.map(([token]) => token).join("").indexOf(text), left = text.length;
+    if (skip < 0) return this.piece(text, -1, "");
+    while (left) {
+      const [token, step, kind] = this.written.shift();
+      const part = token.slice(skip, skip + left), rest = token.slice(skip + left);
+      this.piece(part, step, kind);
+      if (rest) this.written.unshift([rest, step, kind]);
+      skip = Math.max(0, skip - token.length);
+      left -= part.length;
+    }
   }
 
   piece(text, step, kind) {

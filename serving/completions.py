@@ -68,6 +68,11 @@ class Writer:
         dropped = {"dropped_messages": self.ask.dropped} if self.ask.dropped else {}
         return timings(self.job.results, self.job.queue_seconds) | dropped
 
+    def thought_tokens(self) -> int:
+        """How many tokens the text of the thoughts takes."""
+        thoughts = [answer.thought for answer in self.job.answers if answer.thought]
+        return sum(len(self.tokenizer.encode(text, continuation=True)) for text in thoughts)
+
     def piece(self, token: int) -> tuple[str, bytes]:
         """The text and the bytes of a token. Half a character has a text of U+FFFD."""
         if self.tokenizer is None:
@@ -123,7 +128,8 @@ class ChunkWriter(Writer):
     def _usage(self) -> dict[str, Any]:
         prompt, cached, new = usage_counts(self.job.results, self.ask.n)
         counts = {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
-        return counts | {"prompt_tokens_details": {"cached_tokens": cached}}
+        counts |= {"prompt_tokens_details": {"cached_tokens": cached}}
+        return counts | {"completion_tokens_details": {"reasoning_tokens": self.thought_tokens()}}
 
 
 class ChatWriter(ChunkWriter):
@@ -137,18 +143,19 @@ class ChatWriter(ChunkWriter):
             yield self.chunk(self._delta(answer.index, {"role": "assistant", "content": ""}))
 
     def part(self, part: Part) -> Iterator[Message]:
-        if part.text or part.tokens or part.seen:
-            chosen = self._delta(part.index, {"content": part.text})
-            yield self.chunk(chosen | self._logprobs(part.tokens), **part.seen)
-        first = len(self.job.answers[part.index].calls) - len(part.calls)
-        for number, call in enumerate(part.calls, first):
-            yield self.chunk(self._delta(part.index, {"tool_calls": [{"index": number} | _call(call)]}))
+        if part.text or part.thought or part.tokens or part.seen:
+            delta = ({"content": part.text} if part.text or not part.thought else {}) | _thought(part.thought)
+            yield self.chunk(self._delta(part.index, delta) | self._logprobs(part.tokens), **part.seen)
+        for number, call in part.calls:
+            told = _call(call) if call.name else {"function": {"arguments": call.arguments}}
+            yield self.chunk(self._delta(part.index, {"tool_calls": [{"index": number} | told]}))
         if part.finish:
             yield self.last_chunk(self._delta(part.index, {}, part.finish))
 
     def choice(self, index: int) -> dict[str, Any]:
         answer = self.job.answers[index]
         message: dict[str, Any] = {"role": "assistant", "content": answer.text, "refusal": None}
+        message |= _thought(answer.thought)
         if answer.calls:
             message["content"] = answer.text or None
             message["tool_calls"] = [_call(call) for call in answer.calls]
@@ -162,6 +169,11 @@ class ChatWriter(ChunkWriter):
         if self.ask.logprobs is None:
             return {}
         return {"logprobs": {"content": self.logprobs(tokens), "refusal": None}}
+
+
+def _thought(text: str) -> dict[str, str]:
+    """A thought under the two names that clients read."""
+    return {"reasoning_content": text, "reasoning": text} if text else {}
 
 
 def _call(call: ToolCall) -> dict[str, Any]:

@@ -13,8 +13,9 @@ from kernels.memory import commit_text
 from model import chain_ancestors
 from serving.fields import ApiError, Fields, wrong
 from serving.messages import count_tokens
+from serving.prompts import adapter_named, prompts_of, why_too_long
 from serving.requests import Ask, chat_ask, text_prompts
-from serving.scheduler import ServeSettings, adapter_named, prompts_of, why_too_long
+from serving.scheduler import ServeSettings
 from text.tokenizer import Tokenizer
 
 MAX_INPUTS = 256  # texts that one request may have embedded

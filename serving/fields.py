@@ -162,9 +162,7 @@ NOT_HERE: dict[str, tuple[tuple[Any, ...], str]] = {
     "preserved_tokens": (([],), "the text has no control tokens."),
     "chat_format": ((), "the chat template decides how calls are read."),
     "thinking_forced_open": ((False,), "end the messages with one of the assistant to begin the answer."),
-    "reasoning_budget": ((-1,), "use max_tokens."),
     "adaptive_target": ((-1,), "use top_p or min_p."),
-    "enable_thinking": ((), "use chat_template_kwargs, if the template has such a variable."),
     # vLLM
     "use_beam_search": ((False,), "use n."),
     "length_penalty": ((1,), "it belongs to beam search."),

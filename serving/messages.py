@@ -10,10 +10,12 @@ from engine.engine import Engine
 from serving.answers import Part, ToolCall
 from serving.completions import Message, Writer
 from serving.fields import ApiError, Fields, unsupported, wrong
-from serving.requests import Ask, choose_tools, common, read_text, tool_of
-from serving.scheduler import Job, ServeSettings, prompts_of
+from serving.prompts import prompts_of
+from serving.requests import Ask, choose_tools, common, read_text, set_thinking, tool_of
+from serving.scheduler import Job, ServeSettings
 
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+THINKING = {"": None, "enabled": True, "adaptive": True, "disabled": False}  # whether the model thinks first
 MODES = {"auto": "auto", "any": "required", "none": "none"}  # their tool_choice -> OpenAI's
 
 
@@ -24,8 +26,13 @@ def message_ask(body: dict[str, Any]) -> Ask:
     ask = common(fields, "max_tokens", holder="output_config")
     if fields.given("stop_sequences"):
         ask.given["stop"] = tuple(fields.get("stop_sequences", list))
-    if fields.inner("thinking").values.get("type") == "enabled":
-        raise unsupported("thinking", "this server does not tell thinking from text.")
+    thinking = fields.inner("thinking")
+    kind = thinking.get("type", str, "")
+    if kind not in THINKING:
+        raise wrong("thinking.type", f"is {kind!r:.40}; allowed: {', '.join(filter(None, THINKING))}")
+    set_thinking(
+        ask, {}, THINKING[kind], thinking.integer("budget_tokens", 1, 2**31, 2**31) if kind == "enabled" else -1
+    )
     for name in ("container", "mcp_servers"):
         fields.refuse(name, ([],), "this server runs nothing but the model.")
     messages = fields.some("messages")
@@ -61,7 +68,7 @@ def _messages(fields: Fields) -> list[dict[str, Any]]:
     if isinstance(fields.values.get("content"), str):
         return [{"role": role, "content": fields.values["content"]}]
     fields.required("content", list)
-    text, calls, results = "", list[dict[str, Any]](), list[dict[str, Any]]()
+    text, thought, calls, results = "", "", list[dict[str, Any]](), list[dict[str, Any]]()
     for block in fields.items("content"):
         kind = block.required("type", str)
         if kind == "text":
@@ -72,11 +79,14 @@ def _messages(fields: Fields) -> list[dict[str, Any]]:
         elif kind == "tool_result" and role == "user":
             result = {"role": "tool", "content": read_text(block, "content")}
             results.append(result | {"tool_call_id": block.required("tool_use_id", str)})
-        elif kind not in ("thinking", "redacted_thinking"):
+        elif kind == "thinking" and role == "assistant":
+            thought += block.required("thinking", str)
+        elif kind != "redacted_thinking":
             raise unsupported(block.name("type"), f"{kind!r:.40}; allowed here: text and tool calls.")
     if results and not text:
         return results
-    return [*results, {"role": role, "content": text} | ({"tool_calls": calls} if calls else {})]
+    more = {"thought": thought, "tool_calls": calls}
+    return [*results, {"role": role, "content": text} | {key: value for key, value in more.items() if value}]
 
 
 def count_tokens(engine: Engine, settings: ServeSettings, body: dict[str, Any]) -> dict[str, Any]:
@@ -93,39 +103,40 @@ class MessageWriter(Writer):
     def __init__(self, job: Job):
         super().__init__(job)
         self._blocks = 0  # that have begun
-        self._open = False  # whether a block of text has begun and not ended
+        self._open = ""  # the kind of the block that has begun and not ended: "text", "thinking" or "tool_use"
         self._held = ""  # white space that is sent if text follows
 
     def start(self) -> Iterator[Message]:
         yield self._event("message_start", message=self._message([], None, None))
 
     def part(self, part: Part) -> Iterator[Message]:
-        text = self._held + part.text
-        self._held = ""
-        if self._open or text.strip():
-            if not self._open:
-                self._open = True
-                yield from self._begin({"type": "text", "text": ""})
-            if text:
-                yield self._delta({"type": "text_delta", "text": text})
+        if part.thought:
+            yield from self._begin({"type": "thinking", "thinking": "", "signature": ""})
+            yield self._delta({"type": "thinking_delta", "thinking": part.thought})
+        text, self._held = self._held + part.text, ""
+        if text and (self._open == "text" or text.strip()):
+            yield from self._begin({"type": "text", "text": ""})
+            yield self._delta({"type": "text_delta", "text": text})
         else:
             self._held = text
-        for call in part.calls:
-            yield from self._end_text()
-            yield from self._begin(_call(call) | {"input": {}})
-            yield self._delta({"type": "input_json_delta", "partial_json": call.arguments})
-            yield self._event("content_block_stop", index=self._blocks - 1)
+        for _, call in part.calls:
+            if call.name:
+                yield from self._begin(_call(call), new=True)
+            else:
+                yield self._delta({"type": "input_json_delta", "partial_json": call.arguments})
 
     def end(self) -> Iterator[Message]:
-        yield from self._end_text()
+        yield from self._end_block()
         reason, sequence = self._stop()
         delta = {"stop_reason": reason, "stop_sequence": sequence}
         yield self._event("message_delta", delta=delta, usage=self._usage(), timings=self.timings())
         yield self._event("message_stop")
 
     def whole(self) -> dict[str, Any]:
-        text = self.answer.text
+        text, thought = self.answer.text, self.answer.thought
         blocks: list[dict[str, Any]] = [{"type": "text", "text": text}] if text.strip() else []
+        if thought:
+            blocks.insert(0, {"type": "thinking", "thinking": thought, "signature": ""})
         blocks += [_call(call) for call in self.answer.calls]
         return self._message(blocks, *self._stop()) | {"timings": self.timings()}
 
@@ -135,16 +146,20 @@ class MessageWriter(Writer):
     def _event(self, kind: str, /, **data: Any) -> Message:
         return Message({"type": kind} | data, kind)
 
-    def _begin(self, block: dict[str, Any]) -> Iterator[Message]:
-        self._blocks += 1
-        yield self._event("content_block_start", index=self._blocks - 1, content_block=block)
+    def _begin(self, block: dict[str, Any], new: bool = False) -> Iterator[Message]:
+        """Begin a block, unless one of this kind is open, and end the one before it. new: begin it in any case."""
+        if new or block["type"] != self._open:
+            yield from self._end_block()
+            self._open = block["type"]
+            self._blocks += 1
+            yield self._event("content_block_start", index=self._blocks - 1, content_block=block)
 
     def _delta(self, delta: dict[str, Any]) -> Message:
         return self._event("content_block_delta", index=self._blocks - 1, delta=delta)
 
-    def _end_text(self) -> Iterator[Message]:
+    def _end_block(self) -> Iterator[Message]:
         if self._open:
-            self._open = False
+            self._open = ""
             yield self._event("content_block_stop", index=self._blocks - 1)
 
     def _stop(self) -> tuple[str, str | None]:
@@ -166,4 +181,9 @@ class MessageWriter(Writer):
 
 
 def _call(call: ToolCall) -> dict[str, Any]:
-    return {"type": "tool_use", "id": call.id, "name": call.name, "input": json.loads(call.arguments)}
+    """The block of a call. Arguments that a limit cut off are no object, so the block has none of them."""
+    try:
+        given = json.loads(call.arguments)
+    except ValueError:
+        given = {}
+    return {"type": "tool_use", "id": call.id, "name": call.name, "input": given if isinstance(given, dict) else {}}

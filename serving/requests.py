@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from decoding.params import MAX_LOGPROBS
-from engine.grammar import checked_grammar
-from serving.fields import NOT_HERE, Fields, grammar_of, quoted, read_bias, read_constraint, unsupported, wrong
+from serving.fields import NOT_HERE, Fields, read_bias, read_constraint, unsupported, wrong
 from support.reader import parse_json
 
 MAX_CHOICES = 16  # answers that one request may ask for
@@ -34,6 +32,11 @@ ROLES = {"system": "system", "developer": "system", "user": "user", "assistant":
 TOOL_NAME = 64  # characters
 NO_PARAMETERS = {"type": "object", "properties": {}}
 TEXT_PARTS = ("text", "input_text", "output_text")
+# How hard a model shall think, in OpenAI's API and in chat templates, "": it shall not.
+EFFORTS = {"none": "", "minimal": "low", "low": "low", "medium": "medium", "high": "high", "xhigh": "high"}
+BUDGETS = ("reasoning_budget", "thinking_budget", "thinking_token_budget")  # of llama.cpp, Qwen and vLLM
+FORMATS = ("auto", "deepseek", "none")  # of thoughts, in llama.cpp's server
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # fields of a message that may hold its thought
 
 
 @dataclass
@@ -45,7 +48,11 @@ class Ask:
     prompts: list[str | list[int]] = field(default_factory=list)  # of a completion
     tools: list[dict[str, Any]] = field(default_factory=list)  # as chat templates take them
     one_call: bool = False  # return the first tool call only
-    forced: bool = False  # the answer must be a call, which the grammar describes
+    forced: bool = False  # the answer must be a call
+    think: bool | None = None  # whether the model shall think first, None: as its chat template has it
+    budget: int | None = None  # tokens of a thought
+    raw_thoughts: bool = False  # thoughts stay in the text
+    begun: str = ""  # the kind of text that the prompt has begun, as `text.splitter` has it
     model: str = ""  # the name that the client gave
     n: int = 1
     stream: bool = False
@@ -91,7 +98,7 @@ def chat_ask(body: dict[str, Any]) -> Ask:
         "add_generation_prompt", (not goes_on,), "an answer begins, or a last message of the assistant goes on."
     )
     fields.refuse("continue_final_message", (goes_on,), "a last message of the assistant goes on, and no other one.")
-    ask.variables = fields.get("chat_template_kwargs", dict, {})
+    _read_thinking(ask, fields)
     _read_tools(ask, fields)
     return ask
 
@@ -132,6 +139,7 @@ def response_ask(body: dict[str, Any]) -> Ask:
     ask.drop_oldest = truncation == "auto"
     if "message.output_text.logprobs" in fields.get("include", list, []) or fields.given("top_logprobs"):
         ask.logprobs = fields.integer("top_logprobs", 0, MAX_LOGPROBS, 0)
+    _read_thinking(ask, fields)
     _read_tools(ask, fields, flat=True)
     return ask
 
@@ -199,6 +207,39 @@ def text_prompts(value: Any, name: str) -> list[str | list[int]]:
     raise wrong(name, "must be a text, a list of token ids, or a list of texts or of such lists, and not empty")
 
 
+def _read_thinking(ask: Ask, fields: Fields) -> None:
+    """Whether the model thinks first, how hard and how long, and where its thoughts go."""
+    variables = fields.get("chat_template_kwargs", dict, {})
+    own = fields.inner("reasoning")
+    effort = fields.get("reasoning_effort", str) or own.get("effort", str) or ""
+    if effort and effort not in EFFORTS:
+        raise wrong("reasoning_effort", f"is {effort!r:.40}; allowed: {', '.join(EFFORTS)}")
+    kind = fields.get("reasoning_format", str, "auto")
+    if kind not in FORMATS:
+        raise wrong("reasoning_format", f"is {kind!r:.40}; allowed: {', '.join(FORMATS)}")
+    ask.raw_thoughts = kind == "none"
+    budgets = [fields.integer(name, -1, 2**31, -1) for name in BUDGETS] + [own.integer("max_tokens", -1, 2**31, -1)]
+    think = fields.get("enable_thinking", bool, own.get("enabled", bool))
+    set_thinking(ask, variables, False if effort == "none" else think, max(budgets))
+    if EFFORTS.get(effort):
+        ask.variables.setdefault("reasoning_effort", EFFORTS[effort])
+
+
+def set_thinking(ask: Ask, variables: dict[str, Any], think: bool | None, budget: int) -> None:
+    """Give a request the variables of its chat template that say whether and how long the model thinks.
+
+    variables: those that the client gave, which count first. budget: tokens of a thought, below 0: any number.
+    """
+    ask.budget = budget if budget >= 0 else None
+    think = False if budget == 0 else think
+    if budget >= 0:
+        variables = {"thinking_budget": budget} | variables
+    if think is not None:
+        variables = {"enable_thinking": think, "thinking": think} | variables
+    ask.variables = variables
+    ask.think = False if False in (variables.get("enable_thinking"), variables.get("thinking")) else think
+
+
 # ------------------------------------------------------------------ messages and tools, as chat templates take them
 
 
@@ -212,6 +253,8 @@ def _message(fields: Fields) -> dict[str, Any]:
     if role == "tool":
         message |= {name: fields.get(name, str) for name in ("tool_call_id", "name") if fields.given(name)}
     elif role == "assistant":
+        if thought := next((text for name in THOUGHTS if (text := fields.get(name, str))), ""):
+            message["thought"] = thought
         if calls := fields.items("tool_calls"):
             message["tool_calls"] = [_call(call.inner("function"), call.get("id", str, "")) for call in calls]
     elif not fields.given("content"):
@@ -251,11 +294,15 @@ def _input_messages(fields: Fields) -> list[dict[str, Any]]:
     if not isinstance(items, list) or not items:
         raise wrong("input", "must be a text or a list of items, and not empty")
     messages: list[dict[str, Any]] = [{"role": "system", "content": instructions}] if instructions else []
+    thought = ""  # of the next message of the assistant
     for i, values in enumerate(items):
         item = Fields(values, f"input[{i}].")
         kind = item.get("type", str, "message")
         if kind == "message":
             messages.append(_message(item))
+        elif kind == "reasoning":
+            thought += "".join(part.get("text", str, "") for part in item.items("content"))
+            continue
         elif kind == "function_call":
             call = _call(item, item.get("call_id", str, ""))
             if messages and messages[-1]["role"] == "assistant":  # its text, or an earlier call of the same answer
@@ -265,8 +312,11 @@ def _input_messages(fields: Fields) -> list[dict[str, Any]]:
         elif kind == "function_call_output":
             output = {"role": "tool", "content": item.required("output", str)}
             messages.append(output | {"tool_call_id": item.get("call_id", str, "")})
-        elif kind != "reasoning":
+        else:
             raise unsupported(item.name("type"), f"{kind!r:.40}; allowed: messages and function calls.")
+        if thought and messages[-1]["role"] == "assistant":
+            messages[-1]["thought"] = thought
+            thought = ""
     if not messages:
         raise wrong("input", "has no messages")
     return messages
@@ -318,7 +368,6 @@ def choose_tools(ask: Ask, tools: list[dict[str, Any]], choice: str, name: str |
     if "grammar" in ask.given or ask.ignore_eos:
         raise wrong("tool_choice", "asks for a call, which does not go with another format or ignore_eos")
     ask.tools, ask.forced = tools, True
-    ask.given["grammar"] = call_grammar([tool["function"] for tool in tools])
 
 
 def _tool(fields: Fields, flat: bool) -> dict[str, Any]:
@@ -337,14 +386,3 @@ def tool_of(function: Fields, parameters: str) -> dict[str, Any]:
     described = {"name": name, "description": function.get("description", str, "")}
     described["parameters"] = function.get(parameters, dict, NO_PARAMETERS)
     return {"type": "function", "function": described}
-
-
-def call_grammar(functions: Sequence[dict[str, Any]]) -> str:
-    """The grammar of one call of one of these functions, whose arguments follow its schema."""
-    rules = [f"start: {' | '.join(f'call{i}' for i in range(len(functions)))}"]
-    for i, function in enumerate(functions):
-        begin = f'{{"name":{quoted(function["name"])},"arguments":'
-        # compact, as everywhere: a model could otherwise write white space for ever
-        schema = json.dumps(function["parameters"] | {"x-guidance": {"whitespace_flexible": False}})
-        rules += [f'call{i}: {quoted(begin)} arguments{i} "}}"', f"arguments{i}: %json {schema}"]
-    return grammar_of("tools", checked_grammar, "\n".join(rules))

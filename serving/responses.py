@@ -13,7 +13,7 @@ REPEATED = ("instructions", "metadata", "tools", "user")  # fields of the reques
 
 
 class ResponseWriter(Writer):
-    """/v1/responses. The text is one message item, which ends last, and every tool call is an item of its own."""
+    """/v1/responses. The thought is an item, the text is a message item, which ends last, and so is every tool call."""
 
     prefix = "resp_"
 
@@ -23,6 +23,7 @@ class ResponseWriter(Writer):
         self._message = new_id("msg_")
         self._items: list[dict[str, Any]] = []  # those that have begun
         self._place: int | None = None  # of the message item among them, None: it has not begun
+        self._open: dict[str, Any] | None = None  # the item of a thought or a call that has begun and not ended
         self._held: list[TokenInfo] = []  # tokens of white space, which alone makes no message beside a call
 
     def start(self) -> Iterator[Message]:
@@ -30,6 +31,13 @@ class ResponseWriter(Writer):
             yield self._event(f"response.{name}", response=self._response("in_progress", []))
 
     def part(self, part: Part) -> Iterator[Message]:
+        if part.thought:
+            if not self._items:
+                yield from self._begin({"type": "reasoning", "id": new_id("rs_"), "summary": [], "content": []})
+                yield self._in_item("content_part.added", part=_thought(""), content_index=0)
+            yield self._in_item("reasoning_text.delta", delta=part.thought, content_index=0)
+        if part.text.strip() or part.calls:
+            yield from self._end_thought()
         if self._place is not None:
             if part.text or part.tokens:
                 yield self._delta(part.text, part.tokens)
@@ -37,11 +45,17 @@ class ResponseWriter(Writer):
             yield from self._begin_message([*self._held, *part.tokens])
         else:
             self._held += part.tokens
-        for call in part.calls:
-            yield from self._call_events(call)
+        for number, call in part.calls:
+            if call.name:
+                yield from self._end_call(number - 1)
+                yield from self._begin(self._call_item(call))
+            else:
+                yield self._in_item("function_call_arguments.delta", delta=call.arguments)
 
     def end(self) -> Iterator[Message]:
-        if not self._items:
+        yield from self._end_thought()
+        yield from self._end_call(-1)
+        if not self.answer.calls and self._place is None:
             yield from self._begin_message(self._held)
         if self._place is not None:
             item = self._items[self._place] = self._message_item(self.answer.text)
@@ -54,8 +68,10 @@ class ResponseWriter(Writer):
 
     def whole(self) -> dict[str, Any]:
         calls = [self._call_item(call) for call in self.answer.calls]
-        text = self.answer.text
+        text, thought = self.answer.text, self.answer.thought
         items = [self._message_item(text)] if text.strip() or not calls else []
+        if thought:
+            items.insert(0, {"type": "reasoning", "id": new_id("rs_"), "summary": [], "content": [_thought(thought)]})
         return self._response(self._status(), items + calls)
 
     def _status(self) -> str:
@@ -82,16 +98,35 @@ class ResponseWriter(Writer):
         logprobs = self.logprobs(tokens) if self.ask.logprobs is not None else []
         return self._in_text("response.output_text.delta", delta=text, logprobs=logprobs)
 
-    def _call_events(self, call: ToolCall) -> Iterator[Message]:
-        index, item = len(self._items), self._call_item(call)
-        begun = item | {"arguments": "", "status": "in_progress"}
-        where = {"item_id": item["id"], "output_index": index}
-        yield self._event("response.output_item.added", output_index=index, item=begun)
-        yield self._event("response.function_call_arguments.delta", **where, delta=call.arguments)
-        done = {"name": call.name, "arguments": call.arguments}
-        yield self._event("response.function_call_arguments.done", **where, **done)
-        yield self._event("response.output_item.done", output_index=index, item=item)
+    def _begin(self, item: dict[str, Any]) -> Iterator[Message]:
+        """Begin the item of a thought or a call."""
+        self._open = item
         self._items.append(item)
+        begun = item | {"status": "in_progress"}
+        yield self._event("response.output_item.added", output_index=len(self._items) - 1, item=begun)
+
+    def _in_item(self, kind: str, /, **data: Any) -> Message:
+        where = {"item_id": self._open["id"], "output_index": self._items.index(self._open)}
+        return self._event(f"response.{kind}", **where, **data)
+
+    def _end_thought(self) -> Iterator[Message]:
+        if self._open and self._open["type"] == "reasoning":
+            done = _thought(self.answer.thought)
+            yield self._in_item("reasoning_text.done", text=done["text"], content_index=0)
+            yield self._in_item("content_part.done", part=done, content_index=0)
+            yield from self._end_item({"content": [done]})
+
+    def _end_call(self, number: int) -> Iterator[Message]:
+        """End the item of a call, which has all arguments now. number: of the call in the answer."""
+        if self._open:
+            done = {"name": self._open["name"], "arguments": self.answer.calls[number].arguments}
+            yield self._in_item("function_call_arguments.done", **done)
+            yield from self._end_item({"arguments": done["arguments"], "status": "completed"})
+
+    def _end_item(self, more: dict[str, Any]) -> Iterator[Message]:
+        self._open.update(more)
+        yield self._in_item("output_item.done", item=self._open)
+        self._open = None
 
     def _text_part(self, text: str) -> dict[str, Any]:
         logprobs = self.logprobs(self.answer.tokens) if self.ask.logprobs is not None and text else []
@@ -136,5 +171,9 @@ class ResponseWriter(Writer):
     def _usage(self) -> dict[str, Any]:
         prompt, cached, new = usage_counts(self.job.results)
         counts = {"input_tokens": prompt, "input_tokens_details": {"cached_tokens": cached}}
-        counts |= {"output_tokens": new, "output_tokens_details": {"reasoning_tokens": 0}}
+        counts |= {"output_tokens": new, "output_tokens_details": {"reasoning_tokens": self.thought_tokens()}}
         return counts | {"total_tokens": prompt + new}
+
+
+def _thought(text: str) -> dict[str, str]:
+    return {"type": "reasoning_text", "text": text}

@@ -8,32 +8,28 @@ import functools
 import secrets
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from cli.steps import StepRecorder
-from decoding.params import SamplingParams, SettingError, per_row, with_suggestions
+from decoding.params import SamplingParams, per_row, with_suggestions
 from engine.engine import Engine
 from engine.grammar import GrammarError
 from engine.ranks import RankLost
 from engine.results import GenerationResult
 from engine.streams import Stream
-from serving.answers import Answer, Event, as_text
-from serving.fields import BUSY, SERVER, ApiError, parse_object, unsupported, wrong
+from serving.answers import Answer, Event
+from serving.fields import BUSY, SERVER, ApiError, parse_object, unsupported
+from serving.prompts import adapter_named, blamed, drop_oldest, prompts_of, settings_of, too_long
 from serving.requests import Ask, Parse
 from support.errors import one_line
-from text.template import answer_room, newest_turns
-from text.tokenizer import TOOL_KEYS
 
 MB = 1 << 20
-CHARACTERS = 16  # for each token of the context; no tokenizer makes so few tokens of a longer text
 NO_TOKEN = 2**31 - 1  # an id that no model has
-# fields of SamplingParams -> their names in the API
-RENAMED = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "stop_ids": "stop_token_ids"}
 PING_SECONDS = 15  # a stream without news gets a comment after this time, so that no proxy ends it
 GATHER = 0.05  # seconds between two looks at what the engine has decoded
 
@@ -244,9 +240,11 @@ def prepare(loop: asyncio.AbstractEventLoop, engine: Engine, settings: ServeSett
     """
     ask = parse(parse_object(body))
     if ask.messages and (ask.drop_oldest or settings.drop_oldest):
-        _drop_oldest(engine, ask)
+        drop_oldest(engine, ask)
     prompts = prompts_of(engine, ask)
     given = {"seed": secrets.randbits(32)} | settings.defaults | ask.given
+    if ask.messages:
+        given |= settings_of(engine.tokenizer, ask)
     if ask.logprobs is not None:
         given["logprobs"] = ask.logprobs
     if ask.ignore_eos or ask.stop_token_ids:
@@ -257,87 +255,13 @@ def prepare(loop: asyncio.AbstractEventLoop, engine: Engine, settings: ServeSett
         room = engine.ctx - len(ids)
         if room < 1:
             held = f"the context holds {engine.ctx:,}"
-            raise _too_long(ask, f"the prompt has {len(ids):,} tokens, and {held}, with at least one new token")
+            raise too_long(ask, f"the prompt has {len(ids):,} tokens, and {held}, with at least one new token")
         most = min(room, given.get("max_new_tokens", room), settings.max_tokens or room)
-        with _blamed(None):
+        with blamed(None):
             params, _ = with_suggestions(engine.generation, given | {"max_new_tokens": most})
-        with _blamed(ask.source):
+        with blamed(ask.source):
             streams += [engine.generate(ids, own, adapter_named(engine, ask.model)) for own in per_row(params, ask.n)]
     return Job(loop, engine, settings, ask, params, streams)
-
-
-def adapter_named(engine: Engine, model: str) -> str:
-    """The adapter that a client means with this name of a model, "" for any other name, which is the base model."""
-    return model if model in engine.adapters else ""
-
-
-def _drop_oldest(engine: Engine, ask: Ask) -> None:
-    """Leave out the oldest turns of a chat until there is room for an answer."""
-    room = answer_room(engine.ctx, ask.given.get("max_new_tokens"))
-    kept = newest_turns(ask.messages, lambda part: _fits(engine, replace(ask, messages=part), room))
-    ask.dropped = len(ask.messages) - len(kept)
-    ask.messages = kept
-
-
-def _fits(engine: Engine, ask: Ask, room: int) -> bool:
-    try:
-        return len(prompts_of(engine, ask)[0]) + room <= engine.ctx
-    except ApiError as error:
-        if error.code != "context_length_exceeded":
-            raise
-        return False
-
-
-def prompts_of(engine: Engine, ask: Ask) -> list[Sequence[int]]:
-    """The ids of every prompt."""
-    tokenizer = engine.tokenizer
-    texts = [m["content"] for m in ask.messages] + [text for text in ask.prompts if isinstance(text, str)]
-    if tokenizer is None and texts:
-        raise wrong(ask.source, "is text, and this model has no tokenizer; send token ids to /v1/completions")
-    longest = max(map(len, texts), default=0)
-    if why := why_too_long(longest, engine.ctx):
-        raise _too_long(ask, f"{ask.source} {why}")
-    with _blamed(ask.source):
-        if not ask.messages:
-            return [tokenizer.encode(p) if isinstance(p, str) else p for p in ask.prompts]
-        if not tokenizer.chat_template_source:
-            raise wrong(ask.source, "needs a chat template, and this model has none")
-        with _blamed("chat_template_kwargs"):
-            tokenizer.check_variables(ask.variables)
-        messages, tools = ask.messages, ask.tools
-        if not tokenizer.takes_tools and (tools or any(message.keys() & TOOL_KEYS for message in messages)):
-            messages, tools = as_text(messages, tools), []
-        with _blamed("tools"):
-            tokenizer.check_tools([], tools)
-        begun = messages[-1]["content"] if ask.goes_on else ""
-        ids = tokenizer.encode_chat(messages[: -1 if begun else None], tools=tools or None, variables=ask.variables)
-        return [ids + tokenizer.encode(begun, continuation=True) if begun else ids]
-
-
-def why_too_long(characters: int, ctx: int) -> str:
-    """Why a text of so many characters is not even encoded; "" if it may fit."""
-    if characters <= CHARACTERS * ctx:
-        return ""
-    return f"has a text of {characters:,} characters, far more than the context of {ctx:,} tokens holds"
-
-
-@contextlib.contextmanager
-def _blamed(field: str | None) -> Iterator[None]:
-    """A ValueError becomes the error for the setting that it names, or else for this field of the request."""
-    try:
-        yield
-    except SettingError as error:
-        name = RENAMED.get(error.setting, error.setting)
-        why = one_line(error, notes=False).replace(error.setting, name)
-        raise ApiError(400, why, name, "invalid_value") from None
-    except ValueError as error:
-        why = one_line(error, notes=False)
-        raise ApiError(400, f"{field} cannot be used: {why}" if field else why, field, "invalid_value") from None
-
-
-def _too_long(ask: Ask, message: str) -> ApiError:
-    """The error for a prompt that does not fit into the context."""
-    return ApiError(400, message, ask.source, "context_length_exceeded")
 
 
 class Scheduler:

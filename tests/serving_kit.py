@@ -107,7 +107,7 @@ class ScriptedStream:
         logprob: Callable[[int], TokenLogprob] | None = None, gate: Callable[[], object] | None = None,
     ):  # fmt: skip
         self.ids = engine.tokenizer.encode(text, add_bos=False)
-        self.decoder = engine.tokenizer.stream(continuation=True)
+        self.decoder = engine.tokenizer.stream(continuation=True, shown=params.shown_ids)
         self.params = params
         self.logprob = logprob
         self.gate = gate

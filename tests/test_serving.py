@@ -230,6 +230,16 @@ def test_logprobs_of_the_model(engine, client):
 # ------------------------------------------------------------------ tools
 
 
+def streamed_calls(chunks) -> list[tuple[str, str]]:
+    """The calls of a stream, put together as clients do it: by their numbers, and arguments that grow."""
+    calls: dict[int, list[str]] = {}
+    for part in (part for chunk in chunks for part in chunk.delta.tool_calls or []):
+        call = calls.setdefault(part.index, ["", ""])
+        call[0] += part.function.name or ""
+        call[1] += part.function.arguments or ""
+    return [tuple(call) for call in calls.values()]
+
+
 def test_tools_reach_the_template_and_calls_come_back(engine, client, monkeypatch):
     """The prompt holds the tools unless tool_choice is none, and a call in the text becomes `tool_calls`, whole and
     streamed."""
@@ -241,8 +251,7 @@ def test_tools_reach_the_template_and_calls_come_back(engine, client, monkeypatc
     assert (call.function.name, json.loads(call.function.arguments)) == ("add", {"a": 1})
     chunks = [c.choices[0] for c in client.chat.completions.create(stream=True, **asked)]
     assert "".join(c.delta.content or "" for c in chunks) == "I add."
-    (streamed,) = [entry for c in chunks for entry in c.delta.tool_calls or []]
-    assert (streamed.index, streamed.function.arguments) == (0, '{"a": 1}') and chunks[-1].finish_reason == "tool_calls"
+    assert streamed_calls(chunks) == [("add", '{"a": 1}')] and chunks[-1].finish_reason == "tool_calls"
     again = client.chat.completions.create(tool_choice="none", **asked).choices[0]
     assert again.message.content == f"I add.{CALL}" and not again.message.tool_calls
     tools = [made[i].result.prompt_tokens for i in range(3)]
@@ -281,12 +290,13 @@ def test_a_call_that_must_come_follows_the_tools_schema(client, stream):
         if stream:
             chunks = [chunk.choices[0] for chunk in answer]
             assert not any(chunk.delta.content for chunk in chunks) and chunks[-1].finish_reason == "tool_calls"
-            call = next(chunk.delta.tool_calls[0] for chunk in chunks if chunk.delta.tool_calls)
+            ((name, written),) = streamed_calls(chunks)
         else:
             assert answer.choices[0].finish_reason == "tool_calls" and answer.choices[0].message.content is None
             (call,) = answer.choices[0].message.tool_calls
-        arguments = json.loads(call.function.arguments)
-        assert call.function.name == "add" and list(arguments) == ["a"] and arguments["a"] <= 99
+            name, written = call.function.name, call.function.arguments
+        arguments = json.loads(written)
+        assert name == "add" and list(arguments) == ["a"] and arguments["a"] <= 99
     flat = {"type": "function", "name": "add"}
     asked = dict(model="demo", input="x", tools=[ADDER | {"type": "function"}], tool_choice=flat)
     response = client.responses.create(**asked, extra_body={"seed": 1})
@@ -485,6 +495,11 @@ CHAT_FIELDS = {
     "stream_options": {"include_usage": True, "include_obfuscation": False},
     "tool_choice": "none",
     "tools": TOOLS,
+    "reasoning": {"effort": "low"},
+    "reasoning_effort": "low",
+    "reasoning_format": "none",
+    "enable_thinking": False,
+    **dict.fromkeys(("reasoning_budget", "thinking_budget", "thinking_token_budget"), 5),
 }
 OTHERS = {"audio": {"voice": "a", "format": "wav"}, "functions": [{"name": "f"}], "function_call": {"name": "f"},
           "modalities": ["audio"], "best_of": 3, "suffix": "x"}  # fmt: skip

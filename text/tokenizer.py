@@ -16,6 +16,7 @@ from typing import Any
 
 from support.errors import advised
 from support.reader import LONGEST, check, is_a, parse_json
+from text.dialect import Dialect, dialect_of
 from text.template import TEMPLATE_CHARACTERS, TemplateWorker
 
 VICUNA_SYSTEM = (
@@ -44,7 +45,7 @@ SHOWN = [*range(33, 127), *range(161, 173), *range(174, 256)]
 HIDDEN = [byte for byte in range(256) if byte not in SHOWN]
 ALPHABET = {256 + i: byte for i, byte in enumerate(HIDDEN)} | dict.fromkeys(HIDDEN, "\ue000")
 Reader = Callable[[str], Any]  # the contents of a file by its name, None if there is no such file
-TOOL_KEYS = {"tool_calls", "tool_call_id", "name"}  # what a message may have beside its role and content
+TOOL_KEYS = {"tool_calls", "tool_call_id", "name", "tools"}  # what a message may have beside its role and content
 BUILTIN_SYSTEM = {"vicuna": VICUNA_SYSTEM, "llama-2-chat": LLAMA2_SYSTEM, "mixtral": ""}
 # What paper benchmarks pass to encode_chat as `suffix`.
 PAPER_SUFFIX = {"vicuna": "", "llama-2-chat": " ", "mixtral": ""}
@@ -238,9 +239,11 @@ class Tokenizer:
         stream = self.stream(skip_special, continuation)
         return stream.push(ids) + stream.flush()
 
-    def stream(self, skip_special: bool = True, continuation: bool = False) -> "StreamDecoder":
-        """Incremental `decode` with the same arguments."""
-        return StreamDecoder(self._files, self.special_ids if skip_special else frozenset(), continuation)
+    def stream(
+        self, skip_special: bool = True, continuation: bool = False, shown: Iterable[int] = ()
+    ) -> "StreamDecoder":
+        """Incremental `decode` with the same arguments. shown: special tokens that are not skipped."""
+        return StreamDecoder(self._files, self.special_ids - {*shown} if skip_special else frozenset(), continuation)
 
     def use_template(self, name: str) -> None:
         """Choose a built-in template or a named one of this model. ValueError for another name lists the known ones."""
@@ -266,7 +269,8 @@ class Tokenizer:
 
         Args:
             tools: descriptions of functions that the model may call, which the template writes. A message may then also
-                have `tool_calls`, `tool_call_id` and `name`. The text of control tokens is refused in all of these.
+                have `tool_calls`, `tool_call_id` and `name`. The text of control tokens is refused in all of these. An
+                answer may have the `thought` that came before it, which stands where the template wants it, or nowhere.
             variables: further ones for the template, as `check_variables` allows them.
         """
         _check_messages(messages)
@@ -307,6 +311,30 @@ class Tokenizer:
                 ids += [*self._text_ids(run, first=not ids and not goes_on), self._control[text]]
                 run = ""
         return ids + self._text_ids(run, first=not ids and not goes_on)
+
+    def parts(self, text: str) -> list[str | int]:
+        """A text of marks, which may be control tokens: these as ids, and the text between them."""
+        split = self._control_pattern.split(text)
+        return [self._control[part] if i % 2 else part for i, part in enumerate(split) if part]
+
+    def mark_ids(self, marks: str) -> list[int]:
+        """The ids of a text of marks that goes on from other text."""
+        return self._piece_ids([marks], goes_on=True)
+
+    @property
+    def dialect(self) -> Dialect:
+        """What the model writes beside its answers, as its template and its tokens tell."""
+        return dialect_of(self.chat_template, self._files.vocab)
+
+    def shown_ids(self, tools: bool = False) -> tuple[int, ...]:
+        """The special tokens that are marks of thoughts, or of calls with `tools`, and so belong to an answer's text."""
+        marks = {part for text in self.dialect.marks(tools) for part in self.parts(text)}
+        return tuple(sorted(part for part in marks if isinstance(part, int)))
+
+    def thinks_after(self, ids: list[int]) -> bool:
+        """Whether a prompt ends with the mark that begins a thought."""
+        thoughts = self.dialect.thoughts
+        return bool(thoughts) and self.decode(ids[-16:], False, True).rstrip().endswith(thoughts.begin)
 
     def template_writes(self, text: str) -> bool:
         """Whether the model's chat template in use holds a text, such as the name of a variable or of a tag."""
@@ -356,17 +384,18 @@ class Tokenizer:
         same control tokens as the rendering with sentinels. Otherwise it is a ValueError.
         """
         mark = f"\ue000{secrets.token_hex(12)}x"
-        bodies = [m["content"].strip() for m in messages]
-        hidden = [
-            m | {"content": m["content"].replace(body, f"{mark}{i}\ue001") if body else m["content"]}
-            for i, (m, body) in enumerate(zip(messages, bodies, strict=True))
-        ]
+        places = [(i, key) for i, m in enumerate(messages) for key in ("content", "thought") if key in m]
+        bodies = [messages[i][key].strip() for i, key in places]
+        hidden = [dict(m) for m in messages]
+        for number, ((i, key), body) in enumerate(zip(places, bodies, strict=True)):
+            if body:
+                hidden[i][key] = hidden[i][key].replace(body, f"{mark}{number}\ue001")
         real, opaque = self._render([messages, hidden], add_generation_prompt, more)
         pieces = re.split(f"{mark}([0-9]+)\ue001", opaque)
         numbers = [int(i) for i in pieces[1::2]]
         pieces[1::2] = [bodies[i] for i in numbers]
         if "".join(pieces) == real:
-            return pieces, numbers
+            return pieces, [places[number][0] if places[number][1] == "content" else -1 for number in numbers]
         find = self._control_pattern.findall
         expected = [token for text in pieces[::2] for token in find(text)]
         if any(map(find, bodies)) or find(real) != expected:
@@ -409,6 +438,8 @@ class Tokenizer:
         with _one_line_errors(where, f"Send the roles it expects, or use a built-in template: {builtins}."):
             variables = {**self._files.named, "tools": None, **(more or {})}
             variables["add_generation_prompt"] = add_generation_prompt
+            place = self.dialect.placed
+            variants = [[place(message) for message in messages] for messages in variants]
             return self.worker.render(self.chat_templates[name], variants, variables)
 
 
@@ -594,7 +625,7 @@ def _check_messages(messages: list[dict]) -> None:
         raise ValueError("messages must be a non-empty list of {role, content}")
     for i, m in enumerate(messages):
         kinds = {k: type(v) for k, v in m.items() if k not in TOOL_KEYS} if isinstance(m, dict) else {}
-        if kinds != {"role": str, "content": str}:
+        if kinds.pop("thought", str) is not str or kinds != {"role": str, "content": str}:
             raise ValueError(f"message {i} must have exactly the keys role and content, both text")
         # A role that is not a plain word could hold control tokens.
         if not re.fullmatch("[A-Za-z_-]{1,32}", m["role"]):

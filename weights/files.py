@@ -148,13 +148,15 @@ def pickle_entries(path: Path, share: tuple[int, int] | None = (0, 1)) -> dict[s
         raise ValueError(f"{path}: refused, {reason}. Get the model as safetensors.") from error
     if mapped and share and (record := _damaged_record(path, *share)):
         raise refusal(path, f"the checksum of {record!r:.80} in it is wrong.", "Damaged; download it again.")
-    if isinstance(value, dict) and isinstance(value.get("state_dict"), dict):
-        value = value["state_dict"]
+    for key in ("state_dict", "model_state_dict"):  # beside what only its training needs
+        if isinstance(value, dict) and isinstance(value.get(key), dict):
+            value = value[key]
     entries: dict[str, Entry] = {}
     for name, t in value.items() if isinstance(value, dict) else [("", None)]:
         dense = isinstance(t, Tensor) and t.layout is torch.strided and t.device.type == "cpu"
         if not (dense and isinstance(name, str)):
-            raise ValueError(f"{path}: refused, not a dictionary of names and dense tensors.")
+            inner = f" under {name!r:.60}" if isinstance(t, dict) else ""
+            raise ValueError(f"{path}: refused, not a dictionary of names and dense tensors{inner}.")
         entries[name] = Entry(tuple(t.shape), t.dtype, path.name, t.detach)
     return entries
 

@@ -386,6 +386,7 @@ class HeadReader:
     def name_entries(self, files: Sequence[Path]) -> None:
         """Fill self.entries with what the files hold."""
         for name, entry in read_entries(files).items():
+            name = re.sub(r"^((_orig_mod|module)\.)+", "", name)  # of torch.compile, and of training on several devices
             for pattern, prefix in self.prefixes.items():
                 name = re.sub(pattern, prefix, name)
             if name in self.entries:
@@ -414,7 +415,9 @@ class HeadReader:
         offsets, member = entries.pop("d2t", None), entries.pop("t2d", None)
         misfit = f"but the target's vocabulary is {vocab}"
         rows = rows_of("lm_head.weight")
-        if "lm_head.weight" not in entries and offsets is not None and not wide and len(offsets.shape) == 1:
+        if "lm_head.weight" not in entries and offsets is not None and len(offsets.shape) == 1:
+            if wide and offsets.shape[0] != vocab:
+                self.fail(f"the LM head (lm_head.weight) of its {offsets.shape[0]} draft tokens is missing.")
             rows = offsets.shape[0]  # it drafts with these rows of the target's LM head
         if (embedded := rows_of("embed_tokens.weight")) != vocab:
             self.fail(f"embed_tokens has {embedded} rows, {misfit}. Pass the matching --checkpoint.")
@@ -478,7 +481,12 @@ class _EagleReader(HeadReader):
             self.notes.append(f"{folder / 'config.json'} describes a whole model, not this head: ignored")
             raw = {}
         self.name_entries(files)
+        whole = "fc.weight" not in self.entries
         for name in self.entries:
+            if re.match(r"layers\.[1-9]", name) and whole:
+                self.fail(
+                    "a whole model and no EAGLE head. --draft-checkpoint takes a small model of the same vocabulary."
+                )
             if re.match(r"layers\.[1-9]", name):
                 self.fail(f"{name!r:.80}: heads with more than one decoder layer are not implemented.")
             if re.match(r"(pre_)?(embed|embedding|hidden|lm_head)_layernorm\.", name):

@@ -196,6 +196,7 @@ NAMES = {  # what wrapped a model for training or for images, and a base model t
     "distributed": lambda name: f"module._orig_mod.{name}",
     "part": lambda name: f"language_model.{name}",
     "twice": lambda name: f"model.{name}",
+    "layers compiled": lambda name: name.replace(".0.", ".0._orig_mod."),
     "base": lambda name: name.removeprefix("model."),
 }
 

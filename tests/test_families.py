@@ -73,7 +73,9 @@ def test_mxfp4_stays_at_4_bits_for_the_cpu_kernels(gpt_oss):
         assert (run(engine.model, tokens, 16) - hf(tokens).logits).abs().max() < 1e-4
 
 
-@pytest.mark.parametrize("family", "gemma3 gemma2 gemma4 gemma4-moe glm4 gpt_oss granite olmo2 qwen2_moe".split())
+@pytest.mark.parametrize(
+    "family", "gemma3 gemma2 gemma4 gemma4-moe glm4 glm4_moe gpt_oss granite hunyuan olmo2 qwen2_moe".split()
+)
 def test_a_family_is_quantized_as_it_computes(tiny_checkpoint, tmp_path, family):
     """Catches a receipt that measures another model, without the multiplier of embeddings or the cap of logits, and
     norms or rows that are turned a second time where the result is read."""

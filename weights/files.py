@@ -36,6 +36,9 @@ LARGEST = 2.0**20  # of a weight. Trained ones stay far below it, and a damaged 
 # Old exporters stored these buffers. They follow from the config, so they are the only tensors that may stay unused.
 IGNORED = re.compile(r"(.*\.)?rotary_emb\.(inv_freq|cos_cached|sin_cached)|rope\.freqs")
 
+# What torch.compile and training on several devices put into names.
+WRAPPERS = r"\b(_orig_mod|module|_fsdp_wrapped_module|_checkpoint_wrapped_module)\."
+
 
 class Spans(NamedTuple):
     """A part of a tensor: pieces of it along one axis, each from its first index to the one after its last."""

@@ -21,7 +21,7 @@ from families.config import ModelConfig, RopeConfig
 from support.errors import UsageError
 from support.files import read_json
 from support.reader import ConfigReader, check, is_a, parse_json, refusal
-from weights.files import Entry, check_entries, local_path, read_entries, tensor_files
+from weights.files import WRAPPERS, Entry, check_entries, local_path, read_entries, tensor_files
 from weights.hf import config_to_hf, read_rows, write_directory
 from weights.quantized import LOOKED_UP, TENSORS, QuantLinear, QuantSpec, empty_tensors, read_spec, spec_to_json
 from weights.stored import check_stored, read_stored
@@ -386,8 +386,7 @@ class HeadReader:
     def name_entries(self, files: Sequence[Path]) -> None:
         """Fill self.entries with what the files hold."""
         for name, entry in read_entries(files).items():
-            name = re.sub(r"^((_orig_mod|module)\.)+", "", name)  # of torch.compile, and of training on several devices
-            for pattern, prefix in self.prefixes.items():
+            for pattern, prefix in {WRAPPERS: "", **self.prefixes}.items():
                 name = re.sub(pattern, prefix, name)
             if name in self.entries:
                 self.fail(f"two tensors are called {name!r:.80} once prefixes are removed.")
@@ -481,13 +480,10 @@ class _EagleReader(HeadReader):
             self.notes.append(f"{folder / 'config.json'} describes a whole model, not this head: ignored")
             raw = {}
         self.name_entries(files)
-        whole = "fc.weight" not in self.entries
         for name in self.entries:
-            if re.match(r"layers\.[1-9]", name) and whole:
-                self.fail(
-                    "a whole model and no EAGLE head. --draft-checkpoint takes a small model of the same vocabulary."
-                )
             if re.match(r"layers\.[1-9]", name):
+                if "fc.weight" not in self.entries:
+                    self.fail("a whole model, and no EAGLE head. A small model drafts with --draft-checkpoint.")
                 self.fail(f"{name!r:.80}: heads with more than one decoder layer are not implemented.")
             if re.match(r"(pre_)?(embed|embedding|hidden|lm_head)_layernorm\.", name):
                 self.fail(f"{name!r:.80}: the extra norms of HASS-like heads are not implemented.")

@@ -24,6 +24,7 @@ from support.files import read_json, write_json
 from support.machine import give_memory, shapes_only
 from support.reader import INDEX_LIMIT, ConfigReader, is_a, refusal
 from weights.files import (
+    WRAPPERS,
     Destination,
     Entries,
     Entry,
@@ -53,11 +54,8 @@ EXPERT_NAMES = {
 # Parts of a folder that read images and sounds.
 OTHER_SENSES = """visual vision_tower vision_model multi_modal_projector audio_tower embed_vision embed_audio
     vision_embedder""".split()
-# What may stand before a name: of a model inside another one, and of what wrapped it for training. Behind it is the name
-# of a part of the text model.
-PREFIXES = re.compile(
-    r"^(?:(?:_orig_mod|module|language_model|model)\.)*(?=(layers|embed_tokens|norm|\w*per_layer\w*|lm_head|mtp)\.)"
-)
+# What may stand before the name of a part of the text model, where that lies inside another one.
+PREFIXES = r"^((language_model|model)\.)*(?=(layers|embed_tokens|norm|\w*per_layer\w*|lm_head|mtp)\.)"
 # Hugging Face's names of a block's norms: before and after attention, before and after the MLP.
 NORM_NAMES = {
     "before": ("input_layernorm", "", "post_attention_layernorm", ""),
@@ -390,7 +388,8 @@ def plain_names(entries: Entries, config: ModelConfig, where: str) -> dict[str, 
     named: dict[str, Entry] = {}
     for name, entry in entries.items():
         if not set(name.split(".")) & set(OTHER_SENSES):
-            new = PREFIXES.sub(lambda found: "" if found[1] in ("lm_head", "mtp") else "model.", name)
+            name = re.sub(WRAPPERS, "", name)
+            new = re.sub(PREFIXES, lambda found: "" if found[3] in ("lm_head", "mtp") else "model.", name)
             if new in named:
                 raise ValueError(f"{where}: two tensors are called {new!r:.80} once prefixes are removed.")
             named[new] = entry

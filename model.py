@@ -1,4 +1,4 @@
-"""The target model: one Transformer for LLaMA, Qwen, Gemma, gpt-oss and others (`families.config.FAMILIES`).
+"""The target model: one Transformer for LLaMA, Qwen, Gemma, gpt-oss and others (`families.table.FAMILIES`).
 
 It computes a *forward on nodes*. It gets tokens, their positions (the depth below the root), and who may see whom. A
 prompt chunk is a chain of nodes, plain decoding is a single node, and a draft tree is a tree of nodes. The model does

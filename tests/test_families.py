@@ -15,8 +15,8 @@ from test_model import run, tokens_of
 
 from decoding.params import SamplingParams
 from engine.load import load
-from families.config import FAMILIES as SUPPORTED
 from families.config import ModelConfig
+from families.table import FAMILIES as SUPPORTED
 from kernels import cpu
 from weights.checkpoint import Checkpoint, load_model
 from weights.hf import save_hf

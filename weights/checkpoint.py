@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from families.config import DTYPES, WITH_IMAGES, ModelConfig
+from families.config import DTYPES, ModelConfig
+from families.table import WITH_IMAGES
 from model import Transformer
 from support.errors import UsageError
 from support.files import read_json

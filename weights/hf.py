@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from families.config import ACTIVATIONS, DELTA_KEYS, FAMILIES, OWN_WIDTH, ModelConfig, RopeConfig, text_part
+from families.config import ACTIVATIONS, DELTA_KEYS, ModelConfig, RopeConfig, text_part
+from families.table import FAMILIES, OWN_WIDTH
 from model import MLP, Attention, Beside, DeltaNet, Experts, Transformer
 from support.files import read_json, write_json
 from support.machine import give_memory, shapes_only

@@ -1,4 +1,4 @@
-"""The target model: one Transformer for LLaMA, Qwen, Gemma, gpt-oss and others (`families.config.FAMILIES`).
+"""The target model: one Transformer for LLaMA, Qwen, Gemma, gpt-oss and others (`families.table.FAMILIES`).
 
 It computes a *forward on nodes*. It gets tokens, their positions (the depth below the root), and who may see whom. A
 prompt chunk is a chain of nodes, plain decoding is a single node, and a draft tree is a tree of nodes. The model does
@@ -75,6 +75,7 @@ class Attention(nn.Module):
         self.kv_heads, hd = config.heads_of(layer)
         self.head_dim = hd
         self.scale = config.attention_multiplier or 1 / math.sqrt(hd)
+        self.growth, self.period = config.rope.query_growth, config.rope.original_max_positions
         self.window = config.windows[layer]
         self.first_angle = config.first_angle(layer)  # of those that stand side by side in cos and sin
         self.gated = config.output_gate  # the projection then begins with a gate for each query head
@@ -86,7 +87,7 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(in_size or config.hidden_size, qkv_heads * hd, bias=config.qkv_bias)
         self.o = nn.Linear(self.heads * hd, config.hidden_size, bias=config.o_bias)
         self.sinks = nn.Parameter(torch.empty(self.heads)) if config.sinks else None
-        self.wide_norm = config.wide_qk_norm
+        self.wide_norm, self.late_norm = config.wide_qk_norm, config.late_qk_norm
         sizes = (self.heads * hd, self.kv_heads * hd) if self.wide_norm else (hd, hd)
         self.q_norm, self.k_norm = (RMSNorm(size, config.rms_norm_eps) if config.qk_norm else None for size in sizes)
         self.k_norm = None if self.shares else self.k_norm
@@ -97,6 +98,31 @@ class Attention(nn.Module):
         if cos.shape[-1] == half:
             return cos, sin
         return cos.narrow(-1, self.first_angle, half), sin.narrow(-1, self.first_angle, half)
+
+    def head_norms(self) -> tuple[Tensor | None, Tensor | None, float]:
+        """The weights of the norms of each head of queries and keys before they turn, and eps. No weights: no norms.
+
+        A head is as long after its rotation as before. So norms behind the rotation divide before it, and their weights
+        wait until `turned_queries`.
+        """
+        if self.q_norm is None or self.wide_norm:
+            return None, None, 0.0
+        weights = self.q_norm.weight, self.k_norm and self.k_norm.weight
+        if self.late_norm:
+            weights = (torch.ones_like(self.q_norm.weight),) * 2
+        return *weights, self.q_norm.eps
+
+    def turned_queries(self, q: Tensor, positions: Tensor) -> Tensor:
+        """q [B, Hq, T, hd], rotated, times all factors that are behind the rotation. positions [B, T].
+
+        Of late norms these are the weights of keys, too: only products of queries and keys matter.
+        """
+        if self.late_norm:
+            q = q * (self.q_norm.weight * self.k_norm.weight)
+        if self.growth:
+            factors = 1 + self.growth * torch.log(1 + torch.floor(positions / self.period))
+            q = q * factors[:, None, :, None].to(q.dtype)
+        return q
 
     def all_heads(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """x [B, T, in] -> queries, keys and values [B, T, Hq + 2 Hkv, hd], normed if that is over all heads at once, and
@@ -120,8 +146,9 @@ class Attention(nn.Module):
     def turned(self, heads: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """`project` of heads [B, T, Hq + 2 Hkv, hd]."""
         q, k, v = heads.split((self.heads, self.kv_heads, self.kv_heads), 2)
-        if self.q_norm is not None and not self.wide_norm:
-            q, k = self.q_norm(q), self.k_norm(k)
+        q_weight, k_weight, eps = self.head_norms()
+        if q_weight is not None:
+            q, k = kernels.rms_norm(q, q_weight, eps), kernels.rms_norm(k, k_weight, eps)
         if self.value_norm:
             v = kernels.rms_norm(v, v.new_ones(self.head_dim), self.q_norm.eps)
         cos, sin = self.own_turn(cos, sin)
@@ -140,15 +167,14 @@ class Attention(nn.Module):
         kv [2, B, Hkv, S, hd], or [2, 1, Hkv, S, hd] with nodes.segments, is written at nodes.slots, then read. A layer
         that shares keys only reads it.
         """
-        gates, norms = None, (None, None, 0.0)
-        if self.q_norm is not None and not self.wide_norm:
-            norms = self.q_norm.weight, self.k_norm and self.k_norm.weight, self.q_norm.eps
-        turn = *self.own_turn(nodes.cos, nodes.sin), kv, nodes.slots, *norms, self.value_norm, self.shares
+        gates = None
+        turn = *self.own_turn(nodes.cos, nodes.sin), kv, nodes.slots, *self.head_norms(), self.value_norm, self.shares
         if isinstance(self.qkv, nn.Linear) or self.wide_norm or self.gated or self.keys_as_values:
             heads, gates = self.all_heads(x)
             q, arrived = kernels.rope_write_kv(heads, *turn)
         else:
             q, arrived = self.qkv.heads(x, self.head_dim, *turn)
+        q = self.turned_queries(q, nodes.positions)
         visible = nodes.visible_window if self.window else nodes.visible
         seen = nodes.start, visible, nodes.positions, self.window
         shape = self.scale, arrived, self.cap, self.sinks
@@ -169,6 +195,7 @@ class Attention(nn.Module):
             q, k, v = self.turned(heads, cos, sin)
             if shared is not None and shared.numel():
                 shared.copy_(torch.stack((k, v)).detach().permute(1, 3, 0, 2, 4).flatten(2))
+        q = self.turned_queries(q, torch.arange(T, device=x.device)[None])
         mask = None
         if self.window or self.cap or self.sinks is not None:
             i = torch.arange(T, device=x.device)
@@ -247,27 +274,29 @@ class MLP(nn.Module):
 
 
 class Experts(SelfCounting):
-    """A sparse feed-forward: a softmax router in float32, the top-k experts with their weights, and a shared expert."""
+    """A sparse feed-forward: a router in float32, the top-k experts with their weights, and a shared expert."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
         E, H, I = config.num_local_experts, config.hidden_size, config.intermediate_size
         bias, shared = config.expert_bias, config.shared_intermediate_size
         self.router = nn.Linear(H, E, bias=bias)
-        self.factors = nn.Parameter(torch.ones(E)) if config.dense_size else None  # of the experts' weights
+        self.correction = nn.Parameter(torch.zeros(E)) if config.sigmoid_router else None
+        self.factors = nn.Parameter(torch.ones(E)) if config.mlp_beside else None  # of the experts' weights
+        self.multiplier = config.experts_multiplier
         self.gate_up = nn.Parameter(torch.empty(E, 2 * I, H))
         self.down = nn.Parameter(torch.empty(E, H, I))
         self.gate_up_bias, self.down_bias = (nn.Parameter(torch.empty(E, n)) if bias else None for n in (2 * I, H))
         self.shared = MLP(H, shared) if shared else None
-        self.shared_gate = nn.Linear(H, 1, bias=False) if shared else None
+        self.shared_gate = nn.Linear(H, 1, bias=False) if shared and config.shared_gate else None
         self.per_token = config.num_experts_per_tok
         self.normalised = config.norm_topk_prob
         self.gate = kernels.GATES[config.activation]
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x [M, H] -> expert weights [M, k] in x.dtype, expert ids [M, k]."""
-        weight, index = kernels.choose_experts(self.router(x), self.per_token, self.normalised)
-        return weight if self.factors is None else weight * self.factors[index], index
+        weight, index = kernels.choose_experts(router_logits(self, x), self.per_token, self.normalised)
+        return weighed(self, weight, index), index
 
     def forward(self, x: Tensor, residual: Tensor | None = None, routed: Tensor | None = None) -> Tensor:
         """As `MLP.forward`. routed [..., H]: what the router reads, if it is not x."""
@@ -306,11 +335,33 @@ class Experts(SelfCounting):
         return touched * sum(t.numel() * t.element_size() for t in (self.gate_up, self.down))
 
 
+def router_logits(experts: nn.Module, x: Tensor) -> Tensor:
+    """x [M, H] -> the logits [M, E] of the router of `Experts` or its like, whose softmax weighs the experts.
+
+    Where a sigmoid weighs them and a correction is added for the choice, the others get -inf, and the chosen ones the
+    logarithms of their sigmoids.
+    """
+    logits = experts.router(x)
+    if experts.correction is None:
+        return logits
+    scores = logits.float().sigmoid() + experts.correction
+    others = scores.sort(dim=-1, descending=True, stable=True).indices[:, experts.per_token :]
+    return F.logsigmoid(logits).scatter(-1, others, -math.inf)
+
+
+def weighed(experts: nn.Module, weights: Tensor, ids: Tensor) -> Tensor:
+    """The weights of chosen experts, times the factors that a model has for them."""
+    weights = weights if experts.factors is None else weights * experts.factors[ids]
+    return weights if experts.multiplier == 1 else weights * experts.multiplier
+
+
 def add_shared(experts: nn.Module, x: Tensor, residual: Tensor | None) -> Tensor | None:
     """The residual with what the shared expert of `Experts` or its like adds to it."""
     if experts.shared is None:
         return residual
-    added = kernels.sigmoid(experts.shared_gate(x)) * experts.shared(x)
+    added = experts.shared(x)
+    if experts.shared_gate is not None:
+        added = kernels.sigmoid(experts.shared_gate(x)) * added
     return added if residual is None else residual + added
 
 
@@ -387,12 +438,13 @@ class Block(nn.Module):
             self.attention = Attention(config, layer)
         self.attention_norm = norm("after", "both")  # of what attention adds
         self.post_norm = norm("before", "both")  # of what the MLP reads
-        if config.num_local_experts:
-            self.mlp = Beside(config) if config.dense_size else Experts(config)
+        if config.num_local_experts and layer >= config.dense_layers:
+            self.mlp = Beside(config) if config.mlp_beside else Experts(config)
         else:
             how = config.mlp_bias, config.residual_multiplier, config.activation
             wide = config.wide_shared and config.source(layer) != layer
-            self.mlp = MLP(config.hidden_size, config.intermediate_size * (1 + wide), *how)
+            size = config.dense_size if config.dense_layers else config.intermediate_size * (1 + wide)
+            self.mlp = MLP(config.hidden_size, size, *how)
         self.mlp_norm = norm("after", "both")  # of what the MLP adds
         first = layer * config.token_inputs
         self.own_inputs, self.shared = slice(first, first + config.token_inputs), config.shared_columns(layer)

@@ -126,6 +126,8 @@ def layer_problem(layer: nn.Module) -> str:
         "a gate behind attention": attention.gated,
         f"heads of {attention.head_dim}": attention.head_dim % 16,
         "norms over all heads": attention.wide_norm,
+        "norms behind the rotation": attention.late_norm,
+        "queries that grow with their position": attention.growth,
         "a multiplied residual": attention.multiplier != 1,
         "attention sinks": attention.sinks is not None,
         "normed values": attention.value_norm,

@@ -9,176 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from families.table import FAMILIES, OWN_WIDTH, REFUSED, WITH_IMAGES, Family
 from support.reader import ConfigReader, is_a
 
-
-@dataclass(frozen=True)
-class Family:
-    """What a `model_type` means: how its config.json is read, and the facts that always hold.
-
-    A key that only some families have is read where `defaults` names it.
-    """
-
-    defaults: dict[str, Any] = field(default_factory=dict)  # for keys that config.json leaves out
-    facts: dict[str, Any] = field(default_factory=dict)  # fields of ModelConfig
-    # The keys that ask for biases of queries, keys and values, of the attention's output, and of the MLP. "": none.
-    biases: tuple[str, str, str] = ("attention_bias", "attention_bias", "")
-    # Which layers have a window: "none", "all", "switch" (Qwen's flag), or "pattern": `layer_types`, or else all but
-    # every n-th layer, where n is `sliding_window_pattern`.
-    windows: str = "none"
-    window_rope: bool = False  # whether layers with a window have a rotation of their own
-    full_unrotated: bool = False  # whether the layers without a window have no rotation, where others have one
-    width: str = "intermediate_size"  # the key of the width of the MLP, or of an expert
-    rope_names: dict[str, str] = field(default_factory=dict)  # names of ROPE_TYPES that early configs have
-
-
-NO_BIAS = ("", "", "")
-OWN_WIDTH = "moe_intermediate_size"  # of experts, where the MLP of layers without experts has another width
-GEMMA = {"num_key_value_heads": 4, "head_dim": 256, "tie_word_embeddings": True, "sliding_window": 4096}
-GEMMA |= {"query_pre_attn_scalar": 256, "attn_logit_softcapping": 0.0, "final_logit_softcapping": 0.0}
-GEMMA_FACTS = {"norms": "both", "norm_offset": 1.0, "activation": "gelu_tanh"}
-GEMMA4 = {"num_key_value_heads": 4, "head_dim": 256, "tie_word_embeddings": True, "sliding_window": 512}
-GEMMA4 |= {"final_logit_softcapping": 0.0, "sliding_window_pattern": 6, "global_head_dim": 512}
-GEMMA4["rope_parameters"] = {
-    "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
-    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
-}
-GEMMA4_FACTS = {"norms": "both", "activation": "gelu_tanh", "qk_norm": True, "value_norm": True, "layer_scale": True}
-GEMMA4_FACTS |= {"attention_multiplier": 1.0}
-OLMO_FACTS = {"norms": "after", "qk_norm": True, "wide_qk_norm": True}
-# Models of which most layers are recurrent: by default all but every fourth one.
-QWEN_NEXT = {"num_key_value_heads": 2, "head_dim": 256, "partial_rotary_factor": 0.25, "full_attention_interval": 4}
-QWEN_NEXT |= {"linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_conv_kernel_dim": 4}
-QWEN_NEXT |= {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
-QWEN_NEXT_FACTS = {"norm_offset": 1.0, "qk_norm": True, "output_gate": True}
-GRANITE = dict.fromkeys(("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling"), 1.0)
-# Supported values of `model_type`.
-FAMILIES: dict[str, Family] = {
-    "ernie4_5": Family(
-        {
-            "num_key_value_heads": 2,
-            "head_dim": 128,
-            "rms_norm_eps": 1e-5,
-            "rope_theta": 5e5,
-            "tie_word_embeddings": True,
-        },
-        {"neighbours": True},
-        ("use_bias", "use_bias", "use_bias"),
-    ),
-    "exaone4": Family(
-        {"rms_norm_eps": 1e-5, "sliding_window": 4096, "sliding_window_pattern": 4},
-        {"norms": "after", "qk_norm": True},
-        NO_BIAS,
-        windows="pattern",
-        full_unrotated=True,
-    ),
-    "gemma2": Family(
-        GEMMA | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "sliding_window_pattern": 2},
-        GEMMA_FACTS,
-        windows="pattern",
-    ),
-    "gemma3_text": Family(
-        GEMMA | {"rope_theta": 1e6, "rope_local_base_freq": 1e4, "sliding_window_pattern": 6},
-        GEMMA_FACTS | {"qk_norm": True},
-        windows="pattern",
-        window_rope=True,
-    ),
-    "gemma4_text": Family(GEMMA4 | {"token_inputs": 256}, GEMMA4_FACTS, windows="pattern", window_rope=True),
-    "gemma4_unified_text": Family(
-        GEMMA4 | {"sliding_window": 1024, "token_inputs": 0}, GEMMA4_FACTS, windows="pattern", window_rope=True
-    ),
-    "glm4": Family(
-        {"num_key_value_heads": 2, "head_dim": 128, "rms_norm_eps": 1.5625e-7, "partial_rotary_factor": 0.5}
-        | {"attention_bias": True},
-        {"norms": "both", "neighbours": True},
-        ("attention_bias", "", ""),
-    ),
-    "gpt_oss": Family(
-        {"num_key_value_heads": 8, "head_dim": 64, "num_experts": 128, "num_experts_per_tok": 4, "rms_norm_eps": 1e-5}
-        | {"rope_theta": 150000.0, "attention_bias": True, "sliding_window": 128, "sliding_window_pattern": 2}
-        | {"swiglu_alpha": 1.702, "swiglu_limit": 7.0},
-        {"activation": "swiglu_clamped", "expert_bias": True, "sinks": True},
-        windows="pattern",
-    ),
-    "granite": Family(GRANITE, biases=("attention_bias", "attention_bias", "mlp_bias")),
-    "llama": Family(biases=("attention_bias", "attention_bias", "mlp_bias")),
-    "ministral": Family(
-        # by default every layer has the window, and there are at most 1000
-        {"num_key_value_heads": 8, "sliding_window": 4096, "sliding_window_pattern": 1001},
-        biases=NO_BIAS,
-        windows="pattern",
-    ),
-    "mistral": Family({"num_key_value_heads": 8}, biases=NO_BIAS, windows="all"),
-    "mixtral": Family(
-        {"num_key_value_heads": 8, "rope_theta": 1e6, "rms_norm_eps": 1e-5, "num_experts_per_tok": 2, "num_experts": 8},
-        biases=NO_BIAS,
-        windows="all",
-    ),
-    "olmo2": Family({"rms_norm_eps": 1e-5}, OLMO_FACTS),
-    "olmo3": Family(
-        {"rms_norm_eps": 1e-5, "rope_theta": 5e5, "sliding_window": 4096, "sliding_window_pattern": 4},
-        OLMO_FACTS,
-        windows="pattern",
-        window_rope=True,
-    ),
-    "phi3": Family(
-        {"rms_norm_eps": 1e-5, "partial_rotary_factor": 1.0},
-        biases=NO_BIAS,
-        windows="all",
-        rope_names=dict.fromkeys(("su", "yarn"), "longrope"),
-    ),
-    "qwen2": Family({"num_key_value_heads": 32}, {"qkv_bias": True}, NO_BIAS, windows="switch"),
-    "qwen2_moe": Family(
-        {"num_key_value_heads": 16, "num_experts": 60, "num_experts_per_tok": 4, "norm_topk_prob": False}
-        | {"qkv_bias": True, "shared_expert_intermediate_size": 5632},
-        biases=("qkv_bias", "", ""),
-        windows="switch",
-        width=OWN_WIDTH,
-    ),
-    "qwen3": Family({"num_key_value_heads": 32, "head_dim": 128}, {"qk_norm": True}, windows="switch"),
-    "qwen3_5_moe_text": Family(
-        QWEN_NEXT | {"num_experts": 256, "num_experts_per_tok": 8, "shared_expert_intermediate_size": 512},
-        QWEN_NEXT_FACTS,
-        width=OWN_WIDTH,
-    ),
-    "qwen3_5_text": Family(QWEN_NEXT | {"num_key_value_heads": 4}, QWEN_NEXT_FACTS),
-    "qwen3_next": Family(
-        QWEN_NEXT
-        | {"num_experts": 512, "num_experts_per_tok": 10, "norm_topk_prob": True}
-        | {"shared_expert_intermediate_size": 512},
-        QWEN_NEXT_FACTS,
-        width=OWN_WIDTH,
-    ),
-    "qwen3_moe": Family(
-        {"num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": False},
-        {"qk_norm": True},
-        windows="switch",
-        width=OWN_WIDTH,
-    ),
-    "seed_oss": Family(
-        {"num_key_value_heads": 8, "head_dim": 128, "attention_bias": True},
-        biases=("attention_bias", "attention_out_bias", "mlp_bias"),
-    ),
-    "smollm3": Family(
-        {"num_key_value_heads": 4, "rope_theta": 2e6, "no_rope_layer_interval": 4},
-        biases=("attention_bias", "attention_bias", "mlp_bias"),
-        windows="switch",
-    ),
-}
-# Why some families are refused.
-RECURRENT = "its recurrent layers are of a kind that is not implemented"
-REFUSED = dict.fromkeys(
-    """bamba falcon_h1 falcon_mamba granitemoehybrid jamba kimi_linear lfm2 lfm2_moe mamba mamba2 minimax nemotron_h
-    recurrent_gemma rwkv xlstm zamba zamba2""".split(),
-    RECURRENT,
-)
-REFUSED |= dict.fromkeys("deepseek_v2 deepseek_v3 kimi_k2 minicpm3".split(), "its latent attention is not implemented")
-REFUSED |= dict.fromkeys(
-    "gemma3 gemma3n llama4 mistral3 qwen2_vl qwen2_5_vl qwen3_vl".split(),
-    "it reads images, too, and only folders with a text model alone are read",
-)
-# Models that also see, of which the text part is read, and the `model_type` of that part.
-WITH_IMAGES = {name: f"{name}_text" for name in ("gemma4", "gemma4_unified", "qwen3_5", "qwen3_5_moe")}
 SHARED_KEYS = "tie_word_embeddings dtype torch_dtype bos_token_id eos_token_id".split()  # may stand beside text_config
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "dynamic", "longrope", "proportional")
 # What `hidden_act` or `hidden_activation` may say, by the activation that it stands for.
@@ -206,6 +39,8 @@ class RopeConfig:
     mscale_all_dim: float = 0.0
     truncate: bool = True
     partial: float = 1.0  # the share of each head that is rotated
+    # queries at position p are multiplied by 1 + query_growth * log(1 + floor(p / original_max_positions))
+    query_growth: float = 0.0
     short_factor: tuple[float, ...] = ()  # of longrope, for contexts up to the original length, and for longer ones
     long_factor: tuple[float, ...] = ()
 
@@ -315,6 +150,7 @@ class ModelConfig:
     mlp_bias: bool = False
     qk_norm: bool = False
     wide_qk_norm: bool = False  # whether the norms of queries and keys are over all heads at once
+    late_qk_norm: bool = False  # whether the norms of queries and keys are behind their rotation
     norms: str = "before"  # where attention and MLP have norms: "before" them, "after" them, or "both"
     norm_offset: float = 0.0  # what checkpoints leave out of the weights of norms
     activation: str = "silu"  # of the MLP's gate: one of ACTIVATIONS
@@ -339,6 +175,7 @@ class ModelConfig:
     token_inputs: int = 0  # size of the embedding of its own that each layer has of a token
     layer_scale: bool = False  # whether what leaves a layer is multiplied by a number
     dense_size: int = 0  # of an MLP beside the experts, with norms of its own; 0: there is none
+    dense_layers: int = 0  # so many layers, the first ones, have this MLP alone, and the others have the experts alone
     output_gate: bool = False  # whether what attention gives is multiplied by a gate for each query
     sinks: bool = False  # whether each head has the score of one more key, without a value
     attention_cap: float = 0.0  # scores s become cap * tanh(s / cap); 0: they stay as they are
@@ -347,7 +184,10 @@ class ModelConfig:
     num_experts_per_tok: int = 0
     expert_bias: bool = False  # whether router and experts have biases
     shared_intermediate_size: int = 0  # of an expert that every token uses; 0: there is none
+    shared_gate: bool = True  # whether what this expert gives is multiplied by a gate
     norm_topk_prob: bool = True  # whether the weights of a token's experts are scaled to a sum of 1
+    sigmoid_router: bool = False  # whether the router has a sigmoid, and a correction that only chooses
+    experts_multiplier: float = 1.0  # of what the routed experts give
     dtype: str = "float32"
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
@@ -370,6 +210,11 @@ class ModelConfig:
         sizes = {len(self.rope.short_factor), len(self.rope.long_factor)}
         if self.rope.kind == "longrope" and sizes != {rotated // 2}:
             raise ValueError(f"config.json: short_factor and long_factor need {rotated // 2} numbers each.")
+
+    @property
+    def mlp_beside(self) -> bool:
+        """Whether an MLP lies beside the experts of each layer."""
+        return self.dense_size > 0 and not self.dense_layers
 
     @property
     def ropes(self) -> tuple[tuple[RopeConfig, int], ...]:
@@ -458,11 +303,11 @@ class ModelConfig:
         defaults = family.defaults
         _refuse_unknown_architecture(read, family)
         hidden = read.integer("hidden_size")
-        heads = read.integer("num_attention_heads")
+        heads = read.integer("num_attention_heads", defaults.get("num_attention_heads"))
         layers = read.integer("num_hidden_layers", high=1000)
         if defaults.get("head_dim") is None and hidden % heads and config.get("head_dim") is None:
             raise read.error(f"hidden_size {hidden} is not a multiple of num_attention_heads {heads}.")
-        positions = read.integer("max_position_embeddings", 2048, high=2**24)
+        positions = read.integer("max_position_embeddings", defaults.get("max_position_embeddings", 2048), high=2**24)
         windows, recurrent = _read_windows(read, family, layers), _read_recurrent(read, family, layers)
         rope, window_rope = _read_ropes(read, family, positions)
         facts = _read_biases(read, family) | _read_numbers(read, defaults, hidden) | _read_experts(read, defaults)
@@ -472,6 +317,11 @@ class ModelConfig:
             facts |= _read_kinds(read, defaults, windows)
             facts |= {"dense_size": width} if facts.get("num_local_experts") else {}
             width = read.integer(OWN_WIDTH) if facts.get("num_local_experts") else width
+        if "first_k_dense_replace" in defaults:
+            dense = read.integer("first_k_dense_replace", defaults["first_k_dense_replace"], 0, layers - 1)
+            facts |= {"dense_layers": dense, "dense_size": read.integer("intermediate_size") if dense else 0}
+        if "use_qk_norm" in defaults:
+            facts["qk_norm"] = read.boolean("use_qk_norm", defaults["use_qk_norm"])
         if "no_rope_layer_interval" in defaults:
             facts["unrotated"] = _read_unrotated(read, layers)
         if family.full_unrotated and any(windows):
@@ -486,7 +336,7 @@ class ModelConfig:
             num_attention_heads=heads,
             num_key_value_heads=read.integer("num_key_value_heads", defaults.get("num_key_value_heads", heads)),
             head_dim=read.integer("head_dim", defaults.get("head_dim", hidden // heads)),
-            vocab_size=read.integer("vocab_size", high=10_000_000),
+            vocab_size=read.integer("vocab_size", defaults.get("vocab_size"), high=10_000_000),
             max_position_embeddings=positions,
             rms_norm_eps=read.number("rms_norm_eps", defaults.get("rms_norm_eps", 1e-6), 0.0, 1.0),
             rope=rope,
@@ -504,14 +354,19 @@ class ModelConfig:
 
 def text_part(config: dict[str, Any], where: str) -> dict[str, Any]:
     """The part of a config.json that describes the text model, of a model that also sees. Others stay as they are."""
-    name = WITH_IMAGES.get(str(config.get("model_type")))
-    if name is None:
+    outer = str(config.get("model_type"))
+    if outer not in WITH_IMAGES:
         return config
-    text = config.get("text_config")
+    name, left_out = WITH_IMAGES[outer]
+    text = config.get("text_config", config if "hidden_size" in config else None)  # Qwen published both forms
     if not isinstance(text, dict):
         raise ConfigReader(config, where).error("text_config must be an object.")
+    if text.get("model_type") not in (None, outer, f"{outer}_text"):
+        name = text["model_type"]
     shared = {key: config[key] for key in SHARED_KEYS if config.get(key) is not None}
-    return text | shared | {"model_type": name, "architectures": ["ForCausalLM"]}
+    if text.get("tie_word_embeddings") is True:
+        shared["tie_word_embeddings"] = True
+    return left_out | text | shared | {"model_type": name, "architectures": ["ForCausalLM"]}
 
 
 def _refuse_unknown_architecture(read: ConfigReader, family: Family) -> None:
@@ -521,12 +376,13 @@ def _refuse_unknown_architecture(read: ConfigReader, family: Family) -> None:
         raise read.error(f"architectures = {architectures!r:.80} holds no *ForCausalLM model.")
     activations = ACTIVATIONS[family.facts.get("activation", "silu")]
     for key in ("hidden_act", "hidden_activation"):
-        read.text(key, activations[0], activations)
+        read.text(key, activations[0], (*activations, *family.activation_names))
     for key in ("swiglu_alpha", "swiglu_limit"):
         if (value := family.defaults.get(key)) is not None:
             read.number(key, value, value, value)
     read.number("pretraining_tp", 1, 1, 1)
-    read.integer("decoder_sparse_step", 1, 1, 1)
+    for key in ("decoder_sparse_step", "n_group", "topk_group"):
+        read.integer(key, 1, 1, 1)
     if read.config.get("use_bidirectional_attention") not in (None, False, "vision"):  # of images, which are not read
         raise read.error("use_bidirectional_attention is not implemented: such a model embeds texts.")
     if read.config.get("mlp_only_layers"):
@@ -556,6 +412,8 @@ def _read_numbers(read: ConfigReader, defaults: dict[str, Any], hidden: int) -> 
         found["attention_multiplier"] = number("query_pre_attn_scalar") ** -0.5
     if "final_logit_softcapping" in defaults:
         found["embedding_multiplier"] = hidden**0.5
+    if "routed_scaling_factor" in defaults:
+        found["experts_multiplier"] = number("routed_scaling_factor")
     for name, key in {"attention_cap": "attn_logit_softcapping", "logits_cap": "final_logit_softcapping"}.items():
         if key in defaults:
             absent = key in read.config and read.config[key] is None
@@ -605,15 +463,20 @@ def _read_experts(read: ConfigReader, defaults: dict[str, Any]) -> dict[str, int
     """How many experts there are, how many each token uses, and how they are weighed."""
     if "num_experts" not in defaults:
         return {}
-    key = "num_experts" if "num_experts" in read.config else "num_local_experts"
+    key = next((key for key in ("num_experts", "n_routed_experts") if key in read.config), "num_local_experts")
     experts = read.integer(key, defaults["num_experts"])
     per_token = read.integer("num_experts_per_tok", defaults["num_experts_per_tok"])
     if per_token > experts:
-        raise read.error(f"num_experts_per_tok {per_token} exceeds num_local_experts {experts}.")
+        raise read.error(f"num_experts_per_tok {per_token} exceeds {key} {experts}.")
     normed = "norm_topk_prob" not in defaults or read.boolean("norm_topk_prob", defaults["norm_topk_prob"])
     found = {"num_local_experts": experts, "num_experts_per_tok": per_token, "norm_topk_prob": normed}
     if (shared := defaults.get("shared_expert_intermediate_size")) is not None:
         found["shared_intermediate_size"] = read.integer("shared_expert_intermediate_size", shared)
+    if (shared := defaults.get("n_shared_experts")) is not None:  # they are one expert of their widths together
+        size = read.integer("n_shared_experts", shared) * read.integer(OWN_WIDTH)
+        found |= {"shared_intermediate_size": size, "shared_gate": False}
+        if not normed:
+            raise read.error("norm_topk_prob = false is not implemented for a router with a sigmoid.")
     return found
 
 
@@ -652,7 +515,12 @@ def _read_rope(outer: ConfigReader, family: Family, scaling: dict[str, Any], max
     kind = read.text("rope_type", "default", ROPE_TYPES)
     theta = read.number("rope_theta", family.defaults.get("rope_theta", 10000.0), 1.01)
     partial = read.number("partial_rotary_factor", family.defaults.get("partial_rotary_factor", 1.0), 0.01, 1.0)
+    if kind == "dynamic" and "alpha" in family.defaults and merged.get("alpha"):  # only the base is another one
+        kind, size = "default", outer.integer("head_dim", low=4)
+        theta *= read.number("alpha", None, 1.0, 1e6) ** (size / (size - 2))
     found: dict[str, Any] = {"theta": theta, "kind": kind, "partial": partial}
+    if "llama_4_scaling_beta" in family.defaults and (growth := read.number("llama_4_scaling_beta", 0.0, 0.0, 1e3)):
+        found |= {"query_growth": growth, "original_max_positions": read.integer(original, None, high=2**24)}
     if kind == "default":
         return RopeConfig(**found)
     if kind == "proportional":

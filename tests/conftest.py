@@ -46,6 +46,7 @@ def rope(kind: str, theta: float = 10000.0, **more: float) -> dict:
 
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
 WINDOWS = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+MINISTRAL3 = {"llama_4_scaling_beta": 0.5, "original_max_position_embeddings": 8, "mscale": 1.0, "mscale_all_dim": 1.0}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
 
 
@@ -107,6 +108,7 @@ FAMILIES = {
         "GraniteConfig",
         {"attention_multiplier": 0.2, "embedding_multiplier": 3.0, "residual_multiplier": 0.5, "logits_scaling": 2.0},
     ),
+    "gemma": ("GemmaConfig", {"head_dim": 32, "hidden_act": "gelu", "tie_word_embeddings": True}),
     "gemma2": (
         "Gemma2Config",
         {"head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 8, "tie_word_embeddings": True}
@@ -130,6 +132,16 @@ FAMILIES = {
         | WINDOWS
         | rope("yarn", 1e5, factor=4.0, original_max_position_embeddings=64, truncate=False),
     ),
+    "glm4_moe": (
+        "Glm4MoeConfig",
+        EXPERTS
+        | {"num_experts": 8, "n_routed_experts": 8, "n_shared_experts": 2, "first_k_dense_replace": 1, "head_dim": 32}
+        | {"attention_bias": True, "use_qk_norm": True, "routed_scaling_factor": 1.5},
+    ),
+    "glm4_moe-plain": ("Glm4MoeConfig", EXPERTS | {"n_routed_experts": 4, "first_k_dense_replace": 0}),
+    "hunyuan": ("HunYuanDenseV1Config", {"head_dim": 32} | rope("dynamic", alpha=50.0, factor=1.0)),
+    "hunyuan-bias": ("HunYuanDenseV1Config", {"attention_bias": True, "tie_word_embeddings": True, "head_dim": 16}),
+    "ministral3": ("Ministral3Config", {"head_dim": 32} | rope("yarn", 1e4, factor=4.0, **MINISTRAL3)),
     "qwen2_moe": ("Qwen2MoeConfig", EXPERTS | {"sliding_window": None, "shared_expert_intermediate_size": 80}),
     "qwen3_moe-normed": ("Qwen3MoeConfig", EXPERTS | {"norm_topk_prob": True}),
     "qwen3_moe": ("Qwen3MoeConfig", EXPERTS | {"norm_topk_prob": False}),
@@ -250,8 +262,9 @@ def build_hf(family: str, **changes):
     with torch.random.fork_rng():
         torch.manual_seed(sum(map(ord, family)))
         model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
-        scalars = [buffer for name, buffer in model.named_buffers() if name.endswith("layer_scalar")]
-        for tensor in (*model.parameters(), *scalars):
+        stored = ("layer_scalar", "e_score_correction_bias")
+        buffers = [buffer for name, buffer in model.named_buffers() if name.endswith(stored)]
+        for tensor in (*model.parameters(), *buffers):
             if tensor.dim() == 1:
                 tensor.data.add_(torch.randn_like(tensor), alpha=0.1)
     if any(kind in family for kind in ("mixtral", "moe", "next", "gpt_oss")):

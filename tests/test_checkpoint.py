@@ -191,6 +191,37 @@ def test_tied_weights_may_be_stored_twice_but_not_differ(tiny_checkpoint, tmp_pa
     one_line(lambda: load_model(folder), "lm_head.weight", "tie_word_embeddings")
 
 
+NAMES = {  # what wrapped a model for training or for images, and a base model that was saved alone
+    "compiled": lambda name: f"_orig_mod.{name}",
+    "distributed": lambda name: f"module._orig_mod.{name}",
+    "part": lambda name: f"language_model.{name}",
+    "twice": lambda name: f"model.{name}",
+    "layers compiled": lambda name: name.replace(".0.", ".0._orig_mod."),
+    "base": lambda name: name.removeprefix("model."),
+}
+
+
+@pytest.mark.parametrize("names", NAMES)
+@pytest.mark.parametrize("family", ["llama", "llama-tied", "qwen3_5"])
+def test_names_with_other_prefixes_are_read(tiny_checkpoint, tmp_path, family, names):
+    """Catches a model that is refused because something wrapped it when it was saved."""
+    folder, want = Path(shutil.copytree(tiny_checkpoint(family), tmp_path / "m")), load_model(tiny_checkpoint(family))
+    tensors = {NAMES[names](name): t for name, t in load_file(folder / "model.safetensors").items()}
+    save_file(tensors, folder / "model.safetensors")
+    assert same_weights(load_model(folder), want)
+    save_file(tensors | {f"module.{name}": t.clone() for name, t in tensors.items()}, folder / "model.safetensors")
+    one_line(lambda: load_model(folder), "two tensors are called", "prefixes")
+
+
+def test_an_lm_head_alone_is_the_embedding_of_a_tied_model(tiny_checkpoint, tmp_path):
+    """Catches `missing model.embed_tokens.weight` for files that name the shared matrix after its other place."""
+    folder = Path(shutil.copytree(tiny_checkpoint("llama-tied"), tmp_path / "tied"))
+    edit_tensors(folder, lambda t: t.update({"lm_head.weight": t.pop("model.embed_tokens.weight")}))
+    assert same_weights(load_model(folder), load_model(tiny_checkpoint("llama-tied")))
+    edit_json(folder / "config.json", tie_word_embeddings=False)
+    one_line(lambda: load_model(folder), "missing", "model.embed_tokens.weight")
+
+
 def test_both_mixtral_layouts(tiny_checkpoint, tmp_path):
     """transformers 5's fused experts with gate and up swapped, or experts in another order."""
     model = load_model(tiny_checkpoint("mixtral"))
@@ -712,6 +743,29 @@ def test_other_prefixes_and_old_speculators_names(tmp_path):
     one_line(lambda: read_eagle(write_head(tmp_path / "d", source, GEOMETRY), TARGET), "fc.weight", "prefix")
 
 
+@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "module._orig_mod.model.", "_orig_mod.module."])
+def test_heads_as_training_frameworks_save_them(tmp_path, prefix):
+    """Catches `no matrix fc.weight` for a head that was wrapped, and a refusal of what its optimizer needs."""
+    source = eagle3()
+    want = read_eagle(write_head(tmp_path / "a", source, GEOMETRY), TARGET)
+    wrapped = {f"{prefix}{name}": t for name, t in source.items()}
+    state = {"model_state_dict": wrapped, "optimizer_state_dict": {"state": {0: {"step": 3}}}, "epoch": 2}
+    for i, saved in enumerate((wrapped, state, {"state_dict": wrapped, "step": 1})):
+        got = read_eagle(write_head(tmp_path / f"b{i}", saved, GEOMETRY), TARGET)
+        assert got.tensors.keys() == want.tensors.keys()
+        assert all(torch.equal(got.tensors[n], want.tensors[n]) for n in want.tensors)
+    one_line(lambda: read_eagle(write_head(tmp_path / "c", {"net": source}, GEOMETRY), TARGET), "under 'net'")
+
+
+def test_a_head_without_its_lm_head_and_a_whole_model_are_named(tiny_checkpoint, tmp_path):
+    """Catches an error about the length of a table, or about layers, where something else is wrong."""
+    source = eagle3()
+    del source["lm_head.weight"]
+    one_line(lambda: read_eagle(write_head(tmp_path / "a", source, GEOMETRY), TARGET), "LM head", "40 draft tokens")
+    one_line(lambda: read_eagle(tiny_checkpoint("llama"), TARGET), "a whole model", "--draft-checkpoint")
+    one_line(lambda: load(tiny_checkpoint("llama"), eagle=str(tiny_checkpoint("llama")), ctx=64), "a whole model")
+
+
 def test_bare_head_file(tmp_path):
     """A head.pth without a config: refused, or silently given the target's RoPE base."""
     folder = write_head(tmp_path / "bare", eagle1(kv_heads=1), None, "head.pth")
@@ -942,8 +996,8 @@ def test_convert_eagle(tiny_checkpoint, tmp_path, capsys):
 
 @pytest.mark.parametrize(
     "family",
-    "ernie4_5 exaone4 gemma2 gemma3 gemma4 gemma4-values gemma4-moe glm4 gpt_oss granite olmo2 olmo3".split()
-    + "phi3-partial qwen2_moe qwen3_moe seed_oss smollm3".split(),
+    "ernie4_5 exaone4 gemma gemma2 gemma3 gemma4 gemma4-values gemma4-moe glm4 glm4_moe gpt_oss granite".split()
+    + "hunyuan ministral3 olmo2 olmo3 phi3-partial qwen2_moe qwen3_moe seed_oss smollm3".split(),
 )
 @pytest.mark.parametrize("how", ["cpu", "reference", "cpu int8"])
 def test_a_family_decodes_with_every_kernel_and_draft(tiny_checkpoint, family, how):

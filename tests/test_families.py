@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import json
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import BASE, FAMILIES, build_hf
-from safetensors.torch import save_file
+from conftest import BASE, FAMILIES, MINISTRAL3, WINDOWS, build_hf, rope
+from safetensors.torch import load_file, save_file
 from test_model import run, tokens_of
 
+from decoding.params import SamplingParams
 from engine.load import load
-from families.config import FAMILIES as SUPPORTED
 from families.config import ModelConfig
+from families.table import FAMILIES as SUPPORTED
 from kernels import cpu
 from weights.checkpoint import Checkpoint, load_model
+from weights.hf import save_hf
 from weights.quantized import QuantSpec
 from weights.quantizer import Windows, quantize_checkpoint
 
@@ -69,7 +73,9 @@ def test_mxfp4_stays_at_4_bits_for_the_cpu_kernels(gpt_oss):
         assert (run(engine.model, tokens, 16) - hf(tokens).logits).abs().max() < 1e-4
 
 
-@pytest.mark.parametrize("family", "gemma3 gemma2 gemma4 gemma4-moe glm4 gpt_oss granite olmo2 qwen2_moe".split())
+@pytest.mark.parametrize(
+    "family", "gemma3 gemma2 gemma4 gemma4-moe glm4 glm4_moe gpt_oss granite hunyuan olmo2 qwen2_moe".split()
+)
 def test_a_family_is_quantized_as_it_computes(tiny_checkpoint, tmp_path, family):
     """Catches a receipt that measures another model, without the multiplier of embeddings or the cap of logits, and
     norms or rows that are turned a second time where the result is read."""
@@ -87,10 +93,9 @@ def test_a_family_is_quantized_as_it_computes(tiny_checkpoint, tmp_path, family)
 
 
 @pytest.mark.parametrize(("name", "words"), [
-    ("gemma", "model_type = 'gemma' is not supported"),
     ("glm", "model_type = 'glm' is not supported"),
     ("falcon_h1", "its recurrent layers are of a kind that is not implemented"),
-    ("gemma3", "images"),
+    ("llama4", "images"),
     ("deepseek_v3", "latent attention"),
 ])  # fmt: skip
 def test_a_family_that_is_refused_is_named_first(name, words):
@@ -116,3 +121,161 @@ def test_the_family_in_the_guide_runs(tmp_path, monkeypatch):
     model = Checkpoint.open(tmp_path).load(dtype=torch.float32)
     tokens = tokens_of(30)
     assert (run(model, tokens, 16) - hf(tokens).logits).abs().max() < 1e-4
+
+
+# ---- the text part of models that read images, too ---------------------------------------------------------------------
+
+SMALL = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+PATCHES = SMALL | {"image_size": 28, "patch_size": 14}
+QWEN_EYES = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64}
+TEXT = BASE | {"head_dim": 32}
+MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}
+# name -> (transformers' class, text_config, vision_config, what else)
+SEEING = {
+    "gemma3": ("Gemma3", TEXT | WINDOWS | {"query_pre_attn_scalar": 32}, PATCHES, {"mm_tokens_per_image": 4}),
+    "mistral3": ("Mistral3", TEXT | {"model_type": "mistral", "sliding_window": None}, PATCHES, {}),
+    "mistral3-untied": (
+        "Mistral3",
+        TEXT | {"model_type": "ministral3", **rope("yarn", 1e4, factor=4.0, **MINISTRAL3)},
+        PATCHES,
+        {"tie_word_embeddings": False},
+    ),
+    "qwen3_vl": (
+        "Qwen3VL",
+        TEXT | {"rope_parameters": MROPE | {"mrope_section": [6, 5, 5], "mrope_interleaved": True}},
+        QWEN_EYES | {"deepstack_visual_indexes": [0]},
+        {},
+    ),
+    "qwen3_vl-tied": ("Qwen3VL", TEXT, QWEN_EYES | {"deepstack_visual_indexes": [0]}, {"tie_word_embeddings": True}),
+    "qwen2_5_vl": ("Qwen2_5_VL", BASE | {"rope_parameters": MROPE}, QWEN_EYES, {}),
+    "qwen2_vl": (
+        "Qwen2VL",
+        BASE | {"rope_parameters": MROPE},
+        {"depth": 1, "embed_dim": 32, "num_heads": 2, "hidden_size": 64},
+        {},
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def seeing(tmp_path_factory):
+    """seeing(name) -> (a model of transformers that reads images, the folder that it saved)."""
+    made = {}
+
+    def make(name: str):
+        if name not in made:
+            transformers = pytest.importorskip("transformers")
+            cls, text, vision, more = SEEING[name]
+            config = getattr(transformers, f"{cls}Config")(text_config=text, vision_config=vision, **more)
+            with torch.random.fork_rng():
+                torch.manual_seed(3)
+                hf = getattr(transformers, f"{cls}ForConditionalGeneration")(config).eval().requires_grad_(False)
+                for parameter in hf.model.language_model.parameters():
+                    parameter.data.add_(torch.randn_like(parameter), alpha=0.1)
+            folder = tmp_path_factory.mktemp(name)
+            hf.save_pretrained(folder)
+            made[name] = hf, folder
+        return made[name]
+
+    return make
+
+
+@pytest.mark.parametrize("name", SEEING)
+def test_the_text_model_beside_an_image_encoder_equals_transformers(seeing, tmp_path, name):
+    """Catches a setting of another part, a tied head that is taken for a lost one, positions of images, and a text model
+    that cannot be written as one of its own. The folder's image encoder is left out, and one note says so."""
+    hf, folder = seeing(name)
+    checkpoint, tokens = Checkpoint.open(folder), tokens_of(40)
+    assert [note for note in checkpoint.notes if "images" in note] == checkpoint.notes and len(checkpoint.notes) == 1
+    model = checkpoint.load(dtype=torch.float32)
+    want = hf(tokens).logits
+    assert want.std() > 0.3 and (run(model, tokens, 16) - want).abs().max() < 1e-4 * want.std()
+    engine = load(folder, ctx=64, dtype="float32", kernels="reference")
+    drafting = load(folder, ctx=64, dtype="float32", kernels="reference", drafter="ngram", tree="chain:3")
+    params = SamplingParams(max_new_tokens=20, stop_ids=(127,))
+    texts = [one.generate(tokens[0, :9].tolist(), params).run()[0].token_ids for one in (engine, drafting)]
+    greedy = hf.generate(tokens[:, :9], max_new_tokens=20, do_sample=False, eos_token_id=127)[0, 9:].tolist()
+    assert texts == [greedy, greedy]
+    save_hf(model, tmp_path)
+    assert not Checkpoint.open(tmp_path).notes
+    transformers = pytest.importorskip("transformers")
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert (again(tokens).logits - want).abs().max() < 1e-4 * want.std()
+
+
+# Where files have the text model, the LM head and an image encoder: transformers 4 and 5, and models without a head.
+LAYOUTS = [
+    ("language_model.model.", "language_model.lm_head.", "vision_tower.vision_model."),
+    ("model.language_model.", "lm_head.", "model.visual."),
+    ("model.", "lm_head.", "visual."),
+    ("language_model.", "lm_head.", "vision_tower."),
+    ("_orig_mod.model.language_model.", "_orig_mod.lm_head.", "_orig_mod.model.visual."),
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("flat", [False, True])
+def test_every_layout_of_such_a_folder_is_read(seeing, tmp_path, layout, flat):
+    """Catches names of one version of transformers alone, a layer of the encoder that is taken for one of the text, and
+    settings that stand beside the encoder's, where early files have them."""
+    hf, folder = seeing("qwen2_5_vl")
+    text, head, eyes = layout
+    tensors = {text + name: t for name, t in hf.model.language_model.state_dict().items()}
+    tensors[f"{head}weight"] = hf.lm_head.weight
+    tensors |= {f"{eyes}layers.0.norm.weight": torch.ones(3), f"{eyes}embed_tokens.weight": torch.ones(3)}
+    save_file({name: t.contiguous() for name, t in tensors.items()}, tmp_path / "model.safetensors")
+    raw = json.loads((folder / "config.json").read_text())
+    if flat:
+        raw = raw.pop("text_config") | raw
+        raw |= {"rope_parameters": None, "rope_theta": 1e4}
+        raw["rope_scaling"] = {"type": "mrope", "mrope_section": [4, 2, 2]}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    found, want = load_model(tmp_path, dtype=torch.float32), load_model(folder, dtype=torch.float32)
+    assert replace(found.config, dtype="") == replace(want.config, dtype="")
+    assert all(torch.equal(a, b) for a, b in zip(found.parameters(), want.parameters(), strict=True))
+
+
+def test_what_a_folder_of_gemma_3_leaves_out_is_what_transformers_assumes():
+    """Catches defaults of another family: the published text_config of the 4B model has these five keys."""
+    transformers = pytest.importorskip("transformers")
+    text = {"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34, "sliding_window": 1024}
+    text |= {"model_type": "gemma3_text", "rope_scaling": {"factor": 8.0, "rope_type": "linear"}}
+    ours = ModelConfig.from_hf({"model_type": "gemma3", "text_config": text, "eos_token_id": [1, 106]})
+    theirs = transformers.Gemma3Config(text_config=text).text_config
+    same = "num_attention_heads num_key_value_heads head_dim vocab_size max_position_embeddings rms_norm_eps".split()
+    assert [getattr(ours, key) for key in same] == [getattr(theirs, key) for key in same]
+    assert ours.tie_word_embeddings and ours.attention_multiplier == theirs.query_pre_attn_scalar**-0.5
+    assert [bool(w) for w in ours.windows] == [kind == "sliding_attention" for kind in theirs.layer_types]
+    ropes = theirs.rope_parameters
+    assert (ours.rope.theta, ours.rope.factor) == (ropes["full_attention"]["rope_theta"], 8.0)
+    assert ours.window_rope.theta == ropes["sliding_attention"]["rope_theta"] and ours.eos_token_ids == (1, 106)
+
+
+@pytest.mark.parametrize(("changes", "words"), [
+    ({"model_type": "mistral3", "text_config": {**BASE, "model_type": "mistral4"}}, "model_type = 'mistral4'"),
+    ({"model_type": "qwen3_vl_moe"}, "images"), ({"model_type": "gemma3", "text_config": 3}, "text_config"),
+    ({"model_type": "qwen3_vl", "hidden_size": None}, "hidden_size"),
+    ({"model_type": "glm4_moe", "moe_intermediate_size": 48, "n_group": 2}, "n_group"),
+    ({"model_type": "glm4_moe", "moe_intermediate_size": 48, "norm_topk_prob": False}, "norm_topk_prob"),
+    ({"model_type": "ministral3", "rope_parameters": {"rope_type": "yarn", "factor": 4, "llama_4_scaling_beta": 0.1}},
+     "original_max_position_embeddings"),
+])  # fmt: skip
+def test_what_is_not_implemented_of_a_family_is_named(changes, words):
+    """Catches a key that changes what is computed and is ignored, and a traceback."""
+    with pytest.raises(ValueError, match=words) as error:
+        ModelConfig.from_hf({**BASE, **changes})
+    assert "\n" not in str(error.value)
+
+
+def test_the_layer_for_multi_token_prediction_of_glm_is_left_out(tiny_checkpoint, tmp_path):
+    """Catches a folder that is refused because GLM numbers its MTP layer as one more layer."""
+    shutil.copytree(tiny_checkpoint("glm4_moe"), tmp_path / "m")
+    tensors = load_file(tmp_path / "m/model.safetensors")
+    last = {n.replace("layers.2", "layers.3"): t.clone() for n, t in tensors.items() if ".layers.2." in n}
+    last |= {f"model.layers.3.{n}.weight": torch.ones(4) for n in ("eh_proj", "enorm", "hnorm", "shared_head.norm")}
+    save_file(tensors | last, tmp_path / "m/model.safetensors")
+    found, want = load_model(tmp_path / "m"), load_model(tiny_checkpoint("glm4_moe"))
+    assert all(torch.equal(a, b) for a, b in zip(found.parameters(), want.parameters(), strict=True))
+    save_file(tensors | {n: t for n, t in last.items() if "eh_proj" not in n}, tmp_path / "m/model.safetensors")
+    with pytest.raises(ValueError, match="unexpected tensor 'model.layers.3"):  # any other layer is one too many
+        load_model(tmp_path / "m")

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from families.config import DTYPES, ModelConfig
+from families.table import WITH_IMAGES
 from model import Transformer
 from support.errors import UsageError
 from support.files import read_json
@@ -25,9 +26,11 @@ from weights.files import Destination, Entry, Progress, local_path, read_entries
 from weights.gguf import GGUFFile, fill_gguf
 from weights.gguf_types import FLOAT_TYPES
 from weights.hf import (
+    EMBEDDING,
     as_computed,
     build_model,
     fill_hf,
+    plain_names,
     read_config,
     read_meta_config,
     read_meta_entries,
@@ -41,7 +44,6 @@ from weights.rounding import fill_rounded, half_of
 from weights.shards import Shard, connect_, narrow_
 from weights.stored import fill_published, fill_stored, published_layout
 
-EMBEDDING = "model.embed_tokens.weight"
 QUANTIZED = {"eaglet": "eaglet_quant", "published": "quantization_config"}  # kind -> its key in config.json
 # What `copy_texts` takes along: the tokenizer, stop ids, the chat template, and the licence.
 TEXTS = """tokenizer.json tokenizer.model tokenizer_config.json special_tokens_map.json added_tokens.json vocab.json
@@ -153,7 +155,9 @@ class Checkpoint:
         note = self.gguf.float_note(self._packed) if self.gguf and not self.spec else ""
         if self.kind == "mxfp4" and not self.keeps_mxfp4 and not self.spec:
             note = f"experts of {self.directory.name} became floats: only the CPU and the Triton kernels keep MXFP4."
-        return [text for text in (note, *(f"LoRA {adapter}" for adapter in self.adapters)) if text]
+        images = f"{self.directory.name}: its text model is read, and what reads images and sounds is left out."
+        images *= self.raw.get("model_type") in WITH_IMAGES
+        return [text for text in (note, images, *(f"LoRA {adapter}" for adapter in self.adapters)) if text]
 
     @cached_property
     def _packed(self) -> dict[str, list[str]]:
@@ -184,10 +188,9 @@ class Checkpoint:
         elif self.kind == "meta":
             entries = read_meta_entries(self.directory, self.config, share)
         elif files := tensor_files(self.directory):
-            entries = self._stored if self.kind == "mxfp4" else read_entries(files, share)
+            entries = self._stored if self.kind == "mxfp4" else self._named(read_entries(files, share))
             entries = float_entries(entries) if self.kind == "mxfp4" else entries
-            if self.config.delta or self.config.value_norm:
-                entries = text_entries(entries, self.config)
+            entries = text_entries(entries, self.config)
             if self.kind != "eaglet":
                 entries = as_computed(entries, self.config)
         else:
@@ -203,7 +206,11 @@ class Checkpoint:
     @cached_property
     def _stored(self) -> dict[str, Entry]:
         """The tensors of a directory with experts in MXFP4, as they lie there."""
-        return read_entries(tensor_files(self.directory))
+        return self._named(read_entries(tensor_files(self.directory)))
+
+    def _named(self, entries: dict[str, Entry]) -> dict[str, Entry]:
+        """The tensors of a directory under the names that they have in the other methods."""
+        return entries if self.kind == "eaglet" else plain_names(entries, self.config, str(self.directory))
 
     def empty(self) -> Transformer:
         """The model, or this process's part of it, on the meta device and with float weights."""

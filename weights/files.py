@@ -36,6 +36,9 @@ LARGEST = 2.0**20  # of a weight. Trained ones stay far below it, and a damaged 
 # Old exporters stored these buffers. They follow from the config, so they are the only tensors that may stay unused.
 IGNORED = re.compile(r"(.*\.)?rotary_emb\.(inv_freq|cos_cached|sin_cached)|rope\.freqs")
 
+# What torch.compile and training on several devices put into names.
+WRAPPERS = r"\b(_orig_mod|module|_fsdp_wrapped_module|_checkpoint_wrapped_module)\."
+
 
 class Spans(NamedTuple):
     """A part of a tensor: pieces of it along one axis, each from its first index to the one after its last."""
@@ -148,13 +151,15 @@ def pickle_entries(path: Path, share: tuple[int, int] | None = (0, 1)) -> dict[s
         raise ValueError(f"{path}: refused, {reason}. Get the model as safetensors.") from error
     if mapped and share and (record := _damaged_record(path, *share)):
         raise refusal(path, f"the checksum of {record!r:.80} in it is wrong.", "Damaged; download it again.")
-    if isinstance(value, dict) and isinstance(value.get("state_dict"), dict):
-        value = value["state_dict"]
+    for key in ("state_dict", "model_state_dict"):  # beside what only its training needs
+        if isinstance(value, dict) and isinstance(value.get(key), dict):
+            value = value[key]
     entries: dict[str, Entry] = {}
     for name, t in value.items() if isinstance(value, dict) else [("", None)]:
         dense = isinstance(t, Tensor) and t.layout is torch.strided and t.device.type == "cpu"
         if not (dense and isinstance(name, str)):
-            raise ValueError(f"{path}: refused, not a dictionary of names and dense tensors.")
+            inner = f" under {name!r:.60}" if isinstance(t, dict) else ""
+            raise ValueError(f"{path}: refused, not a dictionary of names and dense tensors{inner}.")
         entries[name] = Entry(tuple(t.shape), t.dtype, path.name, t.detach)
     return entries
 

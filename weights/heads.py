@@ -21,7 +21,7 @@ from families.config import ModelConfig, RopeConfig
 from support.errors import UsageError
 from support.files import read_json
 from support.reader import ConfigReader, check, is_a, parse_json, refusal
-from weights.files import Entry, check_entries, local_path, read_entries, tensor_files
+from weights.files import WRAPPERS, Entry, check_entries, local_path, read_entries, tensor_files
 from weights.hf import config_to_hf, read_rows, write_directory
 from weights.quantized import LOOKED_UP, TENSORS, QuantLinear, QuantSpec, empty_tensors, read_spec, spec_to_json
 from weights.stored import check_stored, read_stored
@@ -386,7 +386,7 @@ class HeadReader:
     def name_entries(self, files: Sequence[Path]) -> None:
         """Fill self.entries with what the files hold."""
         for name, entry in read_entries(files).items():
-            for pattern, prefix in self.prefixes.items():
+            for pattern, prefix in {WRAPPERS: "", **self.prefixes}.items():
                 name = re.sub(pattern, prefix, name)
             if name in self.entries:
                 self.fail(f"two tensors are called {name!r:.80} once prefixes are removed.")
@@ -414,7 +414,9 @@ class HeadReader:
         offsets, member = entries.pop("d2t", None), entries.pop("t2d", None)
         misfit = f"but the target's vocabulary is {vocab}"
         rows = rows_of("lm_head.weight")
-        if "lm_head.weight" not in entries and offsets is not None and not wide and len(offsets.shape) == 1:
+        if "lm_head.weight" not in entries and offsets is not None and len(offsets.shape) == 1:
+            if wide and offsets.shape[0] != vocab:
+                self.fail(f"the LM head (lm_head.weight) of its {offsets.shape[0]} draft tokens is missing.")
             rows = offsets.shape[0]  # it drafts with these rows of the target's LM head
         if (embedded := rows_of("embed_tokens.weight")) != vocab:
             self.fail(f"embed_tokens has {embedded} rows, {misfit}. Pass the matching --checkpoint.")
@@ -480,6 +482,8 @@ class _EagleReader(HeadReader):
         self.name_entries(files)
         for name in self.entries:
             if re.match(r"layers\.[1-9]", name):
+                if "fc.weight" not in self.entries:
+                    self.fail("a whole model, and no EAGLE head. A small model drafts with --draft-checkpoint.")
                 self.fail(f"{name!r:.80}: heads with more than one decoder layer are not implemented.")
             if re.match(r"(pre_)?(embed|embedding|hidden|lm_head)_layernorm\.", name):
                 self.fail(f"{name!r:.80}: the extra norms of HASS-like heads are not implemented.")

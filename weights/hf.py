@@ -18,12 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from families.config import ACTIVATIONS, DELTA_KEYS, FAMILIES, OWN_WIDTH, ModelConfig, RopeConfig, text_part
+from families.config import ACTIVATIONS, DELTA_KEYS, ModelConfig, RopeConfig, text_part
+from families.table import FAMILIES, OWN_WIDTH
 from model import MLP, Attention, Beside, DeltaNet, Experts, Transformer
 from support.files import read_json, write_json
 from support.machine import give_memory, shapes_only
 from support.reader import INDEX_LIMIT, ConfigReader, is_a, refusal
 from weights.files import (
+    WRAPPERS,
     Destination,
     Entries,
     Entry,
@@ -36,12 +38,14 @@ from weights.files import (
 )
 from weights.quantized import QuantExperts, QuantLinear, TiedEmbedding, set_tensor
 
+EMBEDDING = "model.embed_tokens.weight"
 QKV = "q_proj", "k_proj", "v_proj"
 FUSED_QKV, FUSED_GATE_UP = ("phi3",), ("glm4", "phi3")  # families whose files hold these in one tensor
 # Where the experts of a layer are, and what the matrix that chooses them and an expert's gate, up and down are called.
 QWEN_EXPERTS = "mlp", "gate", ("gate_proj", "up_proj", "down_proj")
 EXPERT_NAMES = {
     "mixtral": ("block_sparse_moe", "gate", ("w1", "w3", "w2")),
+    "glm4_moe": QWEN_EXPERTS,
     "gpt_oss": ("mlp", "router", ("gate_proj", "up_proj", "down_proj")),  # an expert has its own in GGUF files alone
     "qwen2_moe": QWEN_EXPERTS,
     "qwen3_moe": QWEN_EXPERTS,
@@ -49,7 +53,10 @@ EXPERT_NAMES = {
     "qwen3_5_moe_text": QWEN_EXPERTS,
 }
 # Parts of a folder that read images and sounds.
-OTHER_SENSES = "visual vision_tower audio_tower embed_vision embed_audio vision_embedder".split()
+OTHER_SENSES = """visual vision_tower vision_model multi_modal_projector audio_tower embed_vision embed_audio
+    vision_embedder""".split()
+# What may stand before the name of a part of the text model, where that lies inside another one.
+PREFIXES = r"^((language_model|model)\.)*(?=(layers|embed_tokens|norm|\w*per_layer\w*|lm_head|mtp)\.)"
 # Hugging Face's names of a block's norms: before and after attention, before and after the MLP.
 NORM_NAMES = {
     "before": ("input_layernorm", "", "post_attention_layernorm", ""),
@@ -59,7 +66,7 @@ NORM_NAMES = {
 GLM4_NORMS = "input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"
 # Names that do not follow from the model_type.
 CLASSES = {"gemma3_text": "Gemma3", "gemma4_text": "Gemma4", "gemma4_unified_text": "Gemma4Unified"}
-CLASSES["smollm3"] = "SmolLM3"
+CLASSES |= {"smollm3": "SmolLM3", "hunyuan_v1_dense": "HunYuanDenseV1"}
 
 
 def read_config(raw: dict[str, Any], directory: Path) -> ModelConfig:
@@ -252,8 +259,9 @@ def hf_views(model: Transformer, fused_experts: bool | None = None) -> dict[str,
             put(f"{at}.self_attn", " ".join(QKV[:count]), own.qkv, [q, kv, kv][:count])
         if isinstance(block.attention, Attention):
             put(f"{at}.self_attn", "o_proj", block.attention.o)
-            put(f"{at}.self_attn", "q_norm", block.attention.q_norm)
-            put(f"{at}.self_attn", "k_norm", block.attention.k_norm)
+            names = ("query_layernorm", "key_layernorm") if c.late_qk_norm else ("q_norm", "k_norm")
+            put(f"{at}.self_attn", names[0], block.attention.q_norm)
+            put(f"{at}.self_attn", names[1], block.attention.k_norm)
             if block.attention.sinks is not None:
                 views[f"{at}.self_attn.sinks"] = block.attention.sinks
         if block.factor is not None:
@@ -289,10 +297,12 @@ def _put_mlp(
         place, router, names = EXPERT_NAMES[config.model_type]
         place = "mlp" if fused_experts else place
         put(f"{at}.{place}", router, mlp.router)
+        if mlp.correction is not None:
+            views[f"{at}.{place}.{router}.e_score_correction_bias"] = mlp.correction
         if mlp.shared is not None:
-            sizes = [config.shared_intermediate_size] * 2
-            put(f"{at}.mlp.shared_expert", "gate_proj up_proj", mlp.shared.gate_up, sizes)
-            put(f"{at}.mlp.shared_expert", "down_proj", mlp.shared.down)
+            sizes, shared = [config.shared_intermediate_size] * 2, "shared_expert" + "s" * (not config.shared_gate)
+            put(f"{at}.mlp.{shared}", "gate_proj up_proj", mlp.shared.gate_up, sizes)
+            put(f"{at}.mlp.{shared}", "down_proj", mlp.shared.down)
             put(f"{at}.mlp", "shared_expert_gate", mlp.shared_gate)
         views |= _expert_views(mlp, f"{at}.{place}.experts", () if fused_experts else names)
 
@@ -370,15 +380,34 @@ def norm_offset(name: str, config: ModelConfig) -> float:
     return config.norm_offset if re.search(r"norm(_\w+)?\.weight$", name) and not whole else 0.0
 
 
+def plain_names(entries: Entries, config: ModelConfig, where: str) -> dict[str, Entry]:
+    """The tensors of a Hugging Face directory but for those that read images and sounds, with the names that `hf_views`
+    gives them. An embedding that is stored as the LM head alone gets its own name.
+
+    Raises ValueError in one line where two tensors would have the same name.
+    """
+    named: dict[str, Entry] = {}
+    for name, entry in entries.items():
+        if not set(name.split(".")) & set(OTHER_SENSES):
+            name = re.sub(WRAPPERS, "", name)
+            new = re.sub(PREFIXES, lambda found: "" if found[3] in ("lm_head", "mtp") else "model.", name)
+            if new in named:
+                raise ValueError(f"{where}: two tensors are called {new!r:.80} once prefixes are removed.")
+            named[new] = entry
+    if config.tie_word_embeddings and EMBEDDING not in named and "lm_head.weight" in named:
+        named[EMBEDDING] = named.pop("lm_head.weight")
+    return named
+
+
 def text_entries(entries: Entries, config: ModelConfig) -> dict[str, Entry]:
-    """The tensors that the text model reads: not those of an image encoder, of an MTP layer that is not read, and of
-    layers that share the keys and values of another one."""
-    texts = {name.replace("model.language_model.", "model.", 1): entry for name, entry in entries.items()}
-    others = [f"model.{name}." for name in OTHER_SENSES] + ([] if config.mtp else ["mtp."])
+    """The tensors that the text model reads: not those of an MTP layer that is not read, and of layers that share the
+    keys and values of another one. A layer with an `eh_proj` is an MTP layer, which GLM numbers as the others."""
+    others = {name.partition("eh_proj.")[0] for name in entries if ".eh_proj." in name}
+    others |= set() if config.mtp else {"mtp."}
     first = config.num_hidden_layers - config.shared_layers
     for layer in range(first, config.num_hidden_layers):
-        others += [f"model.layers.{layer}.self_attn.{name}." for name in (*QKV[1:], "k_norm", "v_norm")]
-    return {name: entry for name, entry in texts.items() if not name.startswith(tuple(others))}
+        others |= {f"model.layers.{layer}.self_attn.{name}." for name in (*QKV[1:], "k_norm", "v_norm")}
+    return {name: entry for name, entry in entries.items() if not name.startswith(tuple(others))}
 
 
 def as_computed(entries: Entries, config: ModelConfig) -> dict[str, Entry]:
@@ -391,6 +420,8 @@ def as_computed(entries: Entries, config: ModelConfig) -> dict[str, Entry]:
             order = row_order(name, entry.shape[0], config)
             order = slice(None) if order is None else order
             return entry._replace(dtype=wide, read=lambda: entry.read().to(wide)[order] + offset, part=None)
+        if name.endswith(".e_score_correction_bias"):  # only differences matter, and small numbers are rounded less
+            return entry._replace(read=lambda: (whole := entry.read()) - whole.max(), part=None)
         if name.endswith(".router.scale"):
             return entry._replace(read=lambda: entry.read() * config.hidden_size**-0.5, part=None)
         if config.expert_bias and ".mlp.experts." in name:
@@ -495,6 +526,10 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
     if config.dense_size:
         out |= {"top_k_experts": config.num_experts_per_tok, "num_experts": config.num_local_experts}
         out |= {OWN_WIDTH: config.intermediate_size, "intermediate_size": config.dense_size}
+    if config.sigmoid_router:
+        out |= {"first_k_dense_replace": config.dense_layers, "use_qk_norm": config.qk_norm}
+        out |= {"n_shared_experts": config.shared_intermediate_size // config.intermediate_size}
+        out["routed_scaling_factor"] = config.experts_multiplier
     if config.num_local_experts:
         out |= {key: getattr(config, key) for key in ("num_local_experts", "num_experts_per_tok", "norm_topk_prob")}
     if family.width == OWN_WIDTH:
@@ -504,7 +539,7 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
         kinds = ["linear_attention" if i in recurrent else "full_attention" for i in layers]
         names = dict(zip(DELTA_KEYS, astuple(config.delta), strict=True))
         out |= {"layer_types": kinds, **names}
-    if config.shared_intermediate_size:
+    if config.shared_intermediate_size and config.shared_gate:
         out["shared_expert_intermediate_size"] = config.shared_intermediate_size
     if family.windows in ("switch", "pattern"):
         kinds = ["sliding_attention" if window else "full_attention" for window in config.windows]
@@ -514,7 +549,7 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
 
 
 def _scaling_to_hf(rope: RopeConfig) -> dict[str, Any] | None:
-    if rope.kind == "default":
+    if rope.kind == "default" and not rope.query_growth:
         return None
     if rope.kind == "proportional":
         factor = {"factor": rope.factor} if rope.factor != 1 else {}
@@ -525,6 +560,8 @@ def _scaling_to_hf(rope: RopeConfig) -> dict[str, Any] | None:
     if rope.kind != "linear":
         scaling["original_max_position_embeddings"] = rope.original_max_positions
     scaling = {key: list(value) if isinstance(value, tuple) else value for key, value in scaling.items()}
+    if rope.query_growth:
+        scaling["llama_4_scaling_beta"] = rope.query_growth
     unset = (None, 0.0) if rope.kind in ("longrope", "yarn") else ()
     scaling = {key: value for key, value in scaling.items() if value is False or value not in unset}
     return {"rope_type": rope.kind, "factor": rope.factor, **scaling}

@@ -24,7 +24,7 @@ import torch.nn as nn
 from torch import Tensor
 
 import kernels
-from model import Experts, SelfCounting, Transformer, add_shared
+from model import Experts, SelfCounting, Transformer, add_shared, router_logits, weighed
 from support.errors import BadFileError, UsageError
 from support.reader import check
 from weights.shards import RankConcat, RankEmbedding
@@ -316,7 +316,8 @@ class QuantExperts(nn.Module):
         super().__init__()
         self.router, self.per_token, self.normalised = experts.router, experts.per_token, experts.normalised
         self.shared, self.shared_gate, self.gate = experts.shared, experts.shared_gate, experts.gate
-        self.gate_up_bias, self.down_bias, self.factors = experts.gate_up_bias, experts.down_bias, experts.factors
+        self.correction, self.factors, self.multiplier = experts.correction, experts.factors, experts.multiplier
+        self.gate_up_bias, self.down_bias = experts.gate_up_bias, experts.down_bias
         self.gate_up = gate_up
         self.down = down
 
@@ -325,9 +326,9 @@ class QuantExperts(nn.Module):
         rows, residual, routed = (
             None if t is None else t.reshape(-1, x.shape[-1]) for t in (x, add_shared(self, x, residual), routed)
         )
-        routes = kernels.route(self.router(rows if routed is None else routed), self.per_token, self.normalised)
-        if self.factors is not None:
-            routes = routes._replace(weights=routes.weights * self.factors[routes.ids])
+        logits = router_logits(self, rows if routed is None else routed)
+        routes = kernels.route(logits, self.per_token, self.normalised)
+        routes = routes._replace(weights=weighed(self, routes.weights, routes.ids))
         packed = self.gate_up.pack(x.dtype), self.down.pack(x.dtype)
         biases = self.gate_up_bias, self.down_bias
         return kernels.packed_experts(rows, routes, *packed, residual, self.gate, biases).view(x.shape)

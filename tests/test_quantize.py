@@ -839,7 +839,7 @@ def test_published_checkpoints_load_to_the_exact_matrices(tmp_path, kind, option
     method = {"ct": "compressed-tensors", "int8": "compressed-tensors", "bnb": "bitsandbytes"}.get(kind, kind)
     name = f"int{options.get('bits', 4)} ({options.get('quant_method', method)})"
     assert (found.kind, found.quantization, model.quant) == ("published", name, name)
-    assert [note for note in found.notes if "activations of 8 bits" in note] == found.notes
+    assert [note for note in found.notes if "--dtype here, not the 8 that it names" in note] == found.notes
     assert len(found.notes) == (kind == "int8")
     floats = tiny(config)
     for name, view in hf.hf_views(floats).items():
@@ -877,7 +877,7 @@ def test_unsupported_published_checkpoints_give_one_line(tmp_path):
     file, base = tmp_path / "m" / "model.safetensors", "model.layers.0.self_attn."
     cases = [
         ("gptq", {"bits": 2}, {}, "2 bits is not supported"),
-        ("gptq", {"bits": 8, "symmetric": False}, {}, "zero points of 8 bits"),
+        ("gptq", {"bits": 8, "symmetric": False}, {}, "has 8 bits and zero points"),
         ("gptq", {"bits": 8, "others": (("down", 4),)}, {}, "does not fit a weight"),
         ("gptq", {"others": (("v_proj", 8),), "dynamic": {"+:v_proj": {"bits": 8}}}, {}, "or in bits: not supported"),
         ("gptq", {"others": (("v_proj", 16),), "dynamic": {"-:v_proj": {}}}, {}, "missing beside others with codes"),

@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from test_quantize import AUTO_ROUND, GEMMA4, GQA_BIAS, MIXTRAL, RECURRENT, UNTIED, published, tiny, tokens
+from tiny import held
 
 import generate
 import kernels
@@ -23,7 +24,7 @@ from kernels import cpu
 from loading.options import DEMO
 from weights import hf
 from weights.checkpoint import Checkpoint
-from weights.quantized import FloatLinear, QuantExperts, QuantLinear, held_bytes
+from weights.quantized import FloatLinear, QuantLinear
 
 NF4 = (-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
        -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
@@ -125,12 +126,12 @@ def small(path: Path, kind: str, config=UNTIED, **section) -> dict[str, torch.Te
         else:
             tensors[name] = floats[name].half()
     raw = hf.config_to_hf(replace(config, dtype="float16"))
-    for folder, held, more in (
+    for folder, stored, more in (
         (path, tensors, {"quantization_config": found | section}),
         (at_floats(path), floats, {}),
     ):
         folder.mkdir()
-        save_file({name: t.contiguous().clone() for name, t in held.items()}, folder / "model.safetensors")
+        save_file({name: t.contiguous().clone() for name, t in stored.items()}, folder / "model.safetensors")
         (folder / "config.json").write_text(json.dumps(raw | more))
     return floats
 
@@ -169,7 +170,7 @@ def test_four_bits_stay_four_bits(tmp_path, kind, config):
     engine = load(tmp_path / "m", kernels="cpu", dtype="float32", ctx=32, activations="float")
     found = Checkpoint.open(tmp_path / "m", layout="tiles")
     assert engine.model.quant == found.quantization == "int4 (bitsandbytes)"
-    assert "off by up to 0.4 % of the largest" in found.notes[0]
+    assert "up to 0.4 % of the largest one in its block" in found.notes[0]
     four, block = 0, 256 if "wide" in kind else 64
     for name, layer in engine.model.named_modules():
         if isinstance(layer, FloatLinear) and layer.packed.bits == 4:
@@ -178,13 +179,14 @@ def test_four_bits_stay_four_bits(tmp_path, kind, config):
             error, largest = (t.flatten().view(-1, block) for t in (values - want, want))
             assert (error.abs().amax(1) <= 0.0041 * largest.abs().amax(1) + 1e-7).all(), name
             assert layer.packed.weight.nbytes == want.numel() * 4.5 / 8
+            want.copy_(values)
             four += 1
     assert four == (8 if config is RECURRENT else 7)  # SKIPPED has the o_proj of layer 0, which is recurrent in one
     x = tokens(1, 12)
     with engine.backend.active():
         got, want = (m.logits(m.forward_train(x)[0]) for m in (engine.model, floats))
-    assert (got - want).abs().max() < 0.2 * want.std()
-    assert engine.plan.weights == pytest.approx(held_bytes(found.kept, torch.float32, "cpu", "cpu"), rel=0.01)
+    assert (got - want).abs().max() < 1e-4
+    assert engine.plan.weights == pytest.approx(held(engine.model) - held(engine.model.rotary), rel=0.05)
 
 
 def test_panels_of_four_bits_hold_the_same_values(tmp_path):
@@ -217,10 +219,10 @@ def test_what_does_not_fit_is_refused_in_one_line(tmp_path):
     """Prevents values from scales or codes that belong to another matrix, and float8 of another kind."""
     name, file = "model.layers.0.mlp.down_proj.weight", tmp_path / "m" / "model.safetensors"
     cases = [
-        ("fp8", {f"{name}_scale_inv": None}, {}, "has no scales"),
-        ("fp8", {f"{name}_scale_inv": torch.ones(3, 7)}, {}, r"weight_scale has \[3, 7\] scales"),
-        ("fp8", {f"{name}_scale_inv": torch.ones(1, 2, dtype=torch.uint8)}, {}, "scales of torch.uint8"),
-        ("fp8", {name: torch.zeros(128, 256).to(torch.float8_e5m2)}, {}, "F8_E5M2"),
+        ("fp8", {f"{name}_scale_inv": None}, {}, "the scale of .* is missing"),
+        ("fp8", {f"{name}_scale_inv": torch.ones(3, 7)}, {}, r"float32 \[3, 7\], which does not fit FP8"),
+        ("fp8", {f"{name}_scale_inv": torch.ones(1, 2, dtype=torch.uint8)}, {}, "torch.uint8"),
+        ("fp8", {name: torch.zeros(128, 256).to(torch.float8_e5m2)}, {}, "unexpected tensor"),
         ("fp8", {f"{name}_scale_inv": torch.full((1, 2), math.nan)}, {}, "holds NaN"),
         ("fp8", {}, {"weight_block_size": "128"}, "weight_block_size"),
         ("ct-rows", {}, {"transform_config": {"a": {}}}, "transform_config is not supported"),
@@ -238,8 +240,8 @@ def test_what_does_not_fit_is_refused_in_one_line(tmp_path):
         for folder in (tmp_path / "m", at_floats(tmp_path / "m")):
             shutil.rmtree(folder, ignore_errors=True)
         small(tmp_path / "m", kind, **section)
-        held = load_file(file) | changes
-        save_file({name: tensor for name, tensor in held.items() if tensor is not None}, file)
+        changed = load_file(file) | changes
+        save_file({name: tensor for name, tensor in changed.items() if tensor is not None}, file)
         for layout in ("", "panels"):
             with pytest.raises(ValueError, match=message) as error:
                 Checkpoint.open(tmp_path / "m", layout).load()
@@ -257,9 +259,6 @@ def test_groups_of_int8_stay_int8_for_triton():
         packed = kernels.pack_int8(codes[at], scales[at], torch.float16, "planes")
         assert packed.layout == "planes" and packed.weight.nbytes < 1.2 * codes[at].nbytes
         assert torch.equal(kernels.dequantize(packed, torch.float32).double(), want[at])
-    with kernels.KernelBackend("triton", "cuda").active():
-        assert kernels.packing._choose_layout(replace(packed, layout="plain", weight=codes[0], scales=scales[0].float(),
-                                                      group_size=64), torch.float16) == "dense"  # fmt: skip
 
 
 FORMATS = {
@@ -281,8 +280,8 @@ def test_the_command_line_gives_the_tokens_of_the_dequantized_model(tmp_path, ki
     if how := FORMATS[kind]:
         matrices = published(folder, how[0], config, **how[1])
         shutil.copytree(folder, at_floats(folder))
-        held = {name: view.clone().half().float() for name, view in hf.hf_views(tiny(config)).items()}
-        save_file(held | {name: t.float() for name, t in matrices.items()}, at_floats(folder) / "model.safetensors")
+        plain = {name: view.clone().half().float() for name, view in hf.hf_views(tiny(config)).items()}
+        save_file(plain | {name: t.float() for name, t in matrices.items()}, at_floats(folder) / "model.safetensors")
         raw = json.loads((folder / "config.json").read_text())
         del raw["quantization_config"]
         (at_floats(folder) / "config.json").write_text(json.dumps(raw))
@@ -310,16 +309,12 @@ def test_the_command_line_gives_the_tokens_of_the_dequantized_model(tmp_path, ki
 
 
 @pytest.mark.skipif(bool(cpu.problem()), reason="the CPU kernels do not run here")
-@pytest.mark.parametrize("kind", [kind for kind in FORMATS if FORMATS[kind]])
+@pytest.mark.parametrize("kind", ["gptq-8", "w8a16", "w8a8", "llm-int8"])
 def test_the_plan_counts_what_integers_take(tmp_path, kind):
     """Prevents a plan for codes of another width than those that are held, and 8 bits that become floats."""
     name, options = FORMATS[kind]
     published(tmp_path / "m", name, **options)
     engine = load(tmp_path / "m", kernels="cpu", dtype="float32", ctx=32)
-    linears = [m for m in engine.model.modules() if isinstance(m, QuantLinear) and m.bits < 16]
-    assert {m.packed.layout for m in linears} == {"tiles"} and not any(isinstance(m, QuantExperts) for m in linears)
-    held = sum(t.nbytes for m in linears for t in (m.packed.weight, m.scales, m.mins) if t is not None)
-    held += sum(t.nbytes for t in engine.model.parameters())
-    floats = [m for m in engine.model.modules() if isinstance(m, FloatLinear)]
-    held += sum(m.packed.weight.nbytes for m in floats)
-    assert engine.plan.weights == pytest.approx(held, rel=0.12)
+    codes = [m for m in engine.model.modules() if type(m) is QuantLinear]
+    assert [(m.bits, m.packed.layout) for m in codes] == [(8, "tiles")] * 8
+    assert engine.plan.weights == pytest.approx(held(engine.model) - held(engine.model.rotary), rel=0.05)

@@ -28,9 +28,7 @@ from weights.gguf_types import FLOAT_TYPES
 from weights.hf import (
     as_computed,
     build_model,
-    checked_views,
     fill_hf,
-    parameter_sources,
     read_config,
     read_meta_config,
     read_meta_entries,
@@ -41,15 +39,7 @@ from weights.lora import Adapter, add_, read_adapters
 from weights.quantized import QuantSpec, apply_spec_, read_spec
 from weights.rounding import fill_rounded, half_of
 from weights.shards import Shard, connect_, narrow_
-from weights.stored import (
-    Layout,
-    fill_parameters,
-    fill_published,
-    fill_stored,
-    held_codes,
-    packed_entries,
-    published_layout,
-)
+from weights.stored import Layout, fill_kept, fill_published, fill_stored, held_codes, packed_entries, published_layout
 
 EMBEDDING = "model.embed_tokens.weight"
 # kind -> the module that reads it as floats, or keeps its bits
@@ -104,12 +94,7 @@ class Checkpoint:
         else:
             raw = read_json(directory / "config.json")
             kind = next((kind for kind, key in QUANTIZED.items() if raw.get(key)), "hf")
-            section = raw.get("quantization_config")
-            method = section.get("quant_method") if isinstance(section, dict) else None
-            if kind == "published" and method == "mxfp4" and raw.get("model_type") == "gpt_oss":
-                kind = "mxfp4"
-            elif kind == "published":
-                kind = small_floats.kind_of(section) or kind
+            kind = small_floats.kind_of(raw) or kind if kind == "published" else kind
             config = read_config(raw, directory)
         generation = {}
         if (file := directory / "generation_config.json").is_file():
@@ -167,7 +152,7 @@ class Checkpoint:
             note = small_floats.NOTES.get((self.kind, self.keeps_small), "").format(self.directory.name)
         if self.kind == "published" and (wanted := self._published.activations) < 16:
             note = (
-                f"{self.directory.name} wants activations of {wanted} bits, too; here only its weights are quantized."
+                f"activations of {self.directory.name} have the bits of --dtype here, not the {wanted} that it names."
             )
         return [text for text in (note, *(f"LoRA {adapter}" for adapter in self.adapters)) if text]
 
@@ -327,8 +312,7 @@ class Checkpoint:
             fill_published(model, self.entries, self.raw["quantization_config"], file, to)
         elif self.keeps_small and not floats:
             packed = SMALL_FLOATS[self.kind].packing(model, self._stored, self.layout, where, device)
-            sources = parameter_sources(model, checked_views(model, self.entries, where))
-            fill_parameters(model, sources, self.entries, packed, where, to)
+            fill_kept(model, self.entries, packed, where, to)
         else:
             fill_hf(model, self.entries, where, to)
         if self.shard:

@@ -30,17 +30,20 @@ from weights.gguf_types import FITS, kept_bytes, pack_kept
 from weights.hf import row_order
 from weights.stored import Packing, refuse_rotations, without_activations
 
-# What a `quantization_config` says of FP8: its quant_method, and of some methods a key with the values that it may have.
-FP8 = {"fp8": ("", ()), "fbgemm_fp8": ("", ()), "modelopt": ("quant_algo", ("FP8",))}
-FP8 |= {"compressed-tensors": ("format", ("float-quantized", "naive-quantized"))}
-FP8 |= {"auto-round": ("packing_format", ("auto_round:fp8_static",))}
+# A quant_method with FP8, and a key of the same `quantization_config` with the values that mean FP8.
+FP8 = {
+    "fp8": ("quant_method", ("fp8",)),
+    "fbgemm_fp8": ("quant_method", ("fbgemm_fp8",)),
+    "modelopt": ("quant_algo", ("FP8",)),
+    "compressed-tensors": ("format", ("float-quantized", "naive-quantized")),
+}
 NOTES = {  # by kind, and whether the kernels keep the bits
     ("mxfp4", False): "experts of {} became floats: only the CPU and the Triton kernels keep MXFP4.",
     (
         "fp8",
         False,
-    ): "FP8 weights of {} became floats, off by up to 0.2 % of a weight in bfloat16, 0.03 % in float16 and 0 in "
-    "float32; --quant int8 rounds them to 8 bits again. Activations are no FP8 here.",
+    ): "FP8 weights of {} became floats, rounded by up to 0.2 % in bfloat16, 0.05 % in float16 and 0 in float32; "
+    "--quant int8 makes them 8 bits again. Activations are no FP8.",
     (
         "bitsandbytes",
         False,
@@ -48,19 +51,20 @@ NOTES = {  # by kind, and whether the kernels keep the bits
     (
         "bitsandbytes",
         True,
-    ): "4-bit weights of {} stay in 4 bits. The kernels' table has numbers of 8 bits, so a weight is off by "
-    "up to 0.4 % of the largest one of its block.",
+    ): "4-bit weights of {} keep their bits; the kernels' table of 8-bit numbers moves a weight by up to "
+    "0.4 % of the largest one in its block.",
 }
 STATE = {"shape": [int], "blocksize": int, "nested_blocksize?": int, "nested_offset?": float}
 
 
-def kind_of(config: Any) -> str | None:
-    """'fp8' or 'bitsandbytes' (of 4 bits) if that is what a `quantization_config` describes."""
-    method = config.get("quant_method") if isinstance(config, dict) else None
-    if method == "bitsandbytes":
-        return method if config.get("load_in_4bit") is True else None
-    key, values = FP8.get(method, ("", ())) if isinstance(method, str) else ("", ())
-    return "fp8" if method in FP8 and (not key or config.get(key) in values) else None
+def kind_of(raw: dict[str, Any]) -> str | None:
+    """'mxfp4', 'fp8' or 'bitsandbytes' (of 4 bits) if that is what the `quantization_config` of a config.json describes."""
+    config = raw["quantization_config"]
+    method = str(config.get("quant_method")) if isinstance(config, dict) else ""
+    four = {"mxfp4": raw.get("model_type") == "gpt_oss", "bitsandbytes": method and config.get("load_in_4bit") is True}
+    if four.get(method):
+        return method
+    return "fp8" if method in FP8 and config.get(FP8[method][0]) in FP8[method][1] else None
 
 
 def float_entries(entries: Entries, config: Any, where: str) -> dict[str, Entry]:
@@ -68,164 +72,135 @@ def float_entries(entries: Entries, config: Any, where: str) -> dict[str, Entry]
 
     config: the `quantization_config`. Raises ValueError in one line for tensors that are missing or do not fit.
     """
-    scheme = {"weights?": ({"block_structure?": ([int], None)}, None)}
-    known = {"weight_block_size?": ([int], None), "config_groups?": ({"*": scheme}, None)}
+    group = {"weights?": ({"block_structure?": ([int], None)}, None)}
+    known = {"weight_block_size?": ([int], None), "config_groups?": ({"*": group}, None)}
     check(config, known, where, "quantization_config")
     refuse_rotations(config, where)
-    blocks = [(g.get("weights") or {}).get("block_structure") for g in (config.get("config_groups") or {}).values()]
-    block = config.get("weight_block_size") or next(filter(None, blocks), None)
+    groups = (config.get("config_groups") or {}).values()
+    blocks = [config.get("weight_block_size"), *((g.get("weights") or {}).get("block_structure") for g in groups)]
+    block = next(filter(None, blocks), None)
     found = without_activations(entries)
     for name, entry in entries.items():
-        own = f"{name}."
         if entry.dtype == "F8_E4M3" and len(entry.shape) == 2:
             scale = found.pop(f"{name}_scale_inv", None) or found.pop(f"{name}_scale", None)
-            sizes = _block_of(entry.shape, scale, block)
-            if not sizes:
-                has = (
-                    f"{name}_scale has {list(scale.shape)} scales of {scale.dtype}"
-                    if scale
-                    else f"{name} has no scales"
-                )
-                raise refusal(where, f"{has}, which do not fit FP8 {list(entry.shape)}.", "Is a shard missing?")
+            counts = (*scale.shape, 1, 1)[:2] if scale else ()
+            sizes = block or [_shares(size, max(count, 1)) for size, count in zip(entry.shape, counts, strict=False)]
+            fits = min(sizes, default=0) > 0 and counts == tuple(map(_shares, entry.shape, sizes))
+            if not fits or scale.dtype not in FLOATS:
+                has = f"{scale.dtype} {list(scale.shape)}" if scale else "missing"
+                raise refusal(where, f"the scale of {name} is {has}, which does not fit FP8 {list(entry.shape)}.")
             read = partial(_fp8, entry, scale, sizes)
             found[name] = entry._replace(dtype=torch.float32, read=read, part=None)
         elif matrix := coded(entries, name, where):
-            found = {other: e for other, e in found.items() if not other.startswith(own)}
+            for leaf in matrix.parts:
+                del found[name + leaf]
             found[name] = Entry(matrix.shape, torch.float32, entry.file, matrix.floats)
     return found
-
-
-def _block_of(shape: tuple[int, ...], scale: Entry | None, block: list[int] | None) -> tuple[int, ...]:
-    """The rows and columns of a matrix that share a scale, () if scales do not fit. block: that of the config."""
-    if scale is None or scale.dtype not in FLOATS or len(scale.shape) > 2:
-        return ()
-    counts = (*scale.shape, 1, 1)[:2]
-    if block and len(block) == 2 and min(block) > 0 and counts == tuple(map(_shares, shape, block)):
-        return tuple(block)
-    even = all(counts) and not any(size % count for size, count in zip(shape, counts, strict=True))
-    return tuple(size // count for size, count in zip(shape, counts, strict=True)) if even else ()
 
 
 def _shares(size: int, each: int) -> int:
     return -(-size // each)
 
 
-def _fp8(weight: Entry, scale: Entry, sizes: tuple[int, ...]) -> Tensor:
+def _fp8(weight: Entry, scale: Entry, sizes: list[int]) -> Tensor:
     N, K = weight.shape
-    factors = scale.read().float().reshape(_shares(N, sizes[0]), _shares(K, sizes[1]))
-    columns = factors.repeat_interleave(sizes[1], 1)[:, :K]
-    return weight.read().float() * columns.repeat_interleave(sizes[0], 0)[:N]
+    factors = scale.read().float().reshape(-1, _shares(K, sizes[1])).repeat_interleave(sizes[1], 1)[:, :K]
+    return weight.read().float() * factors.repeat_interleave(sizes[0], 0)[:N]
 
 
 class Coded(NamedTuple):
-    """A matrix of bitsandbytes. `parts` are its tensors by the last words of their names."""
+    """A matrix of bitsandbytes. `parts` are its tensors, by what follows its name."""
 
     shape: tuple[int, ...]
     block: int  # values that share a scale, in the order of the rows
-    nested: tuple[int, float]  # the same of scales that are codes, and what is added to them
+    inner: int  # scales that share a scale
+    offset: float  # of such scales
     parts: Mapping[str, Entry]
+
+    def read(self, leaf: str) -> Tensor:
+        return self.parts[leaf].read().flatten()
 
     def codes(self) -> Tensor:
         """uint8 [N, K]"""
-        data = self.parts["weight"].read().flatten()
+        data = self.read("")
         return torch.stack((data >> 4, data & 15), -1).view(self.shape)
 
-    def table(self) -> Tensor:
-        """float32 [16]"""
-        return self.parts["quant_map"].read()
-
     def scales(self, each: int) -> Tensor:
-        """float32 [N K / each], where `each` divides the values of a block."""
-        scales = self.parts["absmax"].read()
-        if "nested_absmax" in self.parts:
-            size, offset = self.nested
-            large = self.parts["nested_absmax"].read().repeat_interleave(size)[: len(scales)]
-            scales = self.parts["nested_quant_map"].read()[scales.int()] * large + offset
-        return scales.repeat_interleave(self.block // each)[: math.prod(self.shape) // each]
+        """float32 [N, K / each]: of every so many columns, which belong to one block."""
+        scales = self.read(".absmax")
+        if ".nested_absmax" in self.parts:
+            large = self.read(".nested_absmax").repeat_interleave(self.inner)[: len(scales)]
+            scales = self.read(".nested_quant_map")[scales.int()] * large + self.offset
+        return scales.repeat_interleave(self.block // each)[: math.prod(self.shape) // each].view(self.shape[0], -1)
 
     def floats(self) -> Tensor:
         """float32 [N, K]"""
-        return self.table()[self.codes().int()] * self.scales(1).view(self.shape)
+        return self.read(".quant_map")[self.codes().int()] * self.scales(1)
 
 
 def coded(entries: Entries, name: str, where: str) -> Coded | None:
     """The matrix of bitsandbytes with this name, or None. Raises ValueError in one line if its tensors do not fit."""
-    state = next(
-        (entries[key] for t in ("nf4", "fp4") if (key := f"{name}.quant_state.bitsandbytes__{t}") in entries), None
-    )
+    leaves = [f".quant_state.bitsandbytes__{kind}" for kind in ("nf4", "fp4")]
+    state = next((leaf for leaf in leaves if name + leaf in entries), None)
     if state is None:
         return None
     try:
-        facts = json.loads(bytes(state.read().tolist()))
+        facts = json.loads(bytes(entries[name + state].read().tolist()))
     except (ValueError, TypeError) as error:
         raise refusal(where, f"the quant_state of {name} is no JSON.", "Damaged file?") from error
-    facts = check(facts, STATE, where, f"the quant_state of {name}")
-    shape, block, inner = tuple(facts["shape"]), facts["blocksize"], facts.get("nested_blocksize", 0)
-    leaves = ["absmax", "quant_map"]
-    leaves += ["nested_absmax", "nested_quant_map"] if f"{name}.nested_absmax" in entries else []
-    parts = {leaf: entries[f"{name}.{leaf}"] for leaf in leaves if f"{name}.{leaf}" in entries} | {
-        "weight": entries[name]
-    }
-    has = {leaf: (math.prod(part.shape), part.dtype) for leaf, part in parts.items()}
-    double = "nested_absmax" in parts
-    fits = len(shape) == 2 and min(shape) > 0 and block > 0 and (inner > 0 or not double)
-    if fits:
-        values, scales = math.prod(shape), _shares(math.prod(shape), block)
-        wanted = {"weight": (values // 2, torch.uint8), "quant_map": (16, torch.float32)}
-        wanted["absmax"] = scales, torch.uint8 if double else torch.float32
-        if double:
-            wanted |= {
-                "nested_absmax": (_shares(scales, inner), torch.float32),
-                "nested_quant_map": (256, torch.float32),
-            }
-        fits = values % 2 == 0 and has == wanted
-    if not fits:
+    check(facts, STATE, where, f"the quant_state of {name}")
+    shape, block, inner = tuple(facts["shape"]), facts["blocksize"], facts.get("nested_blocksize", 1)
+    values = math.prod(shape) if len(shape) == 2 and min(*shape, block, inner) > 0 else 0
+    scales, double, single = _shares(values, max(block, 1)), f"{name}.nested_absmax" in entries, torch.float32
+    wanted = {"": (values // 2, torch.uint8), ".quant_map": (16, single)}
+    wanted[".absmax"] = scales, torch.uint8 if double else single
+    if double:
+        wanted |= {".nested_absmax": (_shares(scales, max(inner, 1)), single), ".nested_quant_map": (256, single)}
+    parts = {leaf: entries[name + leaf] for leaf in wanted if name + leaf in entries}
+    if not values or values % 2 or {k: (math.prod(part.shape), part.dtype) for k, part in parts.items()} != wanted:
         raise refusal(
             where, f"the tensors of {name} do not fit its quant_state {str(facts):.200}.", "Is a shard missing?"
         )
-    return Coded(shape, block, (inner, float(facts.get("nested_offset", 0))), parts)
+    parts[state] = entries[name + state]
+    return Coded(shape, block, inner, float(facts.get("nested_offset", 0)), parts)
+
+
+def _fits(matrix: Coded | None, layout: str) -> bool:
+    return matrix is not None and matrix.block % 32 == 0 and FITS[layout]([matrix.shape], [Format(4)])
 
 
 def kept(entries: Entries, layout: str, where: str) -> dict[str, Tensor]:
     """What a layout keeps of matrices of bitsandbytes, without values, for the plan of the memory."""
     found = {}
     for name in entries:
-        if (matrix := coded(entries, name, where)) and _fits(matrix, layout):
-            for leaf, size in kept_bytes("IQ4_NL", *matrix.shape, layout).items():  # of the same size
+        if _fits(matrix := coded(entries, name, where), layout):
+            for leaf, size in kept_bytes("IQ4_NL", *matrix.shape, layout).items():  # which are as long
                 found[f"{name}.{leaf}"] = torch.empty(size, dtype=torch.uint8, device="meta")
     return found
-
-
-def _fits(matrix: Coded, layout: str) -> bool:
-    return matrix.block % 32 == 0 and FITS[layout]([matrix.shape], [Format(4)])
 
 
 def packing(model: Transformer, entries: Entries, layout: str, where: str, device: torch.device | str) -> Packing:
     """What keeps matrices of bitsandbytes in a layout: "tiles" of the CPU kernels, or "panels" of Triton's."""
 
-    def rows(matrix: Coded, name: str, unit: int) -> tuple[Tensor, Tensor]:
+    def rows(name: str, matrix: Coded, unit: int) -> tuple[Tensor, Tensor]:
         """Codes and scales in our order of rows."""
-        N, K = matrix.shape
-        scales = (matrix.scales(32) / unit).view(N, K // 32).half()
+        order = row_order(name, matrix.shape[0], model.config) if "attn." in name else None
+        order, scales = slice(None) if order is None else order, (matrix.scales(32) / unit).half()
         check_finite(scales, name, where)
-        order = row_order(name, N, model.config) if "attn." in name else None
-        order = slice(None) if order is None else order
         return matrix.codes()[order], scales[order]
 
     def packed(ours: str, names: list[str], slot: Tensor) -> PackedWeight | None:
-        matrices = [coded(entries, name, where) for name in names]
-        if not all(matrix and _fits(matrix, layout) and matrix.shape[1] == slot.shape[-1] for matrix in matrices):
+        matrices = {name: coded(entries, name, where) for name in names}
+        if not all(_fits(matrix, layout) for matrix in matrices.values()):
             return None
-        tables = [matrix.table() for matrix in matrices]
-        if any(not torch.equal(table, tables[0]) for table in tables):
+        forms = [_form(matrix.read(".quant_map")) for matrix in matrices.values()]
+        if len(set(forms)) > 1:
             return None
-        form, unit = _form(tables[0])
-        each = len(names) // (len(slot) if slot.dim() == 3 else 1)
-        found = []
+        (form, unit), each, found = forms[0], len(names) // (len(slot) if slot.dim() == 3 else 1), []
         for first in range(0, len(names), each):
-            some = [rows(m, n, unit) for m, n in zip(matrices[first:][:each], names[first:][:each], strict=True)]
-            codes, scales = (torch.cat(tensors) for tensors in zip(*some, strict=True))
-            found.append(pack_kept([Part(form, *codes.shape, [Blocks(codes, scales)])], layout, device))
+            pieces = (rows(name, matrices[name], unit) for name in names[first : first + each])
+            blocks = Blocks(*map(torch.cat, zip(*pieces, strict=True)))
+            found.append(pack_kept([Part(form, *blocks.codes.shape, [blocks])], layout, device))
         return stack_blocks(found) if slot.dim() == 3 else found[0]
 
     return packed

@@ -10,6 +10,7 @@ fuse (q, k and v, for example) must share bits and groups. What such a checkpoin
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
@@ -22,7 +23,7 @@ from kernels import PackedWeight
 from model import Experts, Transformer
 from support.reader import check, refusal
 from weights.files import FLOATS, IGNORED, INTEGERS, Destination, Entries, Entry, check_entries, check_finite, few_names
-from weights.hf import parameter_sources, read_parameter, row_order, views_for
+from weights.hf import checked_views, parameter_sources, read_parameter, row_order, views_for
 from weights.quantized import (
     GROUPS,
     FloatLinear,
@@ -82,15 +83,8 @@ def fill_stored(model: Transformer, entries: Entries, spec: QuantSpec, where: st
 LAYOUTS = {"gptq": (4, 8), "gptq_v2": (4, 8), "awq": (4,), "pack-quantized": (4, 8), "int-quantized": (8,)}
 AUTO_ROUND = {"auto_round": "gptq_v2", "auto_round:gptqmodel": "gptq_v2", "auto_round:auto_awq": "awq"}
 AUTO_ROUND |= {"auto_round:auto_gptq": "gptq", "auto_round:gptq": "gptq"}
-# Tensors for the rounding of activations, keys and values, which nobody reads.
-ACTIVATION_SCALES = (
-    ".input_scale",
-    ".input_zero_point",
-    ".activation_scale",
-    ".input_scale_ub",
-    ".k_scale",
-    ".v_scale",
-)
+# Scales for the rounding of activations, keys and values, which are not rounded so here.
+UNREAD = tuple(".input_scale .input_scale_ub .input_zero_point .activation_scale .k_scale .v_scale".split())
 ROTATIONS = "transform_config", "rotation_config"  # matrices that a model would have to multiply its activations with
 
 
@@ -127,9 +121,7 @@ def published_layout(config: Any, where: str) -> Layout:
         schemes = [group.get("weights") or {} for group in groups]
         bits, sizes = ({scheme.get(key) for scheme in schemes} for key in ("num_bits", "group_size"))
         act = max([(g.get("input_activations") or {}).get("num_bits") or 0 for g in groups], default=0)
-    own = (
-        len(sizes) != 1 or config.get("extra_config") or config.get("dynamic")
-    )  # some matrices have groups of their own
+    own = len(sizes) != 1 or config.get("extra_config") or config.get("dynamic")  # for some matrices
     size = None if own else sizes.pop()
     gemm = method != "awq" or str(config.get("version", "gemm")).lower() == "gemm"
     refuse_rotations(config, where)
@@ -149,14 +141,12 @@ def published_layout(config: Any, where: str) -> Layout:
 def refuse_rotations(config: dict[str, Any], where: str) -> None:
     """Raise ValueError in one line if a `quantization_config` wants activations to be rotated."""
     if rotated := [key for key in ROTATIONS if config.get(key)]:
-        raise ValueError(
-            f"{where}: quantization_config with a {rotated[0]} is not supported; take a checkpoint without."
-        )
+        raise ValueError(f"{where}: quantization_config with a {rotated[0]} is not supported.")
 
 
 def without_activations(entries: Entries) -> dict[str, Entry]:
     """The entries without those for the rounding of activations."""
-    return {name: entry for name, entry in entries.items() if not name.endswith(ACTIVATION_SCALES)}
+    return {name: entry for name, entry in entries.items() if not name.endswith(UNREAD)}
 
 
 def packed_entries(entries: Entries) -> dict[str, Entry]:
@@ -171,28 +161,30 @@ def packed_entries(entries: Entries) -> dict[str, Entry]:
             continue
         found[f"{base}.weight_packed"] = found.pop(name)
         found.pop(f"{base}.weight_format", None)
-        scale = entries.get(f"{base}.SCB", entries.get(f"{base}.weight_scale"))
-        if scale is not None and scale.shape in ((), (1,), entry.shape[:1]):
-            most = 127 if found.pop(f"{base}.SCB", None) else 1
-            read = partial(_column, scale, entry.shape[0], most)
-            found[f"{base}.weight_scale"] = scale._replace(shape=(entry.shape[0], 1), read=read, part=None)
+        leaf, most = ("SCB", 127) if f"{base}.SCB" in found else ("weight_scale", 1)
+        scale, shape = found.get(f"{base}.{leaf}"), (entry.shape[0], 1)
+        if scale and math.prod(scale.shape) in (1, shape[0]):
+            del found[f"{base}.{leaf}"]
+            found[f"{base}.weight_scale"] = scale._replace(
+                shape=shape, read=partial(_column, scale, *shape, most), part=None
+            )
     return found
 
 
-def _column(scale: Entry, rows: int, most: int) -> Tensor:
-    """Scales [rows] or a single one as a column [rows, 1], divided by `most`."""
-    return (scale.read() / most).reshape(-1, 1).expand(rows, 1)
+def _column(scale: Entry, rows: int, columns: int, most: int) -> Tensor:
+    return (scale.read() / most).reshape(-1, columns).expand(rows, columns)
 
 
 def held_codes(entries: Entries, layout: Layout) -> dict[str, Entry]:
-    """The entries for the plan of the memory: words that hold codes of 8 bits count as these."""
-    words = ("qweight", "weight_packed")
-    eight = [name for name in entries if layout.bits[0] == 8 and name.rpartition(".")[2] in words]
-
-    def of(entry: Entry) -> Entry:
-        return entry._replace(dtype=torch.int8, shape=(*entry.shape[:-1], entry.shape[-1] * entry.dtype.itemsize))
-
-    return {**entries, **{name: of(entries[name]) for name in eight}}
+    """The entries for the plan of the memory: words of 8-bit codes count as these, and their zeros are not kept."""
+    found = dict(entries)
+    for name, entry in entries.items() if layout.bits[0] == 8 else ():
+        if name.endswith((".qzeros", ".weight_zero_point")):
+            del found[name]
+        elif name.endswith((".qweight", ".weight_packed")):
+            shape = *entry.shape[:-1], entry.shape[-1] * entry.dtype.itemsize
+            found[name] = entry._replace(dtype=torch.int8, shape=shape)
+    return found
 
 
 def _codes(words: Tensor, dim: int, bits: int = 4) -> Tensor:
@@ -263,9 +255,7 @@ def _read_linear(entries: Entries, layout: Layout, base: str, K: int, where: str
     zeros = None if zeros is None or (zeros == middle).all() else zeros.to(torch.uint8)
     if bits == 8:
         if zeros is not None:
-            raise ValueError(
-                f"{where}: {base} has zero points of 8 bits, which are not supported; take a symmetric one."
-            )
+            raise ValueError(f"{where}: {base} has 8 bits and zero points; supported: symmetric weights of 8 bits.")
         codes = (codes ^ 128).view(torch.int8)
     g_idx = None if g_idx is None or (g_idx < 0).all() else g_idx.long()
     return {"codes": codes, "scales": scales, "zeros": zeros, "g_idx": g_idx}
@@ -329,9 +319,7 @@ def fill_published(model: Transformer, entries: Entries, config: Any, where: str
 
     def part(base: str, slot: Tensor) -> Part:
         if base + marker not in entries:
-            raise ValueError(
-                f"{where}: tensor {base + marker!r} is missing beside others with codes. Is a shard missing?"
-            )
+            raise ValueError(f"{where}: {base + marker!r} is missing beside others with codes. Is a shard missing?")
         used.update(f"{base}.{kind}" for kind in kinds)
         read = _read_linear(entries, layout, base, slot.shape[-1], where)
         order = row_order(f"{base}.weight", len(read["codes"]), model.config)
@@ -356,6 +344,11 @@ def fill_published(model: Transformer, entries: Entries, config: Any, where: str
         spare = spare or name.endswith(".bias") and not entries[name].read().any()  # AutoGPTQ's zero biases
         if not spare:
             raise ValueError(f"{where}: unexpected {few_names([name])}; config.json describes another model.")
+
+
+def fill_kept(model: Transformer, entries: Entries, packed: Packing, where: str, to: Destination) -> None:
+    """`fill_parameters` from exactly the tensors of the model, as floats where nothing else is packed."""
+    fill_parameters(model, parameter_sources(model, checked_views(model, entries, where)), entries, packed, where, to)
 
 
 def fill_parameters(

@@ -839,7 +839,7 @@ def test_published_checkpoints_load_to_the_exact_matrices(tmp_path, kind, option
     method = {"ct": "compressed-tensors", "int8": "compressed-tensors", "bnb": "bitsandbytes"}.get(kind, kind)
     name = f"int{options.get('bits', 4)} ({options.get('quant_method', method)})"
     assert (found.kind, found.quantization, model.quant) == ("published", name, name)
-    assert [note for note in found.notes if "--dtype here, not the 8 that it names" in note] == found.notes
+    assert [note for note in found.notes if "made for activations of 8 bits; only its weights" in note] == found.notes
     assert len(found.notes) == (kind == "int8")
     floats = tiny(config)
     for name, view in hf.hf_views(floats).items():

@@ -25,6 +25,7 @@ from loading.options import DEMO
 from weights import hf
 from weights.checkpoint import Checkpoint
 from weights.quantized import FloatLinear, QuantLinear
+from weights.shards import Shard
 
 NF4 = (-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
        -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
@@ -248,9 +249,9 @@ def test_what_does_not_fit_is_refused_in_one_line(tmp_path):
             assert "\n" not in str(error.value)
 
 
-def test_groups_of_int8_stay_int8_for_triton():
+def test_groups_of_int8_stay_int8_for_triton(monkeypatch):
     """Prevents 8-bit groups of another row or order in the panels, with and without experts, and scales in float32 that
-    are read as fp16."""
+    Triton's kernels read as fp16."""
     g = torch.Generator().manual_seed(0)
     codes = torch.randint(-128, 128, (2, 96, 256), generator=g, dtype=torch.int8)
     scales = torch.rand(2, 4, 96, generator=g).half()
@@ -259,6 +260,23 @@ def test_groups_of_int8_stay_int8_for_triton():
         packed = kernels.pack_int8(codes[at], scales[at], torch.float16, "planes")
         assert packed.layout == "planes" and packed.weight.nbytes < 1.2 * codes[at].nbytes
         assert torch.equal(kernels.dequantize(packed, torch.float32).double(), want[at])
+    monkeypatch.setattr(kernels.packing, "use_triton", lambda operation, x, problem="": not problem)
+    four = torch.randint(256, (96, 128), generator=g, dtype=torch.uint8)
+    for pack, weight in ((kernels.pack_int8, (codes[0],)), (kernels.pack_int4, (four,))):
+        more = {"group_size": 64} if pack is kernels.pack_int4 else {}
+        for dtype, layout in ((torch.float16, "planes"), (torch.float32, "dense")):
+            assert pack(*weight, scales[0].to(dtype), dtype=torch.float16, **more).layout == layout
+
+
+@pytest.mark.parametrize("kind", ["fp8", "nf4-double"])
+def test_a_rank_has_its_part_of_small_floats(tmp_path, kind):
+    """Prevents a part of the codes with scales of another part, and a layout that holds all of a matrix in every rank."""
+    small(tmp_path / "m", kind, replace(UNTIED, dtype="float16"))
+    ours, theirs = (
+        Checkpoint.open(path, "panels").sharded(Shard(1, 2)).load(dtype=torch.float32).state_dict()
+        for path in (tmp_path / "m", at_floats(tmp_path / "m"))
+    )
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
 FORMATS = {

@@ -152,7 +152,7 @@ class Checkpoint:
             note = small_floats.NOTES.get((self.kind, self.keeps_small), "").format(self.directory.name)
         if self.kind == "published" and (wanted := self._published.activations) < 16:
             note = (
-                f"activations of {self.directory.name} have the bits of --dtype here, not the {wanted} that it names."
+                f"{self.directory.name} was made for activations of {wanted} bits; only its weights are read that way."
             )
         return [text for text in (note, *(f"LoRA {adapter}" for adapter in self.adapters)) if text]
 

@@ -58,11 +58,12 @@ STATE = {"shape": [int], "blocksize": int, "nested_blocksize?": int, "nested_off
 
 
 def kind_of(raw: dict[str, Any]) -> str | None:
-    """'mxfp4', 'fp8' or 'bitsandbytes' (of 4 bits) if that is what the `quantization_config` of a config.json describes."""
+    """'mxfp4', 'fp8' or 'bitsandbytes' (of 4 bits) if a config.json has such a `quantization_config`."""
     config = raw["quantization_config"]
     method = str(config.get("quant_method")) if isinstance(config, dict) else ""
-    four = {"mxfp4": raw.get("model_type") == "gpt_oss", "bitsandbytes": method and config.get("load_in_4bit") is True}
-    if four.get(method):
+    if (method, raw.get("model_type")) == ("mxfp4", "gpt_oss"):
+        return method
+    if method == "bitsandbytes" and config.get("load_in_4bit") is True:
         return method
     return "fp8" if method in FP8 and config.get(FP8[method][0]) in FP8[method][1] else None
 

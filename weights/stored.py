@@ -128,9 +128,8 @@ def published_layout(config: Any, where: str) -> Layout:
     if not bits or not bits <= set(LAYOUTS.get(kind, ())) or not gemm:
         raise ValueError(
             f"{where}: quantization_config with quant_method {method!r:.30}, format {kind!r:.30}, "
-            f"{', '.join(map(str, bits))!s:.30} bits is not supported; "
-            "supported: GPTQ, AutoRound and compressed-tensors (pack-quantized) of 4 or 8 bits, AWQ (gemm) of 4, "
-            "compressed-tensors (int-quantized) and bitsandbytes of 8, bitsandbytes NF4 and FP4, and FP8."
+            f"{', '.join(map(str, bits)):.30} bits is not supported; supported: GPTQ, AutoRound and pack-quantized of 4 "
+            "or 8 bits, AWQ (gemm), int8 (int-quantized, bitsandbytes), NF4, FP4, FP8."
         )
     if size is not None and size != -1 and not 1 <= size <= 2**31:
         raise ValueError(f"{where}: group_size is {size}; allowed: 1 or more, or -1 for whole rows.")

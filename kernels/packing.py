@@ -339,9 +339,8 @@ def _pack(
     if layout == "plain":
         return plain
     device = plain.weight.device
-    if plain.mins is not None or (
-        plain.bits == 8 and plain.group_size
-    ):  # the kernels for the types of a file have both
+    # The kernels for the types of a file have minima, and 8 bits with groups.
+    if plain.mins is not None or (plain.bits == 8 and plain.group_size):
         if plain.weight.dim() > 2:
             experts = [_pack(plain.expert(e), dtype, layout, config) for e in range(len(plain.weight))]
             return replace(experts[0], weight=torch.stack([expert.weight for expert in experts]))

@@ -149,11 +149,9 @@ class Checkpoint:
         """What a user should know about how the weights are read, one line each."""
         note = self.gguf.float_note(self._packed) if self.gguf and not self.spec else ""
         if self.kind in SMALL_FLOATS and not self.spec:
-            note = small_floats.NOTES.get((self.kind, self.keeps_small), "").format(self.directory.name)
-        if self.kind == "published" and (wanted := self._published.activations) < 16:
-            note = (
-                f"{self.directory.name} was made for activations of {wanted} bits; only its weights are read that way."
-            )
+            note = small_floats.NOTES[self.kind][self.keeps_small].format(self.directory.name)
+        if self.kind == "published" and (bits := self._published.activations) < 16:
+            note = f"{self.directory.name} was made for activations of {bits} bits; only its weights are read that way."
         return [text for text in (note, *(f"LoRA {adapter}" for adapter in self.adapters)) if text]
 
     @property

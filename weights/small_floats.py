@@ -37,22 +37,18 @@ FP8 = {
     "modelopt": ("quant_algo", ("FP8",)),
     "compressed-tensors": ("format", ("float-quantized", "naive-quantized")),
 }
-NOTES = {  # by kind, and whether the kernels keep the bits
-    ("mxfp4", False): "experts of {} became floats: only the CPU and the Triton kernels keep MXFP4.",
-    (
-        "fp8",
-        False,
-    ): "FP8 weights of {} became floats, rounded by up to 0.2 % in bfloat16, 0.05 % in float16 and 0 in float32; "
-    "--quant int8 makes them 8 bits again. Activations are no FP8.",
-    (
-        "bitsandbytes",
-        False,
-    ): "4-bit weights of {} became floats: only the CPU and the Triton kernels keep them, without --tp.",
-    (
-        "bitsandbytes",
-        True,
-    ): "4-bit weights of {} keep their bits; the kernels' table of 8-bit numbers moves a weight by up to "
-    "0.4 % of the largest one in its block.",
+NOTES = {  # by kind, where weights became floats, and where the kernels keep their bits
+    "mxfp4": ("experts of {} became floats: only the CPU and the Triton kernels keep MXFP4.", ""),
+    "fp8": (
+        "FP8 weights of {} became floats of --dtype, each rounded once (in bfloat16 by up to 0.2 %), and no activation "
+        "is FP8; --quant int8 makes them 8 bits again.",
+        "",
+    ),
+    "bitsandbytes": (
+        "4-bit weights of {} became floats: only the CPU and the Triton kernels keep them, without --tp.",
+        "4-bit weights of {} keep their bits; the kernels' table of 8-bit numbers moves a weight by up to 0.4 % of the "
+        "largest one in its block.",
+    ),
 }
 STATE = {"shape": [int], "blocksize": int, "nested_blocksize?": int, "nested_offset?": float}
 
@@ -86,7 +82,7 @@ def float_entries(entries: Entries, config: Any, where: str) -> dict[str, Entry]
             scale = found.pop(f"{name}_scale_inv", None) or found.pop(f"{name}_scale", None)
             counts = (*scale.shape, 1, 1)[:2] if scale else ()
             sizes = block or [_shares(size, max(count, 1)) for size, count in zip(entry.shape, counts, strict=False)]
-            fits = min(sizes, default=0) > 0 and counts == tuple(map(_shares, entry.shape, sizes))
+            fits = len(sizes) == 2 and min(sizes) > 0 and counts == tuple(map(_shares, entry.shape, sizes))
             if not fits or scale.dtype not in FLOATS:
                 has = f"{scale.dtype} {list(scale.shape)}" if scale else "missing"
                 raise refusal(where, f"the scale of {name} is {has}, which does not fit FP8 {list(entry.shape)}.")
@@ -159,11 +155,10 @@ def coded(entries: Entries, name: str, where: str) -> Coded | None:
         wanted |= {".nested_absmax": (_shares(scales, max(inner, 1)), single), ".nested_quant_map": (256, single)}
     parts = {leaf: entries[name + leaf] for leaf in wanted if name + leaf in entries}
     if not values or values % 2 or {k: (math.prod(part.shape), part.dtype) for k, part in parts.items()} != wanted:
-        raise refusal(
-            where, f"the tensors of {name} do not fit its quant_state {str(facts):.200}.", "Is a shard missing?"
-        )
+        raise refusal(where, f"the tensors of {name} do not fit its quant_state {str(facts):.99}.", "A shard missing?")
     parts[state] = entries[name + state]
-    return Coded(shape, block, inner, float(facts.get("nested_offset", 0)), parts)
+    offset = float(facts.get("nested_offset", 0))
+    return Coded(shape, min(block, values), min(inner, scales), offset, parts)
 
 
 def _fits(matrix: Coded | None, layout: str) -> bool:
@@ -194,10 +189,10 @@ def packing(model: Transformer, entries: Entries, layout: str, where: str, devic
         matrices = {name: coded(entries, name, where) for name in names}
         if not all(_fits(matrix, layout) for matrix in matrices.values()):
             return None
-        forms = [_form(matrix.read(".quant_map")) for matrix in matrices.values()]
-        if len(set(forms)) > 1:
+        tables = torch.stack([matrix.read(".quant_map") for matrix in matrices.values()])
+        if not (tables.abs() <= 1).all() or (tables != tables[0]).any():
             return None
-        (form, unit), each, found = forms[0], len(names) // (len(slot) if slot.dim() == 3 else 1), []
+        (form, unit), each, found = _form(tables[0]), len(names) // (len(slot) if slot.dim() == 3 else 1), []
         for first in range(0, len(names), each):
             pieces = (rows(name, matrices[name], unit) for name in names[first : first + each])
             blocks = Blocks(*map(torch.cat, zip(*pieces, strict=True)))

@@ -161,17 +161,16 @@ def packed_entries(entries: Entries) -> dict[str, Entry]:
         found[f"{base}.weight_packed"] = found.pop(name)
         found.pop(f"{base}.weight_format", None)
         leaf, most = ("SCB", 127) if f"{base}.SCB" in found else ("weight_scale", 1)
-        scale, shape = found.get(f"{base}.{leaf}"), (entry.shape[0], 1)
-        if scale and math.prod(scale.shape) in (1, shape[0]):
+        scale, rows = found.get(f"{base}.{leaf}"), entry.shape[0]
+        if scale and math.prod(scale.shape) in (1, rows):
             del found[f"{base}.{leaf}"]
-            found[f"{base}.weight_scale"] = scale._replace(
-                shape=shape, read=partial(_column, scale, *shape, most), part=None
-            )
+            read = partial(_column, scale, rows, most)
+            found[f"{base}.weight_scale"] = scale._replace(shape=(rows, 1), read=read, part=None)
     return found
 
 
-def _column(scale: Entry, rows: int, columns: int, most: int) -> Tensor:
-    return (scale.read() / most).reshape(-1, columns).expand(rows, columns)
+def _column(scale: Entry, rows: int, most: int) -> Tensor:
+    return (scale.read() / most).reshape(-1, 1).expand(rows, 1)
 
 
 def held_codes(entries: Entries, layout: Layout) -> dict[str, Entry]:

@@ -300,7 +300,8 @@ def _choose_layout(plain: PackedWeight, dtype: torch.dtype) -> str:
     """The layout for the active backend. On a CPU the fastest one was measured: torch's int4 and int8
     products for bfloat16, a matrix that is dequantized once for every other dtype."""
     grouped_int8 = plain.bits == 8 and plain.group_size
-    problem = "int8 has groups" if grouped_int8 else "the dtype is float64" if dtype == torch.float64 else ""
+    problem = "the dtype is float64" if dtype == torch.float64 else ""
+    problem = "scales of groups are not fp16" if plain.group_size and plain.scales.dtype != torch.float16 else problem
     if use_triton("packed_linear", plain.weight, problem):
         return "planes"
     if plain.bits in (4, 8) and use_cpu("packed_linear", problem=_tiles_problem(plain, dtype)):
@@ -338,10 +339,16 @@ def _pack(
     if layout == "plain":
         return plain
     device = plain.weight.device
-    if plain.mins is not None:  # the kernels for the types of a file add them
-        each = plain.group_size // 32
-        factors = (t.mT.repeat_interleave(each, 1).contiguous() for t in (plain.scales, plain.mins))
-        part = Part(Format(4, minima=True), plain.n, plain.k, [Blocks(_unpack_nibbles(plain.weight), *factors)])
+    # The kernels for the types of a file have minima, and 8 bits with groups.
+    if plain.mins is not None or (plain.bits == 8 and plain.group_size):
+        if plain.weight.dim() > 2:
+            experts = [_pack(plain.expert(e), dtype, layout, config) for e in range(len(plain.weight))]
+            return replace(experts[0], weight=torch.stack([expert.weight for expert in experts]))
+        form = Format(8, offset=128) if plain.bits == 8 else Format(4, minima=True)
+        codes = plain.weight.view(torch.uint8) ^ 128 if plain.bits == 8 else _unpack_nibbles(plain.weight)
+        tables = [t for t in (plain.scales, plain.mins) if t is not None]
+        factors = (t.mT.repeat_interleave(plain.group_size // 32, 1).contiguous() for t in tables)
+        part = Part(form, plain.n, plain.k, [Blocks(codes, *factors)])
         return replace(pack_panels([part], device, config), perm=plain.perm)
     config = _tiling(plain) if config is None else config
     counters = torch.zeros(SMALL_M // 32 * -(-plain.n // 16), dtype=torch.int32, device=device)
@@ -450,15 +457,16 @@ def pack_int8(
     config: LinearConfig | None = None, reuse: bool = False,
 ) -> PackedWeight:  # fmt: skip
     """Stored int8 [..., N, K] with scales [..., N] -> what the active backend reads, as `pack_int4` does it.
-    On a CPU bfloat16 keeps int8 (torch's int8pack), other dtypes are dequantized once. Scales [K/G, N] belong to
-    groups of G columns. Only the CPU kernels keep such a weight in int8, elsewhere it is dequantized once.
+    On a CPU bfloat16 keeps int8 (torch's int8pack), other dtypes are dequantized once. Scales [..., K/G, N] belong to
+    groups of G columns. The CPU kernels and Triton keep such a weight in int8, elsewhere it is dequantized once.
     ValueError for scales of another shape."""
     n, k = qweight.shape[-2:]
-    grouped = qweight.dim() == scales.dim() == 2
-    fits = scales.shape[1] == n and k % len(scales) == 0 if grouped else scales.shape == qweight.shape[:-1]
-    if not fits:
+    grouped = qweight.dim() == scales.dim()
+    groups = scales.shape[-2] if grouped else 1
+    wanted = (*qweight.shape[:-2], groups, n) if grouped else qweight.shape[:-1]
+    if scales.shape != wanted or k % groups:
         raise ValueError(f"int8: scales {tuple(scales.shape)} do not match the weight {tuple(qweight.shape)}")
-    plain = PackedWeight("plain", 8, k // len(scales) if grouped else 0, n, k, qweight, scales)
+    plain = PackedWeight("plain", 8, k // groups if grouped else 0, n, k, qweight, scales)
     return _pack(plain, dtype, layout, config, reuse)
 
 

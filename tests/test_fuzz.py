@@ -27,6 +27,7 @@ from serving_kit import Running, instruct_folder, running
 from test_checkpoint import TARGET, eagle3, speculators, write_head, write_meta
 from test_gguf import metadata_of, tensors_of, write
 from test_quantize import UNTIED, published, saved, tiny, tiny_head
+from test_small_floats import small
 from test_tokenizer import json_dir, source_text, spm_dir  # noqa: F401
 
 from bench.records import read_lines
@@ -160,7 +161,10 @@ def entry(folder: Path) -> Any:
 
 def published_of(kind: str) -> Callable[[Path], None]:
     def make(folder: Path) -> None:
-        published(folder / "m", kind, symmetric=False, **{"group_size": 32} if kind != "ct" else {})
+        if kind == "int8":
+            published(folder / "m", kind, bits=8, group=-1)
+        else:
+            published(folder / "m", kind, symmetric=False, **{"group_size": 32} if kind != "ct" else {})
 
     return make
 
@@ -216,6 +220,9 @@ FORMATS = {
     "gptq": Format(("m/config.json", "m/" + M), published_of("gptq"), lambda f: logits(f / "m")),
     "awq": Format(("m/config.json", "m/" + M), published_of("awq"), lambda f: logits(f / "m")),
     "compressed-tensors": Format(("m/config.json", "m/" + M), published_of("ct"), lambda f: logits(f / "m")),
+    "int8": Format(("m/config.json", "m/" + M), published_of("int8"), lambda f: logits(f / "m")),
+    "fp8": Format(("m/config.json", "m/" + M), lambda f: small(f / "m", "ct-blocks"), lambda f: logits(f / "m")),
+    "nf4": Format(("m/config.json", "m/" + M), lambda f: small(f / "m", "nf4-double"), lambda f: logits(f / "m")),
     "stored": Format(("config.json", M), stored, logits),
     "head": Format(("config.json", M), lambda f: tiny_head(f, UNTIED, 3), drafts, 2),
     "speculators head": Format(("config.json", M), nested_head, lambda f: read_eagle(f, TARGET), 8),

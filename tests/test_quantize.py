@@ -702,32 +702,40 @@ def test_an_earlier_result_is_replaced_whole_and_only_if_asked(tmp_path, capsys)
 PLAIN = ("input_layernorm.weight", "post_attention_layernorm.weight")
 
 
-def pack_words(values: torch.Tensor, dim: int, order=range(8)) -> torch.Tensor:
-    """Nibbles [.., 8 m, ..] -> int32 words along dim; nibble i of a word is value order[i]."""
+def pack_words(values: torch.Tensor, dim: int, order=None, bits: int = 4) -> torch.Tensor:
+    """Codes of so many bits -> int32 words along dim; code i of a word is value order[i]."""
     values = values.movedim(dim, -1).long()
-    eights = values.unflatten(-1, (-1, 8))[..., list(order)]
-    words = (eights << (4 * torch.arange(8))).sum(-1)
+    groups = values.unflatten(-1, (-1, 32 // bits))[..., list(order or range(32 // bits))]
+    words = (groups << (bits * torch.arange(32 // bits))).sum(-1)
     return (words - ((words >> 31) << 32)).to(torch.int32).movedim(-1, dim).contiguous()
 
 
 def published(
-    path: Path, kind: str, config=UNTIED, group=32, symmetric=True, act_order=False, v2=False, seed=0, **quant
-):
-    """Write a checkpoint in a published layout from known integers; returns HF name -> exact fp64 matrix."""
+    path: Path, kind: str, config=UNTIED, group=32, symmetric=True, act_order=False, v2=False, seed=0, bits=4,
+    others=(), **quant,
+):  # fmt: skip
+    """Write a checkpoint in a published layout from known integers; returns HF name -> exact fp64 matrix.
+
+    others: pairs of a part of names and the bits of those matrices, where they differ. 16: not quantized.
+    """
+    config_bits = bits
     model, g = tiny(config), torch.Generator().manual_seed(seed)
     matrices, tensors, orders = {}, {}, {}
     for name, view in hf.hf_views(model).items():
         base, leaf = name.rsplit(".", 1)
         left = any(part in name for part in ("embed", "lm_head", "gate.weight", "in_proj_a", "in_proj_b"))
+        bits = next((some for part, some in others if part in name), config_bits)
+        left |= bits == 16
         if leaf != "weight" or view.dim() != 2 or left:
             tensors[name] = view.clone().half()
             continue
         N, K = view.shape
         G = K if group == -1 else group
-        q = torch.randint(16, (N, K), generator=g)
-        scales = (torch.rand(K // G, N, generator=g) / 60 + 0.003).half()
-        highest = 16 if v2 or kind != "gptq" else 15
-        zeros = torch.full((K // G, N), 8) if symmetric else torch.randint(highest, (K // G, N), generator=g)
+        levels = 2**bits
+        q = torch.randint(levels, (N, K), generator=g)
+        scales = ((torch.rand(K // G, N, generator=g) / 60 + 0.003) * 16 / levels).half()
+        highest = levels if v2 or kind != "gptq" else levels - 1
+        zeros = torch.full((K // G, N), levels // 2) if symmetric else torch.randint(highest, (K // G, N), generator=g)
         if kind == "gptq" and not v2:
             zeros = zeros.clamp(min=1)  # the first format cannot say 0
         groups = torch.arange(K) // G
@@ -736,15 +744,28 @@ def published(
             groups = orders.setdefault(key, groups[torch.randperm(K, generator=g)])
         matrices[name] = (q - zeros[groups].T).double() * scales.double()[groups].T
         if kind == "gptq":
-            stored = {"qweight": pack_words(q.T, 0), "qzeros": pack_words(zeros if v2 else zeros - 1, 1)}
+            stored = {"qweight": pack_words(q.T, 0, bits=bits)}
+            stored["qzeros"] = pack_words(zeros if v2 else zeros - 1, 1, bits=bits)
             stored |= {"scales": scales, "g_idx": groups.int()}
             if "down" in name:
                 stored["bias"] = torch.zeros(N).half()
         elif kind == "awq":
             order = (0, 2, 4, 6, 1, 3, 5, 7)
             stored = {"qweight": pack_words(q.T, 1, order), "qzeros": pack_words(zeros, 1, order), "scales": scales}
+        elif kind == "int8":  # of compressed-tensors, where a single scale belongs to the whole matrix
+            matrices[name] = (q - 128).double() * scales.double().T
+            stored = {"weight": (q - 128).to(torch.int8), "weight_scale": scales.T.float().contiguous()}
+            if v2:
+                stored["weight_scale"] = scales[0, :1].clone()
+                matrices[name] = (q - 128).double() * scales[0, 0].double()
+            if "q_proj" in name:
+                stored |= {"input_scale": torch.ones(1), "k_scale": torch.ones(1)}
+        elif kind == "bnb":
+            stored = {"weight": (q - 128).to(torch.int8), "SCB": scales[0].float() * 127}
+            stored["weight_format"] = torch.tensor(0, dtype=torch.uint8)
+            matrices[name] = (q - 128).double() * (stored["SCB"] / 127).double()[:, None]
         else:
-            stored = {"weight_packed": pack_words(q, 1), "weight_scale": scales.T.contiguous()}
+            stored = {"weight_packed": pack_words(q, 1, bits=bits), "weight_scale": scales.T.contiguous()}
             stored["weight_shape"] = torch.tensor([N, K])
             if not symmetric:
                 whole = (zeros.T - 8).to(torch.int8).contiguous()
@@ -752,12 +773,22 @@ def published(
             if act_order:
                 stored["weight_g_idx"] = groups.int()
         tensors |= {f"{base}.{k}": v for k, v in stored.items()}
-    scheme = {"num_bits": 4, "type": "int", "symmetric": symmetric}
+    scheme = {"num_bits": config_bits, "type": "int", "symmetric": symmetric}
     ct = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
     section = {
-        "gptq": {"quant_method": "gptq", "bits": 4, "group_size": group, "sym": symmetric, "desc_act": act_order},
+        "gptq": {
+            "quant_method": "gptq",
+            "bits": config_bits,
+            "group_size": group,
+            "sym": symmetric,
+            "desc_act": act_order,
+        },
         "awq": {"quant_method": "awq", "bits": 4, "group_size": group, "zero_point": True, "version": "gemm"},
         "ct": ct | {"config_groups": {"group_0": {"weights": scheme}}},
+        "int8": ct
+        | {"format": "int-quantized"}
+        | {"config_groups": {"a": {"weights": scheme, "input_activations": scheme}}},
+        "bnb": {"quant_method": "bitsandbytes", "load_in_8bit": True, "llm_int8_skip_modules": ["lm_head"]},
     }[kind]
     section |= ({"checkpoint_format": "gptq_v2"} if kind == "gptq" and v2 else {}) | quant
     path.mkdir()
@@ -767,6 +798,7 @@ def published(
     return matrices
 
 
+AUTO_ROUND = {"quant_method": "auto-round", "packing_format": "auto_round:auto_gptq", "data_type": "int"}
 PUBLISHED = [
     ("gptq", {"v2": True, "checkpoint_format": "gptq"}),  # some writers label the second format as the first
     ("gptq", {}), ("gptq", {"symmetric": False}), ("gptq", {"symmetric": False, "v2": True, "group": 64}),
@@ -779,6 +811,17 @@ PUBLISHED = [
     ("ct", {"symmetric": False}), ("ct", {"symmetric": False, "v2": True, "group": 64}),
     ("ct", {"act_order": True, "group": 128}), ("gptq", {"config": RECURRENT, "symmetric": False}),
     ("awq", {"config": RECURRENT, "symmetric": False}), ("ct", {"config": RECURRENT}),
+    ("gptq", {"bits": 8}), ("gptq", {"bits": 8, "v2": True, "group": -1, "config": GQA_BIAS}),
+    ("gptq", {"bits": 8, "act_order": True, "group": 128}), ("gptq", {"bits": 8, "config": MIXTRAL, "v2": True}),
+    ("gptq", {"bits": 8, "v2": True, "checkpoint_format": "gptq"}), ("ct", {"bits": 8, "act_order": True}),
+    ("ct", {"bits": 8, "group": -1, "config": MIXTRAL}), ("ct", {"bits": 8, "config": RECURRENT}),
+    ("int8", {"bits": 8, "group": -1}), ("int8", {"bits": 8, "group": -1, "config": RECURRENT, "v2": True}),
+    ("bnb", {"bits": 8, "group": -1}), ("bnb", {"bits": 8, "group": -1, "config": GEMMA4}),
+    ("gptq", AUTO_ROUND), ("gptq", AUTO_ROUND | {"packing_format": "auto_round", "v2": True, "symmetric": False}),
+    ("awq", AUTO_ROUND | {"packing_format": "auto_round:auto_awq", "symmetric": False}),
+    ("gptq", AUTO_ROUND | {"others": (("layers.0.mlp.down", 8),), "extra_config": {".*0.mlp.down_proj": {"bits": 8}}}),
+    ("gptq", AUTO_ROUND | {"others": (("layers.1.self", 16),), "extra_config": {".*1.self_attn.*": {"bits": 16}}}),
+    ("gptq", {"others": (("down_proj", 8),), "dynamic": {"+:.*down_proj": {"bits": 8}}}),
     ("gptq", {"config": GEMMA4}), ("awq", {"config": GEMMA4, "symmetric": False}), ("ct", {"config": GEMMA4}),
 ]  # fmt: skip
 
@@ -793,15 +836,18 @@ def test_published_checkpoints_load_to_the_exact_matrices(tmp_path, kind, option
     matrices = published(tmp_path / "m", kind, **options)
     model = checkpoint.load_model(tmp_path / "m")
     found = checkpoint.Checkpoint.open(tmp_path / "m")
-    method = {"ct": "compressed-tensors"}.get(kind, kind)
-    assert (found.kind, found.quantization, model.quant) == ("published", f"int4 ({method})", f"int4 ({method})")
+    method = {"ct": "compressed-tensors", "int8": "compressed-tensors", "bnb": "bitsandbytes"}.get(kind, kind)
+    name = f"int{options.get('bits', 4)} ({options.get('quant_method', method)})"
+    assert (found.kind, found.quantization, model.quant) == ("published", name, name)
+    assert [note for note in found.notes if "made for activations of 8 bits; only its weights" in note] == found.notes
+    assert len(found.notes) == (kind == "int8")
     floats = tiny(config)
     for name, view in hf.hf_views(floats).items():
         order = hf.row_order(name, len(view), config) if "attn." in name else None
         stored = matrices[name] if name in matrices else view.half().float() + hf.norm_offset(name, config)
         view.copy_(stored if order is None else stored[order])
     restored = {n: c.dequantize(torch.float64) for n, c in model.named_modules() if isinstance(c, QuantLinear)}
-    assert len(restored) == 8
+    assert len(restored) == 8 - 2 * (options.get("others") == (("layers.1.self", 16),))
     for name, matrix in restored.items():
         want = parameter_of(dict(floats.named_parameters()), name)
         torch.testing.assert_close(matrix.float(), want.float(), rtol=0, atol=0)
@@ -830,7 +876,14 @@ def test_unsupported_published_checkpoints_give_one_line(tmp_path):
     """Prevents silently wrong weights from layouts that look similar: other bits, act-orders that differ, leftovers."""
     file, base = tmp_path / "m" / "model.safetensors", "model.layers.0.self_attn."
     cases = [
-        ("gptq", {"bits": 8}, {}, "8 bits is not supported"),
+        ("gptq", {"bits": 2}, {}, "2 bits is not supported"),
+        ("gptq", {"bits": 8, "symmetric": False}, {}, "has 8 bits and zero points"),
+        ("gptq", {"bits": 8, "others": (("down", 4),)}, {}, "does not fit a weight"),
+        ("gptq", {"others": (("v_proj", 8),), "dynamic": {"+:v_proj": {"bits": 8}}}, {}, "or in bits: not supported"),
+        ("gptq", {"others": (("v_proj", 16),), "dynamic": {"-:v_proj": {}}}, {}, "missing beside others with codes"),
+        ("gptq", AUTO_ROUND | {"packing_format": "auto_round:mlx"}, {}, "format None, 4 bits is not supported"),
+        ("gptq", AUTO_ROUND | {"rotation_config": {"a": 1}}, {}, "rotation_config is not supported"),
+        ("int8", {"bits": 8, "group": -1}, {base + "o_proj.weight_scale": torch.ones(64, 1)}, "does not fit a weight"),
         ("awq", {"version": "gemv"}, {}, "is not supported"),
         ("gptq", {"checkpoint_format": "marlin"}, {}, "format 'marlin'"),
         ("gptq", {"quant_method": "bitsandbytes"}, {}, "quant_method 'bitsandbytes'"),

@@ -303,6 +303,8 @@ def published(kind: str) -> tuple[dict, dict]:
     draw, largest = torch.Generator().manual_seed(0), 2**31 - 1
     words = lambda *shape: torch.randint(-largest - 1, largest, shape, dtype=torch.int32)  # noqa: E731
     layouts = {
+        "int-quantized": {"weight_packed": torch.randint(-127, 128, (64, 128), dtype=torch.int8),
+                          "weight_scale": torch.rand(64, 1, generator=draw)},
         "gptq": {"qweight": words(16, 64), "qzeros": words(4, 8), "scales": torch.rand(4, 64, generator=draw),
                  "g_idx": torch.arange(128, dtype=torch.int32) // 32},
         "awq": {"qweight": words(128, 8), "qzeros": words(4, 8), "scales": torch.rand(4, 64, generator=draw)},
@@ -312,16 +314,19 @@ def published(kind: str) -> tuple[dict, dict]:
     return layouts[kind]
 
 
-@pytest.mark.parametrize("kind", ["gptq", "awq", "pack-quantized"])
+@pytest.mark.parametrize("kind", ["gptq", "awq", "pack-quantized", "int-quantized"])
 @pytest.mark.parametrize("module, axis", [("q_proj", 0), ("down_proj", 1)])
 def test_parts_of_published_layouts_are_parts_of_the_matrix(kind, module, axis):
-    """Words, groups or zeros of another part, in the layouts of GPTQ, AWQ and compressed-tensors."""
+    """Words, groups or zeros of another part, in the layouts of GPTQ, AWQ and compressed-tensors, and a
+    scale of whole rows that is cut."""
     tensors = {f"layers.0.{module}.{leaf}": t for leaf, t in published(kind).items()}
 
     def matrix(entries, inputs: int = 128) -> torch.Tensor:
-        part = _read_linear(entries, Layout(kind, 32, False), f"layers.0.{module}", inputs, "here")
-        index = torch.arange(inputs) // 32 if part["g_idx"] is None else part["g_idx"]
-        zeros = 8 if part["zeros"] is None else part["zeros"].T[:, index].float()
+        layout = Layout(kind, -1, True, (8,)) if kind == "int-quantized" else Layout(kind, 32, False)
+        part = _read_linear(entries, layout, f"layers.0.{module}", inputs, "here")
+        natural = torch.arange(inputs) // (inputs // len(part["scales"]))
+        index = natural if part["g_idx"] is None else part["g_idx"]
+        zeros = (0 if kind == "int-quantized" else 8) if part["zeros"] is None else part["zeros"].T[:, index].float()
         return (part["codes"].float() - zeros) * part["scales"].T[:, index]
 
     entries = {name: Entry(tuple(t.shape), t.dtype, "file", t.detach) for name, t in tensors.items()}

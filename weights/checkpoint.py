@@ -22,6 +22,7 @@ from model import Transformer
 from support.errors import UsageError
 from support.files import read_json
 from support.reader import check
+from weights import mxfp4, small_floats
 from weights.files import Destination, Entry, Progress, local_path, read_entries, tensor_files
 from weights.gguf import GGUFFile, fill_gguf
 from weights.gguf_types import FLOAT_TYPES
@@ -38,12 +39,13 @@ from weights.hf import (
     token_ids,
 )
 from weights.lora import Adapter, add_, read_adapters
-from weights.mxfp4 import fill_mxfp4, float_entries, kept_experts
 from weights.quantized import QuantSpec, apply_spec_, read_spec
 from weights.rounding import fill_rounded, half_of
 from weights.shards import Shard, connect_, narrow_
-from weights.stored import fill_published, fill_stored, published_layout
+from weights.stored import Layout, fill_kept, fill_published, fill_stored, held_codes, packed_entries, published_layout
 
+# kind -> the module that reads it as floats, or keeps its bits
+SMALL_FLOATS = {"mxfp4": mxfp4, "bitsandbytes": small_floats, "fp8": small_floats}
 QUANTIZED = {"eaglet": "eaglet_quant", "published": "quantization_config"}  # kind -> its key in config.json
 # What `copy_texts` takes along: the tokenizer, stop ids, the chat template, and the licence.
 TEXTS = """tokenizer.json tokenizer.model tokenizer_config.json special_tokens_map.json added_tokens.json vocab.json
@@ -55,7 +57,7 @@ class Checkpoint:
     """A model that was recognised. Its config was read once, and its tensors are read when they are needed."""
 
     directory: Path  # for GGUF the file
-    # hf | meta | eaglet (our quantized format) | published (GPTQ, AWQ, compressed-tensors) | mxfp4 (of experts) | gguf
+    # hf | meta | eaglet (our quantized format) | published (GPTQ, AWQ, compressed-tensors) | one of SMALL_FLOATS | gguf
     kind: str
     raw: dict[str, Any]  # config.json as it stands there, {} for Meta's format
     config: ModelConfig  # with the stop ids of generation_config.json, or else of config.json
@@ -75,7 +77,7 @@ class Checkpoint:
         Raises ValueError in one line if it is unusable.
 
         layout: keep every type of a GGUF file, and MXFP4, as it is, in "tiles" for the CPU kernels or in "panels" for
-            those of Triton (`weights.gguf`, `weights.mxfp4`).
+            those of Triton (`weights.gguf`, `weights.mxfp4`, `weights.small_floats`).
         """
         directory = local_path(directory)
         if directory.is_file():
@@ -94,10 +96,7 @@ class Checkpoint:
         else:
             raw = read_json(directory / "config.json")
             kind = next((kind for kind, key in QUANTIZED.items() if raw.get(key)), "hf")
-            section = raw.get("quantization_config")
-            method = section.get("quant_method") if isinstance(section, dict) else None
-            if kind == "published" and method == "mxfp4" and raw.get("model_type") == "gpt_oss":
-                kind = "mxfp4"
+            kind = small_floats.kind_of(raw) or kind if kind == "published" else kind
             config = read_config(raw, directory)
         generation = {}
         if (file := directory / "generation_config.json").is_file():
@@ -134,30 +133,34 @@ class Checkpoint:
             return f"{self.spec.mode} (rounded at load)"
         if self.gguf:
             return self.gguf.quantization_name(self._packed)
-        if self.keeps_mxfp4:
-            return "int4 (mxfp4)"
+        if self.keeps_small:
+            return f"int4 ({self.kind})"
         if self.kind not in QUANTIZED:
             return None
-        section = self.raw[QUANTIZED[self.kind]]
         if self.kind == "eaglet":
-            return read_spec(section, str(self.config_file)).mode
-        published_layout(section, str(self.config_file))
-        return f"int4 ({section['quant_method']})"
+            return read_spec(self.raw["eaglet_quant"], str(self.config_file)).mode
+        return f"int{self._published.bits[0]} ({self.raw['quantization_config']['quant_method']})"
 
     @property
-    def keeps_mxfp4(self) -> bool:
-        """Whether experts in MXFP4 keep their bits."""
-        return self.kind == "mxfp4" and bool(self.layout)
+    def keeps_small(self) -> bool:
+        """Whether experts in MXFP4, or matrices of bitsandbytes, keep their 4 bits."""
+        return self.kind in ("mxfp4", "bitsandbytes") and bool(self.layout) and not self.shard
 
     @property
     def notes(self) -> list[str]:
         """What a user should know about how the weights are read, one line each."""
         note = self.gguf.float_note(self._packed) if self.gguf and not self.spec else ""
-        if self.kind == "mxfp4" and not self.keeps_mxfp4 and not self.spec:
-            note = f"experts of {self.directory.name} became floats: only the CPU and the Triton kernels keep MXFP4."
+        if self.kind in SMALL_FLOATS and not self.spec:
+            note = small_floats.NOTES[self.kind][self.keeps_small].format(self.directory.name)
+        if self.kind == "published" and (bits := self._published.activations) < 16:
+            note = f"{self.directory.name} was made for activations of {bits} bits; only its weights are read that way."
         images = f"{self.directory.name}: its text model is read, and what reads images and sounds is left out."
         images *= self.raw.get("model_type") in WITH_IMAGES
         return [text for text in (note, images, *(f"LoRA {adapter}" for adapter in self.adapters)) if text]
+
+    @property
+    def _published(self) -> Layout:
+        return published_layout(self.raw["quantization_config"], str(self.config_file))
 
     @cached_property
     def _packed(self) -> dict[str, list[str]]:
@@ -182,19 +185,18 @@ class Checkpoint:
     @cached_property
     def entries(self) -> dict[str, Entry]:
         """All tensors, unread, under the names of the files (of Hugging Face for Meta's format and GGUF)."""
-        share = (self.shard.rank, self.shard.ranks) if self.shard else (0, 1)
         if self.gguf:
             entries = self.gguf.entries
         elif self.kind == "meta":
-            entries = read_meta_entries(self.directory, self.config, share)
-        elif files := tensor_files(self.directory):
-            entries = self._stored if self.kind == "mxfp4" else self._named(read_entries(files, share))
-            entries = float_entries(entries) if self.kind == "mxfp4" else entries
-            entries = text_entries(entries, self.config)
+            entries = read_meta_entries(self.directory, self.config, self._share)
+        else:
+            entries = self._stored
+            if small := SMALL_FLOATS.get(self.kind):
+                entries = small.float_entries(entries, self.raw["quantization_config"], str(self.config_file))
+            elif self.kind == "published":
+                entries = packed_entries(entries)
             if self.kind != "eaglet":
                 entries = as_computed(entries, self.config)
-        else:
-            raise ValueError(f"{self.directory}: no model*.safetensors, no pytorch_model*.bin. All downloaded?")
         if not self.shard:
             return entries
         # Where it rounds a tied LM head, that is rounded from the embedding, as that of a model that is not tied.
@@ -203,14 +205,20 @@ class Checkpoint:
         tied = self.config.tie_word_embeddings
         return self.shard.entries(entries, replace(self.whole, tie_word_embeddings=tied), str(self.directory))
 
+    @property
+    def _share(self) -> tuple[int, int]:
+        return (self.shard.rank, self.shard.ranks) if self.shard else (0, 1)
+
     @cached_property
     def _stored(self) -> dict[str, Entry]:
-        """The tensors of a directory with experts in MXFP4, as they lie there."""
-        return self._named(read_entries(tensor_files(self.directory)))
-
-    def _named(self, entries: dict[str, Entry]) -> dict[str, Entry]:
-        """The tensors of a directory under the names that they have in the other methods."""
-        return entries if self.kind == "eaglet" else plain_names(entries, self.config, str(self.directory))
+        """The tensors of the text model in a directory, as they lie there."""
+        files = tensor_files(self.directory)
+        if not files:
+            raise ValueError(f"{self.directory}: no model*.safetensors, no pytorch_model*.bin. All downloaded?")
+        entries = read_entries(files, self._share)
+        if self.kind != "eaglet":
+            entries = plain_names(entries, self.config, str(self.directory))
+        return text_entries(entries, self.config)
 
     def empty(self) -> Transformer:
         """The model, or this process's part of it, on the meta device and with float weights."""
@@ -225,10 +233,12 @@ class Checkpoint:
         """What a loaded model holds, without values: `entries`, or quantized tensors in place of floats or GGUF's."""
         if self.spec:
             return apply_spec_(self.empty(), self.spec).state_dict()
-        if self.keeps_mxfp4:
-            experts = kept_experts(self._stored, self.layout)
-            names = {name.rpartition(".")[0] for name in experts}
-            return {name: entry for name, entry in self.entries.items() if name not in names} | experts
+        if self.keeps_small:
+            kept = SMALL_FLOATS[self.kind].kept(self._stored, self.layout, str(self.config_file))
+            names = {name.rpartition(".")[0] for name in kept}
+            return {name: entry for name, entry in self.entries.items() if name not in names} | kept
+        if self.kind == "published":
+            return held_codes(self.entries, self._published)
         return self.gguf.kept(self.entries, self._packed) if self.gguf else self.entries
 
     def rounded(self, mode: str) -> Checkpoint:
@@ -304,8 +314,9 @@ class Checkpoint:
             fill_gguf(model, self.gguf, self.entries, {} if floats else self._packed, to)
         elif self.kind == "published":
             fill_published(model, self.entries, self.raw["quantization_config"], file, to)
-        elif self.keeps_mxfp4 and not floats:
-            fill_mxfp4(model, self.entries, self._stored, where, to, self.layout)
+        elif self.keeps_small and not floats:
+            packed = SMALL_FLOATS[self.kind].packing(model, self._stored, self.layout, where, device)
+            fill_kept(model, self.entries, packed, where, to)
         else:
             fill_hf(model, self.entries, where, to)
         if self.shard:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,10 +18,10 @@ from kernels import PackedWeight
 from kernels.blocks import stack_blocks
 from kernels.formats import Blocks, Part
 from model import Transformer
-from weights.files import Destination, Entries, Entry
+from weights.files import Entries, Entry
 from weights.gguf_types import FITS, FORMATS, kept_bytes, pack_kept, powers
-from weights.hf import checked_views, parameter_sources, split_pairs
-from weights.stored import fill_parameters
+from weights.hf import split_pairs
+from weights.stored import Packing
 
 FORM = FORMATS["MXFP4"]
 
@@ -37,7 +38,7 @@ def _floats(blocks: Entry, scales: Entry) -> Tensor:
     return torch.stack([_blocks(*expert).floats(FORM).to(torch.bfloat16) for expert in experts]).mT
 
 
-def float_entries(entries: Entries) -> dict[str, Entry]:
+def float_entries(entries: Entries, config: Any, where: str) -> dict[str, Entry]:
     """The entries of a directory with floats [E, in, out] in the place of blocks and scales.
 
     Raises ValueError in one line for blocks without their scales, and for those of another type.
@@ -60,35 +61,31 @@ def float_entries(entries: Entries) -> dict[str, Entry]:
     return found
 
 
-def kept_experts(entries: Entries, layout: str) -> dict[str, Tensor]:
+def kept(entries: Entries, layout: str, where: str) -> dict[str, Tensor]:
     """What a layout keeps of the blocks and scales in `entries`, without values, for the plan of the memory.
 
     layout: "tiles" of the CPU kernels, or "panels" of Triton's.
     """
-    kept = {}
+    found = {}
     for name, entry in entries.items():
         if name.endswith("_blocks"):
             E, rows, groups, _ = entry.shape
             for leaf, size in kept_bytes("MXFP4", rows, 32 * groups, layout).items():
                 size = size if leaf == "counters" else E * size
-                kept[name.replace("_blocks", f".{leaf}")] = torch.empty(size, dtype=torch.uint8, device="meta")
-    return kept
+                found[name.replace("_blocks", f".{leaf}")] = torch.empty(size, dtype=torch.uint8, device="meta")
+    return found
 
 
-def fill_mxfp4(model: Transformer, entries: Entries, stored: Entries, where: str, to: Destination, layout: str) -> None:
-    """Fill a meta model: its experts keep their 4 bits, everything else is cast.
-
-    entries: as `float_entries` gives them, in the layout of our parameters; stored: the directory's own. Raises
-    ValueError in one line for tensors that do not match, or that the kernels cannot hold. layout: as of `kept_experts`.
-    """
+def packing(model: Transformer, entries: Entries, layout: str, where: str, device: torch.device | str) -> Packing:
+    """What keeps experts in a layout. entries: the directory's own. layout: as of `kept`."""
 
     def packed(ours: str, names: list[str], slot: Tensor) -> PackedWeight | None:
-        return _packed(stored, names[0], layout, to.device) if slot.dim() == 3 else None
+        return _packed(entries, names[0], layout, device) if slot.dim() == 3 else None
 
-    fill_parameters(model, parameter_sources(model, checked_views(model, entries, where)), entries, packed, where, to)
+    return packed
 
 
-def _packed(stored: Mapping[str, Entry], name: str, layout: str, device: torch.device) -> PackedWeight:
+def _packed(stored: Mapping[str, Entry], name: str, layout: str, device: torch.device | str) -> PackedWeight:
     """The experts' matrix of this name in a layout, with our order of rows."""
     experts = []
     for expert in zip(stored[f"{name}_blocks"].read(), stored[f"{name}_scales"].read(), strict=True):

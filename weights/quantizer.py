@@ -306,7 +306,7 @@ class _Run:
 
     def write(self, directory: Path) -> None:
         """Write the result in our format (`weights.stored`) with the tokenizer's files beside it."""
-        raw = {k: v for k, v in self.source.raw.items() if k != "dtype"}
+        raw = {k: v for k, v in self.source.raw.items() if k not in ("dtype", "quantization_config")}
         raw["torch_dtype"] = str(self.source.half).removeprefix("torch.")
         write_safetensors(directory / "model.safetensors", self.stored)
         write_json(directory / "config.json", raw | {"eaglet_quant": spec_to_json(self.spec)})

@@ -140,6 +140,8 @@ class Shard(NamedTuple):
         if stored and leaf != "qweight" and len(shape) - lead == 1:  # int8: one scale for each output
             return None if by_inputs else self._slice(name, shape, len(shape) - 1, module, config, where)
         axis = len(shape) - (1 if outputs_first == by_inputs else 2)
+        if by_inputs and shape[axis] == 1:  # a scale or zero of whole rows
+            return None
         return self._slice(name, shape, axis, "" if by_inputs else module, config, where)
 
     def _slice(

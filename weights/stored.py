@@ -1,16 +1,18 @@
-"""Quantized checkpoints: our own format, and the published 4-bit ones.
+"""Quantized checkpoints: our own format, and the published ones of integers.
 
 Ours is a config.json with `eaglet_quant` and one model.safetensors. Its tensors are those of `weights.quantized`, under
 the names of the modules' state dict.
 
-Published are GPTQ, AWQ (gemm) and compressed-tensors pack-quantized. Their codes are unpacked and put in our layout,
-exactly. Projections that our modules fuse (q, k and v, for example) must share their groups. What such a checkpoint does
-not quantize is read as floats.
+Published are GPTQ, AWQ (gemm), AutoRound, compressed-tensors and the int8 of bitsandbytes. Their codes of 4 or 8 bits are
+unpacked and put in our layout, exactly. The shapes of its tensors tell the bits of a matrix. Projections that our modules
+fuse (q, k and v, for example) must share bits and groups. What such a checkpoint does not quantize is read as floats.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -20,8 +22,8 @@ from torch import Tensor
 from kernels import PackedWeight
 from model import Experts, Transformer
 from support.reader import check, refusal
-from weights.files import FLOATS, IGNORED, INTEGERS, Destination, Entries, check_entries, check_finite, few_names
-from weights.hf import parameter_sources, read_parameter, row_order, views_for
+from weights.files import FLOATS, IGNORED, INTEGERS, Destination, Entries, Entry, check_entries, check_finite, few_names
+from weights.hf import checked_views, parameter_sources, read_parameter, row_order, views_for
 from weights.quantized import (
     GROUPS,
     FloatLinear,
@@ -77,58 +79,126 @@ def fill_stored(model: Transformer, entries: Entries, spec: QuantSpec, where: st
         to.progress(done, total, name)
 
 
-class Layout(NamedTuple):
-    """How published weights are packed. group_size: -1 for whole rows, None if the config does not say it."""
+# The bits that matrices of a layout may have. "gptq" stores zeros minus 1, and "gptq_v2" as they are.
+LAYOUTS = {"gptq": (4, 8), "gptq_v2": (4, 8), "awq": (4,), "pack-quantized": (4, 8), "int-quantized": (8,)}
+AUTO_ROUND = {"auto_round": "gptq_v2", "auto_round:gptqmodel": "gptq_v2", "auto_round:auto_awq": "awq"}
+AUTO_ROUND |= {"auto_round:auto_gptq": "gptq", "auto_round:gptq": "gptq"}
+# Scales for the rounding of activations, keys and values, which are not rounded so here.
+UNREAD = tuple(".input_scale .input_scale_ub .input_zero_point .activation_scale .k_scale .v_scale".split())
+ROTATIONS = "transform_config", "rotation_config"  # matrices that a model would have to multiply its activations with
 
-    kind: str  # gptq | gptq_v2 | awq | pack-quantized
+
+class Layout(NamedTuple):
+    """How published weights are packed. group_size: -1 for whole rows, None if the shapes say it."""
+
+    kind: str  # one of LAYOUTS
     group_size: int | None
     symmetric: bool
+    bits: tuple[int, ...] = (4,)  # that a matrix may have, those of most matrices first
+    activations: int = 16  # bits that the checkpoint wants for activations
 
 
 def published_layout(config: Any, where: str) -> Layout:
-    """What a `quantization_config` says. Raises ValueError for anything but 4-bit integer weights."""
-    keys = "quant_method format checkpoint_format version".split()
-    shape = dict.fromkeys((f"{key}?" for key in keys), (str, int, None)) | {"sym?": (bool, None)}
+    """What a `quantization_config` says. Raises ValueError for anything but integer weights of 4 or 8 bits."""
+    keys = "quant_method format checkpoint_format packing_format version".split()
+    shape = dict.fromkeys((f"{key}?" for key in keys), (str, int, None))
+    shape |= dict.fromkeys(("sym?", "load_in_8bit?"), (bool, None))
     scheme = {"num_bits?": (int, None), "group_size?": (int, None)}
-    group = {"weights?": (scheme, None), "input_activations?": (dict, None)}
+    group = {"weights?": (scheme, None), "input_activations?": ({"num_bits?": (int, None)}, None)}
     shape |= {"config_groups?": ({"*": group}, None)}
-    shape |= dict.fromkeys(("bits?", "w_bit?", "group_size?", "q_group_size?"), (int, None))
+    shape |= dict.fromkeys(("bits?", "w_bit?", "group_size?", "q_group_size?", "act_bits?"), (int, None))
     check(config, shape, where, "quantization_config")
-    method, bits, act = config.get("quant_method"), config.get("bits", config.get("w_bit")), None
-    size = config.get("group_size", config.get("q_group_size"))
-    kind = {"gptq": config.get("checkpoint_format", "gptq"), "awq": "awq"}.get(method, config.get("format"))
+    method, bits = config.get("quant_method"), {config.get("bits", config.get("w_bit"))}
+    sizes = {config.get("group_size", config.get("q_group_size"))}
+    act = config.get("act_bits")
+    kinds = {"gptq": config.get("checkpoint_format", "gptq"), "awq": "awq"}
+    kinds["auto-round"] = kinds["intel/auto-round"] = AUTO_ROUND.get(config.get("packing_format"))
+    kind = kinds.get(method, config.get("format"))
+    if method == "bitsandbytes" and config.get("load_in_8bit"):
+        kind, bits = "int-quantized", {8}
     if method == "compressed-tensors":
         groups = (config.get("config_groups") or {}).values()
         schemes = [group.get("weights") or {} for group in groups]
-        bits, size = ({scheme.get(key) for scheme in schemes} for key in ("num_bits", "group_size"))
-        bits = bits.pop() if len(bits) == 1 else sorted(map(str, bits))
-        size = size.pop() if len(size) == 1 else None
-        act = next((g["input_activations"] for g in groups if g.get("input_activations")), None)
+        bits, sizes = ({scheme.get(key) for scheme in schemes} for key in ("num_bits", "group_size"))
+        act = max([(g.get("input_activations") or {}).get("num_bits") or 0 for g in groups], default=0)
+    own = len(sizes) != 1 or config.get("extra_config") or config.get("dynamic")  # for some matrices
+    size = None if own else sizes.pop()
     gemm = method != "awq" or str(config.get("version", "gemm")).lower() == "gemm"
-    if kind not in ("gptq", "gptq_v2", "awq", "pack-quantized") or bits != 4 or act or not gemm:
+    refuse_rotations(config, where)
+    if not bits or not bits <= set(LAYOUTS.get(kind, ())) or not gemm:
         raise ValueError(
-            f"{where}: quantization_config with quant_method {method!r:.30}, format {kind!r:.30}, {bits!s:.30} bits is "
-            "not supported; supported: GPTQ, AWQ (gemm) and compressed-tensors pack-quantized, 4-bit weights, 16-bit "
-            "activations."
+            f"{where}: quantization_config with quant_method {method!r:.30}, format {kind!r:.30}, "
+            f"{', '.join(map(str, bits)):.30} bits is not supported; supported: GPTQ, AutoRound and pack-quantized of 4 "
+            "or 8 bits, AWQ (gemm), int8 (int-quantized, bitsandbytes), NF4, FP4, FP8."
         )
     if size is not None and size != -1 and not 1 <= size <= 2**31:
         raise ValueError(f"{where}: group_size is {size}; allowed: 1 or more, or -1 for whole rows.")
-    return Layout(kind, size, config.get("sym") is True)
+    bits = sorted(LAYOUTS[kind] if own else bits, key=lambda b: (b not in bits, b))
+    return Layout(kind, size, config.get("sym") is True, tuple(bits), act or 16)
 
 
-def _nibbles(words: Tensor, dim: int) -> Tensor:
-    """int32 -> uint8, the eight nibbles of each word side by side along `dim`, lowest first."""
-    shifts = torch.arange(0, 32, 4, dtype=torch.int32)
-    unpacked = (words.unsqueeze(dim + 1) >> shifts.view(-1, *[1] * (words.dim() - dim - 1))) & 15
+def refuse_rotations(config: dict[str, Any], where: str) -> None:
+    """Raise ValueError in one line if a `quantization_config` wants activations to be rotated."""
+    if rotated := [key for key in ROTATIONS if config.get(key)]:
+        raise ValueError(f"{where}: quantization_config with a {rotated[0]} is not supported.")
+
+
+def without_activations(entries: Entries) -> dict[str, Entry]:
+    """The entries without those for the rounding of activations."""
+    return {name: entry for name, entry in entries.items() if not name.endswith(UNREAD)}
+
+
+def packed_entries(entries: Entries) -> dict[str, Entry]:
+    """The entries with int8 matrices [N, K] under the names of packed words, X.weight_packed and X.weight_scale.
+
+    bitsandbytes has 127 times the scales, in X.SCB [N].
+    """
+    found = without_activations(entries)
+    for name, entry in entries.items():
+        base = name.removesuffix(".weight")
+        if base == name or entry.dtype != torch.int8 or len(entry.shape) != 2:
+            continue
+        found[f"{base}.weight_packed"] = found.pop(name)
+        found.pop(f"{base}.weight_format", None)
+        leaf, most = ("SCB", 127) if f"{base}.SCB" in found else ("weight_scale", 1)
+        scale, rows = found.get(f"{base}.{leaf}"), entry.shape[0]
+        if scale and math.prod(scale.shape) in (1, rows):
+            del found[f"{base}.{leaf}"]
+            read = partial(_column, scale, rows, most)
+            found[f"{base}.weight_scale"] = scale._replace(shape=(rows, 1), read=read, part=None)
+    return found
+
+
+def _column(scale: Entry, rows: int, most: int) -> Tensor:
+    return (scale.read() / most).reshape(-1, 1).expand(rows, 1)
+
+
+def held_codes(entries: Entries, layout: Layout) -> dict[str, Entry]:
+    """The entries for the plan of the memory: words of 8-bit codes count as these, and their zeros are not kept."""
+    found = dict(entries)
+    for name, entry in entries.items() if layout.bits[0] == 8 else ():
+        if name.endswith((".qzeros", ".weight_zero_point")):
+            del found[name]
+        elif name.endswith((".qweight", ".weight_packed")):
+            shape = *entry.shape[:-1], entry.shape[-1] * entry.dtype.itemsize
+            found[name] = entry._replace(dtype=torch.int8, shape=shape)
+    return found
+
+
+def _codes(words: Tensor, dim: int, bits: int = 4) -> Tensor:
+    """int32 -> uint8, the codes of each word side by side along `dim`, lowest first."""
+    shifts = torch.arange(0, 32, bits, dtype=torch.int32)
+    unpacked = (words.unsqueeze(dim + 1) >> shifts.view(-1, *[1] * (words.dim() - dim - 1))) & (2**bits - 1)
     return unpacked.flatten(dim, dim + 1).to(torch.uint8)
 
 
 def _read_linear(entries: Entries, layout: Layout, base: str, K: int, where: str) -> Part:
     """One published linear of K inputs as codes [N, K], scales and zeros [K/G, N], and g_idx [K] or None.
 
+    Codes of 4 bits are uint8, and those of 8 bits int8 without zeros. Zeros are None where all are in the middle.
     Raises ValueError unless every tensor has the dtype and the shape that the layout and the others ask for.
     """
-    compressed, awq = layout.kind == "pack-quantized", layout.kind == "awq"
+    compressed, awq = layout.kind in ("pack-quantized", "int-quantized"), layout.kind == "awq"
     names = "weight_packed weight_scale weight_zero_point weight_g_idx" if compressed else "qweight scales qzeros g_idx"
     packed, scale, zero, index = names.split()
 
@@ -141,14 +211,20 @@ def _read_linear(entries: Entries, layout: Layout, base: str, K: int, where: str
             raise refusal(where, f"{has}, which does not fit a weight of {K} inputs: expected {wanted}.")
         return entry.read()
 
-    words = (torch.int32,)
-    rows = shape[compressed ^ 1] if len(shape := entries[f"{base}.{packed}"].shape) == 2 else 0
+    words, whole = (torch.int32,), layout.kind == "int-quantized"
+    shape = entries[f"{base}.{packed}"].shape
+    shape = shape if len(shape) == 2 else (0, 0)
+    fits = (bits for bits in layout.bits if shape[compressed] == -(-K * bits // 32))
+    bits = next(fits, layout.bits[0])
+    each, middle = 1 if whole else 32 // bits, 2 ** (bits - 1)
+    rows = shape[compressed ^ 1]
     N = rows * (8 if awq else 1)
     grid = entries[f"{base}.{scale}"].shape if f"{base}.{scale}" in entries else ()
     groups = grid[compressed] if len(grid) == 2 else 0
     if layout.group_size:
         groups = 1 if layout.group_size == -1 else -(-K // layout.group_size)
-    codes = read(packed, words, *((N, -(-K // 8)) if compressed else (K, rows) if awq else (K // 8, N)))
+    sizes = (N, -(-K // each)) if compressed else (K, rows) if awq else (K // each, N)
+    codes = read(packed, (torch.int8,) if whole else words, *sizes)
     scales = read(scale, FLOATS, *((N, groups) if compressed else (groups, N)))
     check_finite(scales, f"{base}.{scale}", where)
     if not groups or K % groups:
@@ -156,26 +232,31 @@ def _read_linear(entries: Entries, layout: Layout, base: str, K: int, where: str
     g_idx = read(index, (torch.int32, torch.int64), K) if f"{base}.{index}" in entries else None
     zeros = None
     if compressed:
-        codes, scales = _nibbles(codes, 1)[:, :K], scales.T
+        codes, scales = codes.view(torch.uint8) ^ 128 if whole else _codes(codes, 1, bits)[:, :K], scales.T
         if f"{base}.weight_shape" in entries and (given := read("weight_shape", INTEGERS, 2).tolist()) != [N, K]:
             raise ValueError(f"{where}: {base}.weight_shape is {given}, expected {[N, K]}.")
         if f"{base}.{zero}" in entries:
             whole = entries[f"{base}.{zero}"].dtype == torch.int8
-            zeros = read(zero, (torch.int32, torch.int8), N if whole else -(-N // 8), groups)
-            zeros = zeros.T.int() + 8 if whole else _nibbles(zeros, 0)[:N].T
-            if whole and not 0 <= zeros.min() <= zeros.max() <= 15:
-                raise ValueError(f"{where}: {base}.{zero} holds values outside -8 to 7.")
+            zeros = read(zero, (torch.int32, torch.int8), N if whole else -(-N // (32 // bits)), groups)
+            zeros = zeros.T.int() + middle if whole else _codes(zeros, 0, bits)[:N].T
+            if whole and not 0 <= zeros.min() <= zeros.max() < 2 * middle:
+                raise ValueError(f"{where}: {base}.{zero} holds values outside {-middle} to {middle - 1}.")
     elif awq:
-        unpacked = (_nibbles(t, 1).unflatten(1, (-1, 8)) for t in (codes, read(zero, words, groups, rows)))
+        unpacked = (_codes(t, 1).unflatten(1, (-1, 8)) for t in (codes, read(zero, words, groups, rows)))
         codes, zeros = (columns[:, :, list(AWQ_ORDER)].flatten(1) for columns in unpacked)
         codes = codes.T
     else:
-        codes, zeros = _nibbles(codes, 0).T, _nibbles(read(zero, words, groups, -(-N // 8)), 1)[:, :N]
-        zeros = (zeros + 1) & 15 if layout.kind == "gptq" else zeros  # the first format stores zero - 1
-    if layout.symmetric and layout.kind == "gptq" and (zeros == 9).all():
+        codes, zeros = _codes(codes, 0, bits).T, _codes(read(zero, words, groups, -(-N // each)), 1, bits)[:, :N]
+        zeros = (zeros + 1) & (2 * middle - 1) if layout.kind == "gptq" else zeros  # the first format stores zero - 1
+    if layout.symmetric and layout.kind == "gptq" and (zeros == middle + 1).all():
         zeros = None  # some writers label the second format as the first
+    zeros = None if zeros is None or (zeros == middle).all() else zeros.to(torch.uint8)
+    if bits == 8:
+        if zeros is not None:
+            raise ValueError(f"{where}: {base} has 8 bits and zero points; supported: symmetric weights of 8 bits.")
+        codes = (codes ^ 128).view(torch.int8)
     g_idx = None if g_idx is None or (g_idx < 0).all() else g_idx.long()
-    return {"codes": codes, "scales": scales, "zeros": None if zeros is None else zeros.to(torch.uint8), "g_idx": g_idx}
+    return {"codes": codes, "scales": scales, "zeros": zeros, "g_idx": g_idx}
 
 
 def _fuse(parts: list[Part], where: str) -> dict[str, Tensor]:
@@ -188,9 +269,11 @@ def _fuse(parts: list[Part], where: str) -> dict[str, Tensor]:
     size = K // groups
     natural = torch.arange(K) // size
     orders = [natural if part["g_idx"] is None else part["g_idx"] for part in parts]
-    if any(len(p["scales"]) != groups for p in parts) or any(not torch.equal(o, orders[0]) for o in orders):
-        raise ValueError(f"{where}: fused projections differ in group size or act-order: not supported.")
-    ours = next((g for g in reversed(GROUPS) if size % g == 0), 0)
+    kinds, eight = {(len(p["scales"]), p["codes"].dtype) for p in parts}, parts[0]["codes"].dtype == torch.int8
+    if len(kinds) > 1 or any(not torch.equal(o, orders[0]) for o in orders):
+        raise ValueError(f"{where}: fused projections differ in group size or act-order, or in bits: not supported.")
+    rows = eight and groups == 1  # int8 has a layout with one scale for each row
+    ours = size if rows else next((g for g in reversed(GROUPS) if size % g == 0), 0)
     if not ours or not torch.equal(orders[0].sort().values, natural):
         raise ValueError(f"{where}: groups of {size} columns or an uneven g_idx; supported groups are 32, 64, 128, -1.")
     perm = None if torch.equal(orders[0], natural) else orders[0].argsort(stable=True)
@@ -199,8 +282,9 @@ def _fuse(parts: list[Part], where: str) -> dict[str, Tensor]:
     scales = torch.cat([part["scales"] for part in parts], 1).repeat_interleave(size // ours, 0)
     half = scales.to(torch.float16)
     exact = torch.equal(half.to(scales.dtype), scales)
-    stored = {"qweight": pack_nibbles(codes), "scales": half if exact else scales.float()}
-    if any(part["zeros"] is not None and (part["zeros"] != 8).any() for part in parts):
+    stored = {"qweight": codes.contiguous() if eight else pack_nibbles(codes)}
+    stored["scales"] = scales[0].float() if rows else half if exact else scales.float()
+    if any(part["zeros"] is not None for part in parts):
         zeros = [torch.full_like(p["scales"], 8) if p["zeros"] is None else p["zeros"] for p in parts]
         stored["zeros"] = torch.cat([z.to(torch.uint8) for z in zeros], 1).repeat_interleave(size // ours, 0)
     return stored if perm is None else stored | {"perm": perm.to(torch.int32)}
@@ -227,13 +311,13 @@ def fill_published(model: Transformer, entries: Entries, config: Any, where: str
     """
     layout = published_layout(config, where)
     used: set[str] = set()
-    marker = ".weight_packed" if layout.kind == "pack-quantized" else ".qweight"
+    marker = ".qweight" if layout.kind in ("gptq", "gptq_v2", "awq") else ".weight_packed"
     kinds = "qweight scales qzeros g_idx weight_packed weight_scale weight_shape weight_zero_point weight_g_idx".split()
     tied = model.lm_head is None
 
     def part(base: str, slot: Tensor) -> Part:
         if base + marker not in entries:
-            raise ValueError(f"{where}: tensor {base + marker!r} is missing. Is a shard missing?")
+            raise ValueError(f"{where}: {base + marker!r} is missing beside others with codes. Is a shard missing?")
         used.update(f"{base}.{kind}" for kind in kinds)
         read = _read_linear(entries, layout, base, slot.shape[-1], where)
         order = row_order(f"{base}.weight", len(read["codes"]), model.config)
@@ -244,7 +328,7 @@ def fill_published(model: Transformer, entries: Entries, config: Any, where: str
 
     def packed(ours: str, names: list[str], slot: Tensor) -> Stored | None:
         bases = [name.removesuffix(".weight") for name in names]
-        if bases[0] + marker not in entries:
+        if not any(base + marker in entries for base in bases):
             used.update(names)
             return None
         stacks = model.config.num_local_experts if slot.dim() == 3 else 1
@@ -258,6 +342,11 @@ def fill_published(model: Transformer, entries: Entries, config: Any, where: str
         spare = spare or name.endswith(".bias") and not entries[name].read().any()  # AutoGPTQ's zero biases
         if not spare:
             raise ValueError(f"{where}: unexpected {few_names([name])}; config.json describes another model.")
+
+
+def fill_kept(model: Transformer, entries: Entries, packed: Packing, where: str, to: Destination) -> None:
+    """`fill_parameters` from exactly the tensors of the model, as floats where nothing else is packed."""
+    fill_parameters(model, parameter_sources(model, checked_views(model, entries, where)), entries, packed, where, to)
 
 
 def fill_parameters(

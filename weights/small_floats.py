@@ -1,0 +1,210 @@
+"""Matrices [N, K] that a directory holds as floats of 8 or 4 bits below common scales: FP8, NF4 and FP4.
+
+FP8: X.weight in float8_e4m3fn, times X.weight_scale or X.weight_scale_inv: a number for the matrix, for each row or for
+each block of it. bitsandbytes (NF4, FP4): X.weight uint8 holds two codes in a byte, the high half first, of the values
+row after row. A code stands for an entry of the table X.weight.quant_map, times the largest value of its block in
+X.weight.absmax. With double quantization these are codes, too: of a table of 256 values, times nested_absmax of their
+block, plus an offset.
+
+All of them are read as floats. The CPU and the Triton kernels keep 4 bits, in a table of numbers of 8 bits.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kernels import PackedWeight
+from kernels.blocks import stack_blocks
+from kernels.formats import Blocks, Format, Part
+from model import Transformer
+from support.reader import check, refusal
+from weights.files import FLOATS, Entries, Entry, check_finite
+from weights.gguf_types import FITS, kept_bytes, pack_kept
+from weights.hf import row_order
+from weights.stored import Packing, refuse_rotations, without_activations
+
+# A quant_method with FP8, and a key of the same `quantization_config` with the values that mean FP8.
+FP8 = {
+    "fp8": ("quant_method", ("fp8",)),
+    "fbgemm_fp8": ("quant_method", ("fbgemm_fp8",)),
+    "modelopt": ("quant_algo", ("FP8",)),
+    "compressed-tensors": ("format", ("float-quantized", "naive-quantized")),
+}
+NOTES = {  # by kind, where weights became floats, and where the kernels keep their bits
+    "mxfp4": ("experts of {} became floats: only the CPU and the Triton kernels keep MXFP4.", ""),
+    "fp8": (
+        "FP8 weights of {} became floats of --dtype, each rounded once (in bfloat16 by up to 0.2 %), and no activation "
+        "is FP8; --quant int8 makes them 8 bits again.",
+        "",
+    ),
+    "bitsandbytes": (
+        "4-bit weights of {} became floats: only the CPU and the Triton kernels keep them, without --tp.",
+        "4-bit weights of {} keep their bits; the kernels' table of 8-bit numbers moves a weight by up to 0.4 % of the "
+        "largest one in its block.",
+    ),
+}
+STATE = {"shape": [int], "blocksize": int, "nested_blocksize?": int, "nested_offset?": float}
+
+
+def kind_of(raw: dict[str, Any]) -> str | None:
+    """'mxfp4', 'fp8' or 'bitsandbytes' (of 4 bits) if a config.json has such a `quantization_config`."""
+    config = raw["quantization_config"]
+    method = str(config.get("quant_method")) if isinstance(config, dict) else ""
+    if (method, raw.get("model_type")) == ("mxfp4", "gpt_oss"):
+        return method
+    if method == "bitsandbytes" and config.get("load_in_4bit") is True:
+        return method
+    return "fp8" if method in FP8 and config.get(FP8[method][0]) in FP8[method][1] else None
+
+
+def float_entries(entries: Entries, config: Any, where: str) -> dict[str, Entry]:
+    """The entries of a directory with floats [N, K] in float32 in the place of smaller ones and what belongs to them.
+
+    config: the `quantization_config`. Raises ValueError in one line for tensors that are missing or do not fit.
+    """
+    group = {"weights?": ({"block_structure?": ([int], None)}, None)}
+    known = {"weight_block_size?": ([int], None), "config_groups?": ({"*": group}, None)}
+    check(config, known, where, "quantization_config")
+    refuse_rotations(config, where)
+    groups = (config.get("config_groups") or {}).values()
+    blocks = [config.get("weight_block_size"), *((g.get("weights") or {}).get("block_structure") for g in groups)]
+    block = next(filter(None, blocks), None)
+    found = without_activations(entries)
+    for name, entry in entries.items():
+        if entry.dtype == "F8_E4M3" and len(entry.shape) == 2:
+            scale = found.pop(f"{name}_scale_inv", None) or found.pop(f"{name}_scale", None)
+            counts = (*scale.shape, 1, 1)[:2] if scale else ()
+            sizes = block or [_shares(size, max(count, 1)) for size, count in zip(entry.shape, counts, strict=False)]
+            fits = len(sizes) == 2 and min(sizes) > 0 and counts == tuple(map(_shares, entry.shape, sizes))
+            if not fits or scale.dtype not in FLOATS:
+                has = f"{scale.dtype} {list(scale.shape)}" if scale else "missing"
+                raise refusal(where, f"the scale of {name} is {has}, which does not fit FP8 {list(entry.shape)}.")
+            read = partial(_fp8, entry, scale, sizes)
+            found[name] = entry._replace(dtype=torch.float32, read=read, part=None)
+        elif matrix := coded(entries, name, where):
+            for leaf in matrix.parts:
+                del found[name + leaf]
+            found[name] = Entry(matrix.shape, torch.float32, entry.file, matrix.floats)
+    return found
+
+
+def _shares(size: int, each: int) -> int:
+    return -(-size // each)
+
+
+def _fp8(weight: Entry, scale: Entry, sizes: list[int]) -> Tensor:
+    N, K = weight.shape
+    factors = scale.read().float().reshape(-1, _shares(K, sizes[1])).repeat_interleave(sizes[1], 1)[:, :K]
+    return weight.read().float() * factors.repeat_interleave(sizes[0], 0)[:N]
+
+
+class Coded(NamedTuple):
+    """A matrix of bitsandbytes. `parts` are its tensors, by what follows its name."""
+
+    shape: tuple[int, ...]
+    block: int  # values that share a scale, in the order of the rows
+    inner: int  # scales that share a scale
+    offset: float  # of such scales
+    parts: Mapping[str, Entry]
+
+    def read(self, leaf: str) -> Tensor:
+        return self.parts[leaf].read().flatten()
+
+    def codes(self) -> Tensor:
+        """uint8 [N, K]"""
+        data = self.read("")
+        return torch.stack((data >> 4, data & 15), -1).view(self.shape)
+
+    def scales(self, each: int) -> Tensor:
+        """float32 [N, K / each]: of every so many columns, which belong to one block."""
+        scales = self.read(".absmax")
+        if ".nested_absmax" in self.parts:
+            large = self.read(".nested_absmax").repeat_interleave(self.inner)[: len(scales)]
+            scales = self.read(".nested_quant_map")[scales.int()] * large + self.offset
+        return scales.repeat_interleave(self.block // each)[: math.prod(self.shape) // each].view(self.shape[0], -1)
+
+    def floats(self) -> Tensor:
+        """float32 [N, K]"""
+        return self.read(".quant_map")[self.codes().int()] * self.scales(1)
+
+
+def coded(entries: Entries, name: str, where: str) -> Coded | None:
+    """The matrix of bitsandbytes with this name, or None. Raises ValueError in one line if its tensors do not fit."""
+    leaves = [f".quant_state.bitsandbytes__{kind}" for kind in ("nf4", "fp4")]
+    state = next((leaf for leaf in leaves if name + leaf in entries), None)
+    if state is None:
+        return None
+    try:
+        facts = json.loads(bytes(entries[name + state].read().tolist()))
+    except (ValueError, TypeError) as error:
+        raise refusal(where, f"the quant_state of {name} is no JSON.", "Damaged file?") from error
+    check(facts, STATE, where, f"the quant_state of {name}")
+    shape, block, inner = tuple(facts["shape"]), facts["blocksize"], facts.get("nested_blocksize", 1)
+    values = math.prod(shape) if len(shape) == 2 and min(*shape, block, inner) > 0 else 0
+    scales, double, single = _shares(values, max(block, 1)), f"{name}.nested_absmax" in entries, torch.float32
+    wanted = {"": (values // 2, torch.uint8), ".quant_map": (16, single)}
+    wanted[".absmax"] = scales, torch.uint8 if double else single
+    if double:
+        wanted |= {".nested_absmax": (_shares(scales, max(inner, 1)), single), ".nested_quant_map": (256, single)}
+    parts = {leaf: entries[name + leaf] for leaf in wanted if name + leaf in entries}
+    if not values or values % 2 or {k: (math.prod(part.shape), part.dtype) for k, part in parts.items()} != wanted:
+        raise refusal(where, f"the tensors of {name} do not fit its quant_state {str(facts):.99}.", "A shard missing?")
+    parts[state] = entries[name + state]
+    offset = float(facts.get("nested_offset", 0))
+    return Coded(shape, min(block, values), min(inner, scales), offset, parts)
+
+
+def _fits(matrix: Coded | None, layout: str) -> bool:
+    return matrix is not None and matrix.block % 32 == 0 and FITS[layout]([matrix.shape], [Format(4)])
+
+
+def kept(entries: Entries, layout: str, where: str) -> dict[str, Tensor]:
+    """What a layout keeps of matrices of bitsandbytes, without values, for the plan of the memory."""
+    found = {}
+    for name in entries:
+        if _fits(matrix := coded(entries, name, where), layout):
+            for leaf, size in kept_bytes("IQ4_NL", *matrix.shape, layout).items():  # which are as long
+                found[f"{name}.{leaf}"] = torch.empty(size, dtype=torch.uint8, device="meta")
+    return found
+
+
+def packing(model: Transformer, entries: Entries, layout: str, where: str, device: torch.device | str) -> Packing:
+    """What keeps matrices of bitsandbytes in a layout: "tiles" of the CPU kernels, or "panels" of Triton's."""
+
+    def rows(name: str, matrix: Coded, unit: int) -> tuple[Tensor, Tensor]:
+        """Codes and scales in our order of rows."""
+        order = row_order(name, matrix.shape[0], model.config) if "attn." in name else None
+        order, scales = slice(None) if order is None else order, (matrix.scales(32) / unit).half()
+        check_finite(scales, name, where)
+        return matrix.codes()[order], scales[order]
+
+    def packed(ours: str, names: list[str], slot: Tensor) -> PackedWeight | None:
+        matrices = {name: coded(entries, name, where) for name in names}
+        if not all(_fits(matrix, layout) for matrix in matrices.values()):
+            return None
+        tables = torch.stack([matrix.read(".quant_map") for matrix in matrices.values()])
+        if not (tables.abs() <= 1).all() or (tables != tables[0]).any():
+            return None
+        (form, unit), each, found = _form(tables[0]), len(names) // (len(slot) if slot.dim() == 3 else 1), []
+        for first in range(0, len(names), each):
+            pieces = (rows(name, matrices[name], unit) for name in names[first : first + each])
+            blocks = Blocks(*map(torch.cat, zip(*pieces, strict=True)))
+            found.append(pack_kept([Part(form, *blocks.codes.shape, [blocks])], layout, device))
+        return stack_blocks(found) if slot.dim() == 3 else found[0]
+
+    return packed
+
+
+def _form(table: Tensor) -> tuple[Format, int]:
+    """A table of values from -1 to 1 in numbers of 8 bits, and what 1 becomes: the one with the least error."""
+    units = torch.arange(64, 128)
+    numbers = (table * units[:, None]).round()
+    best = (numbers / units[:, None] - table).abs().amax(1).argmin()
+    return Format(4, offset=128, table=tuple((numbers[best] + 128).int().tolist())), int(units[best])

@@ -12,7 +12,7 @@ pytest.importorskip("uvicorn", reason="the server needs uvicorn (requirements-de
 pytest.importorskip("llguidance", reason="grammars need llguidance")
 pydantic = pytest.importorskip("pydantic", reason="the clients need pydantic")
 
-from serving_kit import running  # noqa: E402
+from serving_kit import running, script  # noqa: E402
 
 from decoding.params import SamplingParams  # noqa: E402
 from generate import load  # noqa: E402
@@ -52,6 +52,30 @@ def base(engine):
     """The address that clients of OpenAI's API are given."""
     with running(engine) as server:
         yield f"{server.address}/v1"
+
+
+def test_clients_read_thoughts_and_calls_that_grow(engine, base, monkeypatch):
+    """litellm and langchain: a thought in the content, one that is lost, calls whose arguments are only their last
+    part."""
+    litellm = pytest.importorskip("litellm", reason="litellm is not installed (pip install litellm)")
+    package = pytest.importorskip("langchain_openai", reason="langchain is not installed")
+    source = engine.tokenizer.chat_template + "{# <think> #}"
+    monkeypatch.setitem(engine.tokenizer.chat_templates, "default", source)
+    call = '<tool_call>\n{"name": "add", "arguments": {"a": 12, "b": 34}}\n</tool_call>\n'
+    script(monkeypatch, engine, f"<think>\nI add.\n</think>\n\nSo.\n{call}{call}")
+    asked = dict(model="openai/any", api_base=base, api_key="none", messages=ASK, tools=[TOOL])
+    message = litellm.completion(**asked).choices[0].message
+    chunks = list(litellm.completion(**asked, stream=True))
+    built = litellm.stream_chunk_builder(chunks, messages=ASK).choices[0].message
+    for told in (message, built):
+        assert (told.content, told.reasoning_content) == ("So.", "I add.")
+        assert [json.loads(each.function.arguments) for each in told.tool_calls] == [{"a": 12, "b": 34}] * 2
+    model = package.ChatOpenAI(base_url=base, api_key="none", model="any", max_retries=0).bind_tools([add])
+    whole, parts = model.invoke("2?"), None
+    for chunk in model.stream("2?"):
+        parts = chunk if parts is None else parts + chunk
+    for told in (whole, parts):
+        assert told.content == "So." and [each["args"] for each in told.tool_calls] == [{"a": 12, "b": 34}] * 2
 
 
 def test_litellm(engine, base):

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import shutil
+from pathlib import Path
 
 import pytest
 
@@ -12,15 +15,16 @@ from loading.options import DEMO
 from serving.fields import quoted
 from text.dialect import CALLS, HARMONY, HERMES, THINK, Tags, as_text, dialect_of, with_calls
 from text.splitter import ARGUMENTS, CALL, TEXT, THOUGHT, Splitter
+from text.template import TemplateWorker
 from text.tokenizer import load_tokenizer
 
 WEATHER = {
     "type": "object",
     "properties": {
         "city": {"type": "string"},
-        "days": {"type": ["integer", "null"]},
+        "days": {"type": "integer"},
         "more": {"type": "object", "properties": {"a": {"type": "array", "items": {"type": "boolean"}}}},
-        "unit": {"enum": ["C", "F"]},
+        "unit": {"type": "string", "enum": ["C", "F"]},
     },
     "required": ["city"],
 }
@@ -378,3 +382,60 @@ def test_the_template_gets_tools_and_no_control_tokens(tmp_path):
     tokenizer.use_template("vicuna")
     with pytest.raises(ValueError, match="takes no tools"):
         tokenizer.encode_chat([{"role": "user", "content": "x"}], tools=[{"name": "add"}])
+
+
+# Templates of models, by the names of their files among those of llama.cpp; EAGLET_TEMPLATES names a folder with them.
+REAL = """ByteDance-Seed-OSS GLM-4.6 GLM-4.7-Flash HuggingFaceTB-SmolLM3-3B MiniMax-M2 Mistral-Small-3.2-24B-Instruct-2506
+    NousResearch-Hermes-3-Llama-3.1-8B-tool_use NVIDIA-Nemotron-3-Nano-30B-A3B-BF16 Qwen-QwQ-32B Qwen-Qwen2.5-7B-Instruct
+    Qwen-Qwen3-0.6B Qwen3-Coder Qwen3.5-4B deepseek-ai-DeepSeek-R1-Distill-Qwen-32B deepseek-ai-DeepSeek-V3.1
+    google-gemma-2-2b-it google-gemma-4-31B-it ibm-granite-granite-3.3-2B-Instruct ibm-granite-granite-4.0
+    meta-llama-Llama-3.1-8B-Instruct meta-llama-Llama-3.2-3B-Instruct mistralai-Ministral-3-14B-Reasoning-2512
+    mistralai-Mistral-Nemo-Instruct-2407 moonshotai-Kimi-K2 openai-gpt-oss-120b unsloth-mistral-Devstral-Small-2507"""
+ENDS = re.compile(r"(\s|</s>|<\|(im_end|return|call|end|eot_id|end_of_text|endoftext)\|>|<turn\|>|<\|tool_response>|"
+                  r"<seed:eos>|<｜end▁of▁sentence｜>|<｜Assistant｜>|\[e~\[|<end_of_turn>)+$")  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REAL.split())
+def test_what_a_real_template_writes_is_read_back(name):
+    """A form of the table that is not the one of the family: an earlier answer as the template itself writes it."""
+    file = Path(os.environ.get("EAGLET_TEMPLATES", "")) / f"{name}.jinja"
+    if not file.is_file():
+        pytest.skip("EAGLET_TEMPLATES names no folder with this template")
+    template, worker = file.read_text(encoding="utf-8"), TemplateWorker()
+    dialect = dialect_of(template, ())
+    described = [{"name": called, "description": "d", "parameters": schema} for called, schema in TOOLS.items()]
+    known = {
+        "tools": [{"type": "function", "function": each} for each in described],
+        "bos_token": "",
+        "eos_token": "</s>",
+    }
+    ask = {"role": "user", "content": "Weather?"}
+    call = {
+        "id": "functions.weather:0" if "Kimi" in name else "a1b2c3d4e",
+        "type": "function",
+        "function": {"name": "weather", "arguments": GIVEN},
+    }
+    places = "tool_calls" in template
+    for said in ({"content": "Hi."}, {"content": "Hi.", "thought": "Hm."}, {"content": "", "tool_calls": [call]}):
+        if "tool_calls" in said and not places:
+            said = with_calls(said, dialect.calls[0])
+        answer = dialect.placed({"role": "assistant"} | said)
+        known["enable_thinking"] = "thought" in said
+        begins, before, after = (
+            worker.render(template, [messages], {**known, "add_generation_prompt": begin})[0]
+            for messages, begin in (([ask], True), ([ask], False), ([ask, answer], False))
+        )
+        text, header = after.removeprefix(before), begins.removeprefix(before)
+        thoughts = dialect.thoughts
+        marks = (thoughts.begin, thoughts.end) if thoughts else ()
+        for mark in marks:
+            header = header.partition(mark)[0]
+        text = ENDS.sub("", text.strip().removeprefix(header.strip()).strip("\n"))
+        begun = THOUGHT if marks and text.startswith(marks[1]) else ""  # an empty thought, whose begin is in the prompt
+        shown, thought, calls = split(dialect, [text], begun)
+        assert shown == (said["content"] if "tool_calls" in said or places or not calls else ""), text
+        assert thought == (said.get("thought", "") if said.get("thought", "?") in after else ""), text
+        expected = [("weather", GIVEN)] if "tool_calls" in said or "weather" in said["content"] else []
+        assert [(called, json.loads(given)) for called, given in calls] == expected, text
+        for pieces in cuts(text):
+            assert split(dialect, pieces, begun) == (shown, thought, calls)

@@ -32,6 +32,7 @@ from serving_kit import instruct_folder, running, script  # noqa: E402
 from decoding.params import SamplingParams  # noqa: E402
 from generate import load  # noqa: E402
 from loading.options import DEMO  # noqa: E402
+from serving import requests  # noqa: E402
 
 SECONDS = 20  # for anything that the page is expected to do
 PHONE, DESK = (375, 720), (1000, 760)
@@ -308,6 +309,35 @@ def test_a_chat_that_is_loaded_again_has_its_colours(engine, browser, monkeypatc
     browser.click("#chats .name")
     assert browser.do(coloured) == before
     browser.shot("reloaded")
+    assert browser.do("request(chat.messages)[1].messages.every(one => Object.keys(one).join() == 'role,content')")
+
+
+@pytest.mark.parametrize("watch", [False, True])
+def test_a_thought_is_folded_away(engine, browser, monkeypatch, watch):
+    """A thought in the text, one that is open, colours of the thought on the text, and one that is sent to the model."""
+    source = engine.tokenizer.chat_template + "{# <think> #}"
+    monkeypatch.setitem(engine.tokenizer.chat_templates, "default", source)
+    if watch:  # the model's own tokens, of which the first four are the thought
+        monkeypatch.setitem(engine.tokenizer.chat_templates, "default", f"{source}<think>")
+        own = requests.set_thinking
+        monkeypatch.setattr(requests, "set_thinking", lambda ask, given, think, most: own(ask, given, think, 4))
+    else:
+        script(monkeypatch, engine, "<think>\n<b>I</b> think.\n</think>\n\nHello.")
+    browser.put(watch=watch, most="40")
+    browser.ask("One?")
+    thought = browser.do("document.querySelector('.thought').textContent")
+    content = browser.do("chat.messages.at(-1).content")
+    assert thought and browser.do("!document.querySelector('details').open")
+    if watch:
+        shown = browser.do("[...document.querySelectorAll('.text .token')].map(one => one.textContent).join('')")
+        plain = str.maketrans("", "", " \n_")  # Markdown shows neither
+        assert shown and shown.translate(plain) == content.translate(plain) and thought not in shown
+    else:
+        assert content == "Hello." and thought == "<b>I</b> think." and browser.texts(".text") == ["Hello."]
+    browser.do("document.querySelector('details').open = true")
+    browser.shot(f"thought-{watch}")
+    browser.go()
+    assert browser.do("document.querySelector('.thought').textContent") == thought
     assert browser.do("request(chat.messages)[1].messages.every(one => Object.keys(one).join() == 'role,content')")
 
 

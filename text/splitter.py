@@ -212,7 +212,8 @@ class Splitter:
             yield from self._skip()
             while depth and (yield from self._accept("}")):
                 depth -= 1
-                yield from self._skip(SPACE if depth else "")
+                if depth:
+                    yield from self._skip()
             if depth:
                 yield from self._expect(",")
         if self.in_call:
@@ -343,7 +344,7 @@ class Splitter:
 
     def _skip(self, characters: str = SPACE) -> Reading:
         while True:
-            self._take(len(self._waiting) - len(self._waiting.lstrip(characters or "\0")), None)
+            self._take(len(self._waiting) - len(self._waiting.lstrip(characters)), None)
             if self._waiting or self._ended:
                 return
             yield
@@ -436,29 +437,23 @@ def _literal(text: str) -> str:
 
 
 def _python_calls(code: str, tools: Mapping[str, dict[str, Any]]) -> list[tuple[str, dict[str, Any]]]:
-    """The names and arguments of the calls that code consists of, also within print() or a list."""
+    """The names and arguments of the calls in code that consists of calls, also within print() or a list."""
+    calls = []
     try:
-        waiting: list[ast.AST] = list(ast.parse(code.strip()).body)
-        calls = []
-        while waiting:
-            node = waiting.pop(0)
-            if isinstance(node, ast.Expr | ast.Assign):
-                waiting.insert(0, node.value)
-            elif isinstance(node, ast.List | ast.Tuple):
-                waiting[:0] = node.elts
-            elif isinstance(node, ast.Call) and ast.unparse(node.func) == "print" and "print" not in tools:
-                waiting[:0] = node.args
-            elif isinstance(node, ast.Call):
-                name = ast.unparse(node.func)
-                name = name if name in tools else name.rpartition(".")[2]
-                places = zip(tools.get(name, {}).get("properties") or (), node.args, strict=False)
+        tree = ast.parse(code.strip())
+        found = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+        for node in sorted(found, key=lambda node: (node.lineno, node.col_offset)):
+            name = ast.unparse(node.func)
+            name = name if name in tools else name.rpartition(".")[2]
+            if name in tools:
+                places = zip(tools[name].get("properties") or (), node.args, strict=False)
                 given = {key: ast.literal_eval(value) for key, value in places}
                 calls.append((name, given | {k.arg: ast.literal_eval(k.value) for k in node.keywords}))
-            else:
+            elif name != "print":
                 raise _NoCall
-        if not calls or any(name not in tools for name, _ in calls):
-            raise _NoCall
-        json.dumps([given for _, given in calls])
-        return calls
+        json.dumps(calls)
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
         raise _NoCall from None
+    if not calls or any(not isinstance(node, ast.Expr | ast.Assign) for node in tree.body):
+        raise _NoCall
+    return calls

@@ -98,7 +98,7 @@ class Answer:
             pieces += self._splitter.finish(cut)
         text, thought, calls = self._sort(pieces)
         if ended and self._around:
-            text += self._marks.end
+            text += f"\n{self._marks.end}"
         self.text += text
         self.thought += thought
         self.tokens += tokens

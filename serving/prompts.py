@@ -50,7 +50,8 @@ def _fits(engine: Engine, ask: Ask, room: int) -> bool:
 def prompts_of(engine: Engine, ask: Ask) -> list[Sequence[int]]:
     """The ids of every prompt."""
     tokenizer = engine.tokenizer
-    texts = [m["content"] for m in ask.messages] + [text for text in ask.prompts if isinstance(text, str)]
+    texts = [m[key] for m in ask.messages for key in ("content", "thought") if key in m]
+    texts += [text for text in ask.prompts if isinstance(text, str)]
     if tokenizer is None and texts:
         raise wrong(ask.source, "is text, and this model has no tokenizer; send token ids to /v1/completions")
     longest = max(map(len, texts), default=0)

@@ -224,7 +224,8 @@ def test_an_answer_goes_on_behind_a_thought(engine, client, template):
 
 
 def test_marks_that_are_special_tokens_are_seen(tmp_path, monkeypatch):
-    """Channels that run together because the engine leaves special tokens out of the text."""
+    """Channels that run together because the engine leaves special tokens out of the text, and a call that must come with
+    marks that a grammar spells with other tokens."""
     folder = instruct_folder(tmp_path)
     marks = ("<|channel|>", "<|message|>", "<|start|>", "<|end|>")
     settings = json.loads((folder / "tokenizer_config.json").read_text()) | {"chat_template": HARMONY}
@@ -235,6 +236,9 @@ def test_marks_that_are_special_tokens_are_seen(tmp_path, monkeypatch):
     assert {*tokenizer.shown_ids()} == {3, 4, 5, 6} <= tokenizer.special_ids
     said = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Hello."
     with running(engine) as server, openai.OpenAI(base_url=f"{server.address}/v1", api_key="none") as client:
+        forced = chat(client, tools=TOOLS, tool_choice="required", reasoning_budget=6, max_tokens=120).choices[0]
+        assert forced.finish_reason == "tool_calls" and not forced.message.content and forced.message.reasoning_content
+        assert json.loads(forced.message.tool_calls[0].function.arguments)["a"] <= 99
         made = script(monkeypatch, engine, "x")
         ids = tokenizer.mark_ids(said)
         assert ids[0] == 3 and ids.count(4) == 2

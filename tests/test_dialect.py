@@ -29,6 +29,7 @@ WEATHER = {
     "required": ["city"],
 }
 TOOLS = {"weather": WEATHER, "now": {"type": "object", "properties": {}}}
+HARMONY_MARKS = "<|channel|> <|message|> tools tool_calls"
 CITY = 'Paris <b> "x"\nline é</p'
 GIVEN = {"city": CITY, "days": 3, "more": {"a": [True, False]}}
 JSON = json.dumps(GIVEN, ensure_ascii=False)
@@ -243,6 +244,10 @@ def test_what_names_no_tool_of_the_request_stays_text(name):
         ('tools "parameters"', 'As JSON: {"name": "now", "parameters": {}}', None),
         ('tools "parameters"', " {1, 2} ", (" {1, 2} ", "", [])),
         ("tools <think>", "<think>\nnever ends \n", ("", "never ends", [])),
+        (HARMONY_MARKS, " to=python<|channel|>commentary<|message|>1 + 1<|end|>", ("", "1 + 1", [])),
+        (HARMONY_MARKS, "<|channel|>commentary to=assistant<|channel|>final<|message|>Hi", ("Hi", "", [])),
+        (HARMONY_MARKS, "<|channel|>analysis to=functions.now<|message|>", ("", "", [("now", "{}")])),
+        (HARMONY_MARKS, "no marks", ("no marks", "", [])),
         ("tools <think>", "<think>\n\n</think>\n\nHi", ("Hi", "", [])),
         ("tools <think>", "Use <think> and </think> so.\n", ("Use <think> and </think> so.\n", "", [])),
         ("tools <think>", " <thin", (" <thin", "", [])),

@@ -111,15 +111,16 @@ class Splitter:
         kind = self._begun
         while True:
             if not kind:
-                if not (yield from self._until(TEXT, "<|start|>", "<|channel|>", "to=functions.")):
+                if not (yield from self._until(TEXT, "<|start|>", "<|channel|>", " to=")):
                     return
-                at = yield from self._until(None, "<|message|>")
-                header, self._silent = self._silent, ""
-                if not at:
-                    return
-                name = re.search(r"to=functions\.([\w.-]+)", header)
+                if not (yield from self._until(None, "<|message|>")):
+                    return self._restore()
+                header = self._silent
+                name, channel = re.search(r"to=functions\.([\w.-]+)", header), header.rpartition("<|channel|>")[2]
                 self._mark()
-                kind = THOUGHT if "<|channel|>analysis" in header else TEXT
+                # what is for another function than the client's is no answer either
+                aside = "to=" in header.replace("to=assistant", "") and not channel.startswith("final")
+                kind = THOUGHT if channel.startswith("analysis") or aside else TEXT
                 if name and name[1] in self._tools:
                     self._commit(name[1])
                     kind = ARGUMENTS
@@ -380,7 +381,7 @@ class Splitter:
             self._fresh &= not text
         elif kind == QUOTED:
             kind, text = ARGUMENTS, json.dumps(text, ensure_ascii=False)[1:-1]
-        self._empty &= kind != ARGUMENTS
+        self._empty &= kind != ARGUMENTS or not text
         last = self._pieces[-1] if self._pieces else None
         if last and last.kind == kind and kind != CALL:
             self._pieces[-1] = last._replace(text=last.text + text)

@@ -80,6 +80,8 @@ class Splitter:
     def _answer(self) -> Reading:
         thoughts, end = self._dialect.thoughts, ""
         opened = self._begun == THOUGHT
+        forms = self._dialect.calls if self._tools else ()
+        begins = {mark: form for form in forms for mark in (form.begin, form.section[0]) if mark}
         if thoughts and not self._begun:
             yield from self._skip()
             opened = yield from self._accept(thoughts.begin)
@@ -87,19 +89,20 @@ class Splitter:
                 self._restore()
         if thoughts and opened:
             self._mark()
-            yield from self._until(THOUGHT, thoughts.end)
+            marked = [mark for mark in begins if "`" not in mark]
+            while (mark := (yield from self._until(THOUGHT, thoughts.end, *marked))) not in (thoughts.end, ""):
+                if (yield from self._try(self._calls(begins[mark], mark), THOUGHT)):
+                    break  # a call ends a thought, too
             self._mark()
             yield from self._skip()
             if thoughts.around[0] and (yield from self._accept(thoughts.around[0])):
                 end = thoughts.around[1]
             self._mark()
-        forms = self._dialect.calls if self._tools else ()
         if any(form.bare for form in forms):
             yield from self._skip()
             if (yield from self._next()) == "{":
                 yield from self._try(self._calls(forms[0]))
             self._restore()
-        begins = {mark: form for form in forms for mark in (form.begin, form.section[0]) if mark}
         while mark := (yield from self._until(TEXT, *begins, *filter(None, [end]))):
             if mark == end:
                 self._mark()
@@ -129,14 +132,17 @@ class Splitter:
             self._mark()
             kind = ""
 
-    def _try(self, calls: Reading) -> Reading:
+    def _try(self, calls: Reading, kind: str = TEXT) -> Reading:
+        """Read calls, or what looks like calls and is text of a kind. Returns whether a call began."""
         try:
             yield from calls
         except _NoCall:
             if not self.in_call:
-                self._restore()
-            elif not self._ended:
+                self._restore(kind)
+                return False
+            if not self._ended:
                 self._mark()
+        return True
 
     def _calls(self, form: Calls, mark: str = "") -> Reading:
         """The calls behind a mark."""
@@ -178,7 +184,7 @@ class Splitter:
                     break
             yield from self._accept("]" if listed else "")
             return
-        header, mark = yield from self._read("{", *filter(None, [end]), then=LEAVE)
+        header, mark = yield from self._name("{", *filter(None, [end]), then=LEAVE)
         name = re.match(r"(?:function<｜tool▁sep｜>|functions\.)?([\w.-]+)", header)
         own = re.match(r"functions\.[\w.-]+:\d+", header)
         self._commit(name[1] if name else "", own[0] if own else "")
@@ -228,8 +234,8 @@ class Splitter:
 
     def _tagged(self, tags: Tags, end: str) -> Reading:
         """A name, then values between tags, which become JSON."""
-        name, mark = yield from self._read(*([tags.named] if tags.named else [tags.key, end]))
-        properties = self._commit(name.strip()).get("properties") or {}
+        name, mark = yield from self._name(*([tags.named] if tags.named else [tags.key, end]))
+        properties = self._commit(name).get("properties") or {}
         self._emit(ARGUMENTS, "{")
         before = ""
         while True:
@@ -255,8 +261,8 @@ class Splitter:
 
     def _in_braces(self, quote: str) -> Reading:
         """A name, then braces with bare keys, and with texts between marks of their own, which become JSON."""
-        name, mark = yield from self._read("{")
-        self._commit(name.strip())
+        name, mark = yield from self._name("{")
+        self._commit(name)
         self._emit(ARGUMENTS, "{")
         depth = 1
         while depth:
@@ -315,6 +321,17 @@ class Splitter:
         at = len(self._silent)
         mark = yield from self._must(None, *marks, then=then)
         return self._silent[at : len(self._silent) - (0 if then == LEAVE else len(mark))], mark
+
+    def _name(self, *marks: str, then: int = DROP) -> Reading:
+        """The name of a function up to the first of the marks, and that mark. A name holds no space and no end of a
+        thought, so that what a text says about marks is soon a text again."""
+        yield from self._skip()
+        no_name = [" ", self._dialect.thoughts.end] if self._dialect.thoughts else [" "]
+        name, mark = yield from self._read(*marks, *no_name, then=LEAVE)
+        if mark in no_name:
+            raise _NoCall
+        self._take(0 if then == LEAVE else len(mark), None)
+        return name.strip(), mark
 
     def _until(self, kind: str | None, *marks: str, then: int = DROP) -> Reading:
         """Hand out the text up to the first of the marks. Returns the mark, "" at the end of the answer.
@@ -404,11 +421,11 @@ class Splitter:
         self.in_call, self._fresh = False, True
         self._silent = self._space = ""
 
-    def _restore(self) -> None:
-        """What was silent is text. Where the answer was cut off, it may have become a call."""
+    def _restore(self, kind: str = TEXT) -> None:
+        """What was silent is text of a kind. Where the answer was cut off, it may have become a call."""
         text, self._silent = self._silent, ""
         if not (self._ended and self._cut):
-            self._emit(TEXT, text)
+            self._emit(kind, text)
 
 
 @functools.lru_cache(64)

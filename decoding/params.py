@@ -61,11 +61,11 @@ class SamplingMode:
 
 
 class Thought(NamedTuple):
-    """A thought that comes before the text, and to which the grammar of the text does not apply. All ids are tokens.
+    """A thought that comes before the text, and to which the grammar of the text does not apply.
 
-    begin: the ids of the mark that the model may begin it with, () where the prompt has begun it. end: the mark that ends
-    it. gap: what must follow that mark where a grammar comes next. most: how many tokens the thought may have, the mark
-    included, None for any number. close: what ends a thought that has as many, the mark included.
+    begin: the ids of the mark that the model may begin it with, () where the prompt has begun it. end: the text of the
+    mark that ends it. gap: the ids that must follow that mark where a grammar comes next. most: how many tokens the
+    thought may have, None for any number. close: the ids that end a thought which has as many, its mark included.
     """
 
     begin: tuple[int, ...]

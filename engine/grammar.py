@@ -240,6 +240,9 @@ class AfterThought(Constraint):
         super().__init__(matcher, vocab_size, stop_ids, tokenizer)
         self.thought = thought
         self._end = thought.end.encode()
+        self._open = torch.full((self.words,), -1, dtype=torch.int32)
+        if matcher is not None:  # the text that must come is not there yet
+            self._open &= ~self._bits(stop_ids)
         self._now = _Now(thought.begin, not thought.begin, (), 0, b"")
 
     def take(self, token_ids: Sequence[int]) -> None:
@@ -253,16 +256,10 @@ class AfterThought(Constraint):
         now = self._now
         if now.forced:
             return self._bits([now.forced[0]])
-        bits = (
-            torch.full((self.words,), -1, dtype=torch.int32)
-            if now.thinks or self.matcher is None
-            else super().allowed()
-        )
+        bits = self._open if now.thinks or self.matcher is None else super().allowed()
         if now.begin and self.matcher is not None:
             first = self._bits([now.begin[0]])
             bits = bits | first if now.begin == self.thought.begin else first
-        if now.thinks and self.matcher is not None:
-            bits &= ~self._bits(self.stop_ids)
         return bits
 
     def forced(self) -> list[int]:

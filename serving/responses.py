@@ -13,7 +13,7 @@ REPEATED = ("instructions", "metadata", "tools", "user")  # fields of the reques
 
 
 class ResponseWriter(Writer):
-    """/v1/responses. The thought is an item, the text is a message item, which ends last, and so is every tool call."""
+    """/v1/responses. The text is one message item, which ends last. The thought and every tool call are items, too."""
 
     prefix = "resp_"
 

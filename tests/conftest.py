@@ -285,3 +285,20 @@ def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory):
         return made[family]
 
     return make
+
+
+@pytest.fixture(scope="module")
+def server(engine):
+    """A server of a test file's own engine."""
+    from serving_kit import running  # needs packages that the other tests do without
+
+    with running(engine, max_queue=20) as server:
+        yield server
+
+
+@pytest.fixture
+def client(server):
+    """OpenAI's client of that server."""
+    openai = pytest.importorskip("openai", reason="the client needs openai (requirements-dev.txt)")
+    with openai.OpenAI(base_url=f"{server.address}/v1", api_key="none", max_retries=0) as client:
+        yield client

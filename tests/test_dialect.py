@@ -300,9 +300,7 @@ def test_a_forced_call_is_written_in_the_form_of_the_family(name):
     dialect, _, _ = family(name)
     functions = [{"name": called, "parameters": schema} for called, schema in TOOLS.items()]
     grammar = checked_grammar(dialect.call_grammar(functions, quoted))
-    form, tags = "<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>ARGUMENTS", None
-    if not dialect.harmony:
-        form, tags = dialect.calls[0].written, dialect.calls[0].body
+    form, tags = dialect.calls[0].written, dialect.calls[0].body
     given = '{"city":"Rome","days":3}'
     if isinstance(tags, Tags):
         values = (("city", "Rome"), ("days", 3))

@@ -17,7 +17,7 @@ pytest.importorskip("uvicorn", reason="the server needs uvicorn (requirements-de
 openai = pytest.importorskip("openai", reason="the client needs openai (requirements-dev.txt)")
 
 import pydantic  # noqa: E402  # the client needs it
-from serving_kit import instruct_folder, running, script, until  # noqa: E402
+from serving_kit import instruct_folder, script, until  # noqa: E402
 from tiny import rules  # noqa: E402
 
 from decoding.params import SamplingParams  # noqa: E402
@@ -36,18 +36,6 @@ def engine(tmp_path_factory):
     made = load(instruct_folder(tmp_path_factory.mktemp("instruct")), drafter="ngram", device="cpu", threads=1)
     made.keep_prompts(PromptCache(64))
     return made
-
-
-@pytest.fixture(scope="module")
-def server(engine):
-    with running(engine, max_queue=20) as server:
-        yield server
-
-
-@pytest.fixture
-def client(server):
-    with openai.OpenAI(base_url=f"{server.address}/v1", api_key="none", max_retries=0) as client:
-        yield client
 
 
 def expected(engine, messages=ASK, **params) -> str:

@@ -16,7 +16,7 @@ pytest.importorskip("starlette", reason="the server needs starlette (requirement
 pytest.importorskip("uvicorn", reason="the server needs uvicorn (requirements-dev.txt)")
 httpx = pytest.importorskip("httpx", reason="the client needs httpx (requirements-dev.txt)")
 
-from serving_kit import Running, instruct_folder, running, until  # noqa: E402
+from serving_kit import Running, instruct_folder, until  # noqa: E402
 
 from cli.steps import StepRecorder, page_data  # noqa: E402
 from decoding.params import SamplingParams  # noqa: E402
@@ -31,12 +31,6 @@ VENDOR = Path(__file__).resolve().parent.parent / "serving" / "vendor"
 def engine(tmp_path_factory):
     folder = instruct_folder(tmp_path_factory.mktemp("instruct"))
     return load(folder, eagle=str(DEMO / "eagle3"), device="cpu", threads=1)
-
-
-@pytest.fixture(scope="module")
-def server(engine):
-    with running(engine, max_queue=20) as server:
-        yield server
 
 
 def chunks_of(server: Running, path: str = "/v1/chat/completions", **body) -> Iterator[dict]:

@@ -41,18 +41,6 @@ def engine(tmp_path_factory):
     return load(instruct_folder(tmp_path_factory.mktemp("instruct")), drafter="ngram", device="cpu", threads=1)
 
 
-@pytest.fixture(scope="module")
-def server(engine):
-    with running(engine, max_queue=20) as server:
-        yield server
-
-
-@pytest.fixture
-def client(server):
-    with openai.OpenAI(base_url=f"{server.address}/v1", api_key="none", max_retries=0) as client:
-        yield client
-
-
 @pytest.fixture
 def template(engine, monkeypatch):
     return partial(monkeypatch.setitem, engine.tokenizer.chat_templates, "default")

@@ -69,13 +69,14 @@ class Calls:
 
 
 OBJECT = '{"name": "NAME", "arguments": ARGUMENTS}'
-PARAMETERS = OBJECT.replace("arguments", "parameters")
 HERMES = Calls("<tool_call>", "</tool_call>", f"<tool_call>\n{OBJECT}\n</tool_call>")
 FENCES = (
     Calls("```tool_code", "```", "```tool_code\nNAME(ARGUMENTS)\n```", body=PythonCode()),
     Calls("```json", "```", f"```json\n{OBJECT}\n```"),
 )
-LLAMA = Calls("<|python_tag|>", "", PARAMETERS, bare=True)
+LLAMA = Calls("<|python_tag|>", "", OBJECT.replace("arguments", "parameters"), bare=True)
+# gpt-oss has a message for each call, which is read together with its other messages.
+GPT_OSS = Calls("", "", "<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>ARGUMENTS")
 
 
 def _section(first: str, last: str, begin: str, end: str, inner: str, body: Tags | None = None) -> Calls:
@@ -106,6 +107,7 @@ PHI = Calls("functools", "", f"functools[{OBJECT}]")
 HUNYUAN = Calls("<tool_calls>", "</tool_calls>", f"<tool_calls>[{OBJECT}]</tool_calls>")
 # Rows: the texts that a template or a vocabulary must have, and the forms of calls. The first row that fits counts.
 CALLS: tuple[tuple[tuple[str, ...], tuple[Calls, ...]], ...] = (
+    (("<|channel|>", "<|message|>"), (GPT_OSS,)),
     (("<|tool_call>",), (_braces("<|tool_call>", "<tool_call|>", '<|"|>'),)),  # Gemma 4
     (
         ("<start_function_call>",),
@@ -194,13 +196,12 @@ class Dialect:
         literal: a text in Lark's syntax, in which special tokens are tokens.
         """
         form = self.calls[0]
-        written = "<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>ARGUMENTS"
-        before, after = (written if self.harmony else form.written).split("ARGUMENTS")
+        before, after = form.written.split("ARGUMENTS")
         rules = [f"start: {' | '.join(f'call{i}' for i in range(len(functions)))}"]
         for i, function in enumerate(functions):
             ends = literal(before.replace("NAME", function["name"])), literal(after)
             rules.append(f"call{i}: {ends[0]} arguments{i} {ends[1]}")
-            if isinstance(form.body, Tags) and not self.harmony:
+            if isinstance(form.body, Tags):
                 rules += _tagged(f"arguments{i}", form.body, function["parameters"], literal)
             else:
                 rules.append(f"arguments{i}: {_json(function['parameters'])}")

@@ -304,16 +304,16 @@ class Tokenizer:
         run = ""  # text since the last control token
         for i, piece in enumerate(pieces):
             is_content = i % 2 == 1
-            for j, text in enumerate([piece] if is_content else self._control_pattern.split(piece)):
-                if j % 2 == 0:
-                    run += text
+            for part in [piece] if is_content else self.parts(piece):
+                if isinstance(part, str):
+                    run += part
                     continue
-                ids += [*self._text_ids(run, first=not ids and not goes_on), self._control[text]]
+                ids += [*self._text_ids(run, first=not ids and not goes_on), part]
                 run = ""
         return ids + self._text_ids(run, first=not ids and not goes_on)
 
     def parts(self, text: str) -> list[str | int]:
-        """A text of marks, which may be control tokens: these as ids, and the text between them."""
+        """A text in which control tokens count: these as ids, and the text between them."""
         split = self._control_pattern.split(text)
         return [self._control[part] if i % 2 else part for i, part in enumerate(split) if part]
 
@@ -334,7 +334,8 @@ class Tokenizer:
     def thinks_after(self, ids: list[int]) -> bool:
         """Whether a prompt ends with the mark that begins a thought."""
         thoughts = self.dialect.thoughts
-        return bool(thoughts) and self.decode(ids[-16:], False, True).rstrip().endswith(thoughts.begin)
+        end = self.decode(ids[-16:], skip_special=False, continuation=True)  # no mark has so many tokens
+        return bool(thoughts) and end.rstrip().endswith(thoughts.begin)
 
     def template_writes(self, text: str) -> bool:
         """Whether the model's chat template in use holds a text, such as the name of a variable or of a tag."""

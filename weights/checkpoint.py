@@ -96,7 +96,8 @@ class Checkpoint:
         else:
             raw = read_json(directory / "config.json")
             kind = next((kind for kind, key in QUANTIZED.items() if raw.get(key)), "hf")
-            kind = small_floats.kind_of(raw) or kind if kind == "published" else kind
+            if kind == "published":
+                kind = small_floats.kind_of(raw) or kind
             config = read_config(raw, directory)
         generation = {}
         if (file := directory / "generation_config.json").is_file():
@@ -154,8 +155,9 @@ class Checkpoint:
             note = small_floats.NOTES[self.kind][self.keeps_small].format(self.directory.name)
         if self.kind == "published" and (bits := self._published.activations) < 16:
             note = f"{self.directory.name} was made for activations of {bits} bits; only its weights are read that way."
-        images = f"{self.directory.name}: its text model is read, and what reads images and sounds is left out."
-        images *= self.raw.get("model_type") in WITH_IMAGES
+        images = ""
+        if self.raw.get("model_type") in WITH_IMAGES:
+            images = f"{self.directory.name}: its text model is read, and what reads images and sounds is left out."
         return [text for text in (note, images, *(f"LoRA {adapter}" for adapter in self.adapters)) if text]
 
     @property

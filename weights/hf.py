@@ -300,7 +300,8 @@ def _put_mlp(
         if mlp.correction is not None:
             views[f"{at}.{place}.{router}.e_score_correction_bias"] = mlp.correction
         if mlp.shared is not None:
-            sizes, shared = [config.shared_intermediate_size] * 2, "shared_expert" + "s" * (not config.shared_gate)
+            sizes = [config.shared_intermediate_size] * 2
+            shared = "shared_expert" if config.shared_gate else "shared_experts"
             put(f"{at}.mlp.{shared}", "gate_proj up_proj", mlp.shared.gate_up, sizes)
             put(f"{at}.mlp.{shared}", "down_proj", mlp.shared.down)
             put(f"{at}.mlp", "shared_expert_gate", mlp.shared_gate)

@@ -250,7 +250,8 @@ class Batch:
         state.n[row] = tokens - 1
         state.count[row] = 1
         allowed = request.constraint.allowed() if request.constraint else None
-        self._reading = request, engine.prefill.read(row, request.prompt, request.mode, start, allowed)
+        alone = lambda: self.rows.count(None) == len(self.rows) - 1  # noqa: E731
+        self._reading = request, engine.prefill.read(row, request.prompt, request.mode, start, allowed, alone)
         return True
 
     def _begin(self) -> None:

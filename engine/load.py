@@ -23,11 +23,12 @@ import kernels
 from decoding.drafter import PlainDrafter
 from engine.engine import Engine, EngineConfig
 from engine.first_look import first_look
+from engine.prefill import CHUNKS, WIDE_CHUNKS
 from engine.ranks import OtherRank, RankedEngine, RankLost, Ranks, end_with_the_leader, follow, meet
-from families.config import DTYPES
+from families.config import DTYPES, ModelConfig
 from kernels import tuned
 from loading.drafting import DraftFiles, build_drafter, build_head, drafts_blocks, own_head, read_drafter, resolve
-from loading.memory import MemoryPlan, check_memory, plan_memory
+from loading.memory import MemoryPlan, check_memory, chunk_bytes, plan_memory
 from loading.options import DEMO, LoadKeywords, LoadOptions, check_names
 from support import cache
 from support.errors import UsageError, bad_files, one_line
@@ -140,6 +141,7 @@ def _load(
     if not options.pool:
         options = replace(options, pool=fit_pool(checkpoint, files, options, ranks))
     checkpoint, plan = check_plan(checkpoint, files, options, ranks, say)
+    chunk, plan = fit_chunk(checkpoint.config, plan, options, ranks)
     for note in (*checkpoint.notes, *(files.head.notes if files.head else ())):
         say(f"note    {note}")
     with bad_files(), freed_memory_returns():
@@ -160,7 +162,8 @@ def _load(
         limit = trained.max_position_embeddings
         say(f"note    this drafter was trained to {limit:,} positions; past them expect fewer accepted tokens.")
     release_threads()  # requests may run in another thread
-    config = replace(EngineConfig.of(options, backend, head), plan=plan, generation=checkpoint.generation)
+    config = EngineConfig.of(options, backend, head)
+    config = replace(config, plan=plan, generation=checkpoint.generation, chunk=chunk)
     if ranks:
         return RankedEngine(model, tokenizer, drafter, config, ranks)
     if backend.device_type == "cuda" and backend.mode != "reference":
@@ -213,6 +216,19 @@ def fit_pool(checkpoint: Checkpoint, files: DraftFiles, options: LoadOptions, ra
     more = max(0, free - small) * 9 * (most - least) // (10 * max(1, large - small))
     fitting = most if large <= free else least + more
     return min(ranks.heard(fitting)) if ranks else fitting
+
+
+def fit_chunk(
+    config: ModelConfig, plan: MemoryPlan, options: LoadOptions, ranks: Ranks | None
+) -> tuple[int, MemoryPlan]:
+    """The most tokens of a prompt that one forward reads, and the plan with what they need. All ranks call it, and all
+    get the same number. A CPU, and forwards that Inductor compiles, gain nothing by more than the usual ones."""
+    if options.device != "cuda" or (options.compile and options.compile_mode == "reduce-overhead"):
+        return CHUNKS[-1], plan
+    room = _free(options, ranks) - plan.total
+    most = next((w for w in reversed(WIDE_CHUNKS) if chunk_bytes(config, w) <= room), CHUNKS[-1])
+    most = min(ranks.heard(most)) if ranks else most
+    return most, replace(plan, prompts=chunk_bytes(config, most) if most > CHUNKS[-1] else 0)
 
 
 def _free(options: LoadOptions, ranks: Ranks | None) -> int:

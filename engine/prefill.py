@@ -24,6 +24,17 @@ from text.tokenizer import Tokenizer
 Prompt: TypeAlias = str | Sequence[int] | np.ndarray | Tensor
 ALLOWED = "allowed: text, a list of token ids, or a one-dimensional numpy array or torch tensor of integers"
 CHUNKS = (32, 64, 128, 256)  # fixed widths, so that a prompt of any length runs shapes that were seen before
+WIDE_CHUNKS = (512, 1024, 2048)  # where they fit into memory and nobody waits for a step: launches are few, then
+
+
+def chunk_width(left: int, widest: int) -> int:
+    """The width of the next chunk of a prompt, of which `left` tokens are to be read. A wide chunk is filled up by an
+    eighth of its width at most."""
+    widths = [w for w in CHUNKS + WIDE_CHUNKS if w <= widest]
+    fits = next((w for w in widths if w >= left), None)
+    if fits and (fits <= CHUNKS[-1] or left >= fits - fits // 8):
+        return fits
+    return max(w for w in widths if w <= left)
 
 
 def prompt_ids(prompt: Prompt, tokenizer: Tokenizer | None) -> list[int]:
@@ -65,29 +76,34 @@ class Prefill:
     """Works on the buffers of a DecodeState, one row at a time. Needs the kernel backend of its engine to be active."""
 
     def __init__(
-        self, model: Transformer, drafter: Drafter, state: DecodeState, layers: Callable | None, compiled: bool
-    ):
-        """layers: a faster `Transformer.run_layers`, if any. compiled: whether chunks are compiled as a whole."""
+        self, model: Transformer, drafter: Drafter, state: DecodeState, layers: Callable | None, compiled: bool,
+        widest: int = CHUNKS[-1],
+    ):  # fmt: skip
+        """layers: a faster `Transformer.run_layers`, if any. compiled: whether chunks are compiled as a whole. widest: of
+        all chunks."""
         self.model = model
         self.drafter = drafter
         self.state = state
+        self.widest = widest
         self.forward: Callable = partial(_run_chunk, layers=layers)
         if compiled:
             self.forward = torch.compile(_run_chunk, fullgraph=True, dynamic=False)
 
     def read(
-        self, row: int, prompt: list[int], mode: SamplingMode, start: int = 0, allowed: Tensor | None = None
-    ) -> Generator[None, None, tuple[int, Logprobs | None]]:
+        self, row: int, prompt: list[int], mode: SamplingMode, start: int = 0, allowed: Tensor | None = None,
+        alone: Callable[[], bool] = lambda: True,
+    ) -> Generator[None, None, tuple[int, Logprobs | None]]:  # fmt: skip
         """Run prompt[start:] and set up the row. Comes back between two chunks of the prompt, so that others can go on.
 
-        allowed: the tokens that may come first, int32 [W] as in `sampling.restrict`; None: all.
+        allowed: the tokens that may come first, int32 [W] as in `sampling.restrict`; None: all. alone: whether no other
+        row waits for a step, so that the next chunk may be a wide one.
 
         Returns the first token, and its Logprobs [1, 1] if the mode has them. Raises ArithmeticError if the logits after
         the prompt cannot be used.
         """
         state = self.state
         P = len(prompt)
-        raw_logits, noise = yield from self._logits(row, prompt, mode, start)
+        raw_logits, noise = yield from self._logits(row, prompt, mode, start, alone)
         logits = self.penalised(row, raw_logits, prompt, P, mode)
         if allowed is not None:
             logits = sampling.restrict(logits, allowed.to(logits.device).view(1, 1, -1))
@@ -110,7 +126,7 @@ class Prefill:
         return _result(self._logits(row, text, mode, 0))
 
     def _logits(
-        self, row: int, text: list[int], mode: SamplingMode, start: int
+        self, row: int, text: list[int], mode: SamplingMode, start: int, alone: Callable[[], bool] = lambda: True
     ) -> Generator[None, None, tuple[Tensor, Tensor | None]]:
         """`logits` of text[start:], chunk by chunk. The last token's feature becomes the pending one."""
         state = self.state
@@ -120,8 +136,11 @@ class Prefill:
         if state.memory is not None and start == 0:
             resume(state.memory, row, None)
         while start < P:
-            width = next((w for w in CHUNKS if P - start <= w), CHUNKS[-1])
-            take = min(width, P - start)
+            left = P - start
+            if state.memory is not None and left > CHUNKS[-1]:
+                left -= 1  # The last chunk is a narrow one, because a snapshot is taken before it.
+            width = chunk_width(left, self.widest if alone() else CHUNKS[-1])
+            take = min(width, left)
             chunk, nexts = torch.zeros(2, 1, width, dtype=torch.int64)
             chunk[0, :take] = ids[start : start + take]
             nexts[0, :take] = ids[start + 1 : start + take + 1]

@@ -17,7 +17,7 @@ from decoding.params import SamplingMode, SamplingParams
 from decoding.step import RING, DecodeState, Observer, StepOutput, decode_step
 from engine.fused import compiled_blocks, fused_parts
 from engine.grammar import ConstrainedSteps, Constraint
-from engine.prefill import Prefill
+from engine.prefill import CHUNKS, Prefill
 from engine.runner import Runner
 from loading.drafting import DraftHead
 from loading.memory import MemoryPlan
@@ -44,6 +44,7 @@ class EngineConfig:
             The tokens are the same up to the rounding of forwards of other widths.
         kv_dtype: of the target's cache: None for the model's, torch.int8, or torch.float16 with the CPU kernels.
         pool: tokens that the target's cache has room for, of all rows together; default: ctx for each.
+        chunk: the most tokens of a prompt that one forward reads.
         options, plan, head, generation: what `engine.load.load` decided, planned and read (generation is the model's
             generation_config.json). The engine only keeps them, for reports and command lines.
     """
@@ -57,6 +58,7 @@ class EngineConfig:
     eagle_always: bool = True
     kv_dtype: torch.dtype | None = None
     pool: int | None = None
+    chunk: int = CHUNKS[-1]
     options: LoadOptions | None = None
     plan: MemoryPlan | None = None
     head: DraftHead | None = None
@@ -146,7 +148,7 @@ class Stepper:
         if self.backend.mode == "cpu":
             self.parts = fused_parts()
             layers = self.parts.layers
-        self.prefill = Prefill(self.model, self.drafter, self.state, layers, self.compiled == "step")
+        self.prefill = Prefill(self.model, self.drafter, self.state, layers, self.compiled == "step", self.config.chunk)
         if self.compiled != "step":
             return
         # Inductor captures no step that writes a buffer whose address may change

@@ -72,17 +72,12 @@ def _attend_one(q, kv, visible, positions, start, window, scale, cap, sinks) -> 
 
 
 @jit
-def _row_geometry(start, positions, b, m, T, ROWS, CHAIN: tl.constexpr):
-    """For query rows m = g * T + t of sequence b: (whether the row exists, t, first slot n of the region,
-    position p, end of the keys that are read in chunks)."""
-    ok = m < ROWS
-    t = m % T
-    n = tl.load(start + b).to(tl.int32)
-    p = tl.load(positions + b * T + t, mask=ok, other=0).to(tl.int32)
+def _limit(n, p, CHAIN: tl.constexpr):
+    """The end of the keys that the rows at positions p read in chunks. n: the first slot of the region."""
     limit = tl.maximum(p - 16, 0) // 16 * 16
     if not CHAIN:  # Only the rows of a chain lie where their positions say. Nodes are at most 16 deep.
         limit = tl.minimum(limit, n)
-    return ok, t, n, p, tl.where(ok, limit, 0)
+    return limit
 
 
 @jit
@@ -140,12 +135,22 @@ def _live_splits(end):
 
 
 @jit
+def _weigh(query, k, see, scale, top, total, CAP: tl.constexpr, NATIVE: tl.constexpr):
+    """A block of keys more in an online softmax: (maximum, sum, factor of earlier values, weights of the new ones)."""
+    dots = dot(query, tl.trans(k), tl.zeros(see.shape, tl.float32), NATIVE)
+    score = tl.where(see, _capped(dots * scale, CAP), float("-inf"))
+    new, safe, shrink = _rescale(top, tl.max(score, 1))
+    weight = tl.exp(score - safe[:, None])
+    return new, total * shrink + tl.sum(weight, 1), shrink, weight.to(query.dtype)
+
+
+@jit
 def _attend_chunks(
     query, kv, kv_scales, own, trash, split, ok, n, p, limit, v_offset, scale, HD: tl.constexpr, HDP: tl.constexpr,
     WINDOW: tl.constexpr, CHAIN: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, INT8: tl.constexpr,
     CAP: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
-    """The part on matrix units: (maximum, sum, weighted values) over the keys of a split below `limit`.
+    """(maximum, sum, weighted values) over the keys of a split below `limit`.
 
     Key blocks begin at multiples of BK, and a block that is masked changes no bit. So the partial sum of a
     row depends on its position and its keys alone.
@@ -161,122 +166,110 @@ def _attend_chunks(
     for j0 in range(low, tl.minimum(last, end), BK):
         j = j0 + tl.arange(0, BK)
         at = (own + tl.minimum(j, trash)) * (HD + 4 * INT8)
-        k = load_rows(kv, kv_scales, at, d, j < end, query.dtype, HD, INT8)
-        v = load_rows(kv, kv_scales, at + v_offset, d, j < end, query.dtype, HD, INT8)
-        spoilt = tl.zeros((BK,), tl.int32)
-        if WINDOW > 0 or CHAIN:  # Queries of a tile see different keys, and 0 x NaN must not reach the others.
-            usable = tl.abs(v.to(tl.float32)) < float("inf")
-            spoilt = tl.max(tl.where(usable, 0, 1), 1)
-            v = tl.where(usable, v, 0.0).to(v.dtype)
         see = j[None, :] < limit[:, None]
         if WINDOW > 0:
             near = j[None, :] > p[:, None] - WINDOW
             see = see & (near if CHAIN else near | (j[None, :] >= n))
-        dots = dot(query, tl.trans(k), tl.zeros((BM, BK), tl.float32), NATIVE)
-        score = tl.where(see, _capped(dots * scale, CAP), float("-inf"))
-        new, safe, shrink = _rescale(top, tl.max(score, 1))
-        weight = tl.exp(score - safe[:, None])
-        total = total * shrink + tl.sum(weight, 1)
-        acc = dot(weight.to(v.dtype), v, acc * shrink[:, None], NATIVE)
-        if WINDOW > 0 or CHAIN:
+        k = load_rows(kv, kv_scales, at, d, j < end, query.dtype, HD, INT8)
+        top, total, shrink, weight = _weigh(query, k, see, scale, top, total, CAP, NATIVE)
+        v = load_rows(kv, kv_scales, at + v_offset, d, j < end, query.dtype, HD, INT8)
+        acc = acc * shrink[:, None]
+        if WINDOW > 0 or CHAIN:  # Queries of a tile see different keys, and 0 x NaN must not reach the others.
+            spoilt = tl.max(tl.where(tl.abs(v.to(tl.float32)) < float("inf"), 0, 1), 1)
+            v = tl.where((spoilt == 0)[:, None], v, 0.0).to(v.dtype)
             hit = tl.max(tl.where(see & (spoilt != 0)[None, :], 1, 0), 1)
             acc = tl.where((hit != 0)[:, None], float("nan"), acc)
-        top = new
+        acc = dot(weight, v, acc, NATIVE)
     return top, total, acc
 
 
 @jit
-def _seen_rows(visible, b, t, ok, first, T, R, RP: tl.constexpr):
-    """Which of the region's rows `first`, `first` + 1, ... the queries see: their numbers [RP], and 0 or 1 [..., RP]."""
+def _seen_rows(visible, first, R, RP: tl.constexpr):
+    """Which of the region's rows `first`, `first` + 1, ... a query sees: their numbers [RP], and 0 or 1 [RP]."""
     r = first + tl.arange(0, RP)
-    at = visible + (b * T + t[:, None]) * R + r[None, :]
-    return r, tl.load(at, mask=ok[:, None] & (r < R)[None, :], other=0).to(tl.int32)
+    return r, tl.load(visible + r, mask=r < R, other=0).to(tl.int32)
 
 
 @jit
 def _attend_tail(
-    query, kv, kv_scales, visible, own, trash, b, ok, t, n, p, limit, v_offset, T, R, scale, HD: tl.constexpr,
-    HDP: tl.constexpr, RP: tl.constexpr, WINDOW: tl.constexpr, CHAIN: tl.constexpr, RT: tl.constexpr,
-    INT8: tl.constexpr, CAP: tl.constexpr,
+    query, kv, kv_scales, visible, own, trash, t, n, p, limit, v_offset, R, scale, HD: tl.constexpr, HDP: tl.constexpr,
+    RP: tl.constexpr, WINDOW: tl.constexpr, CHAIN: tl.constexpr, GP: tl.constexpr, INT8: tl.constexpr,
+    CAP: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
-    """The same over the tail, the keys from `limit` on, for RT rows.
+    """The same over the tail, the keys from `limit` on, for the GP queries of one token. visible: its row of the region.
 
     Key i of the tail is position limit + i, whichever slot holds it: history, or the i-th visible row of the
-    region. So verification, plain decoding and prompts reduce the same operands in the same places. Every query
-    gathers only rows that it sees. Others are loaded as zero. A tail has at most 32 keys where rows see their own path
-    alone, so that there is one step, or two of 16 where heads are wide.
+    region. So verification, plain decoding and prompts reduce the same operands in the same places. Only keys that the
+    token sees are loaded. A tail has at most 32 where rows see their own path alone, so that there is one step, or two
+    of 16 where heads are wide.
     """
     KEYS: tl.constexpr = 32 if HDP <= 256 else 16  # of a step, as many as registers allow
     base = own * (HD + 4 * INT8)
-    values = kv + base + v_offset
     d = tl.arange(0, HDP)
-    count = tl.zeros((RT,), tl.int32)  # of the region's rows that a query sees
+    count = 0  # of the region's rows that the token sees
     if CHAIN:
         count += t + 1
     else:
         for first in range(0, R, RP):
-            count += tl.sum(_seen_rows(visible, b, t, ok, first, T, R, RP)[1], 1)
-    top = tl.full((RT,), float("-inf"), tl.float32)
-    total = tl.zeros((RT,), tl.float32)
-    acc = tl.zeros((RT, HDP), tl.float32)
-    for step in range(tl.cdiv(tl.max(tl.where(ok, n - limit + count, 0), 0), KEYS)):
-        j = limit[:, None] + step * KEYS + tl.arange(0, KEYS)[None, :]
+            count += tl.sum(_seen_rows(visible, first, R, RP)[1], 0)
+    top = tl.full((GP,), float("-inf"), tl.float32)
+    total = tl.zeros((GP,), tl.float32)
+    acc = tl.zeros((GP, HDP), tl.float32)
+    for j0 in range(limit, n + count, KEYS):
+        j = j0 + tl.arange(0, KEYS)
         nth = j - n
         slot = tl.minimum(j, trash)
         if not CHAIN:  # The slots of the visible rows are in the order of their positions.
-            row = tl.zeros((RT, KEYS), tl.int32)
-            before = tl.zeros((RT,), tl.int32)
+            row = tl.zeros((KEYS,), tl.int32)
+            before = 0
             for first in range(0, R, RP):
-                r, seen = _seen_rows(visible, b, t, ok, first, T, R, RP)
-                rank = (before[:, None] + tl.cumsum(seen, 1)) * seen  # 1, 2, ... for the visible rows
-                row += tl.sum(tl.where(rank[:, None, :] == nth[:, :, None] + 1, r[None, None, :], 0), 2)
-                before += tl.sum(seen, 1)
+                r, seen = _seen_rows(visible, first, R, RP)
+                rank = (before + tl.cumsum(seen, 0)) * seen  # 1, 2, ... for the visible rows
+                row += tl.sum(tl.where(rank[None, :] == nth[:, None] + 1, r[None, :], 0), 1)
+                before += tl.sum(seen, 0)
             slot = tl.where(nth < 0, j, tl.minimum(n + row, trash))
-        see = ok[:, None] & (nth < count[:, None])
+        see = nth < count
         if WINDOW > 0:
-            near = j > p[:, None] - WINDOW
+            near = j > p - WINDOW
             see = see & (near if CHAIN else near | (nth >= 0))
-        at = slot * (HD + 4 * INT8)
-        k = load_rows(kv + base, kv_scales + base // 4, at, d, see, tl.float32, HD, INT8)
-        v = load_rows(values, kv_scales + (base + v_offset) // 4, at, d, see, tl.float32, HD, INT8)
-        score = tl.where(see, _capped(tl.sum(query[:, None, :] * k, 2) * scale, CAP), float("-inf"))
-        new, safe, shrink = _rescale(top, tl.max(score, 1))
-        weight = tl.exp(score - safe[:, None])
-        total = total * shrink + tl.sum(weight, 1)
-        acc = acc * shrink[:, None] + tl.sum(weight[:, :, None] * v, 1)
-        top = new
+        at = base + slot * (HD + 4 * INT8)
+        all_see = see[None, :] & (tl.arange(0, GP) >= 0)[:, None]
+        k = load_rows(kv, kv_scales, at, d, see, query.dtype, HD, INT8)
+        v = load_rows(kv, kv_scales, at + v_offset, d, see, query.dtype, HD, INT8)
+        top, total, shrink, weight = _weigh(query, k, all_see, scale, top, total, CAP, NATIVE)
+        acc = dot(weight, v, acc * shrink[:, None], NATIVE)
     return top, total, acc
 
 
 @jit
-def _nothing(sinks, bh, m, ok, T, ROWS, HKV: tl.constexpr, HDP: tl.constexpr, SINKS: tl.constexpr):
-    """(maxima, sums, weighted values) of rows m before the first key: those of the sink, if there is one."""
-    acc = tl.zeros((m.shape[0], HDP), tl.float32)
+def _nothing(sinks, head, ok, HDP: tl.constexpr, SINKS: tl.constexpr):
+    """(maxima, sums, weighted values) of rows of the query heads `head` before the first key: those of the sink, if there
+    is one."""
+    acc = tl.zeros((head.shape[0], HDP), tl.float32)
     if SINKS:
-        top = tl.load(sinks + bh % HKV * (ROWS // T) + m // T, mask=ok, other=float("-inf")).to(tl.float32)
+        top = tl.load(sinks + head, mask=ok, other=float("-inf")).to(tl.float32)
         total = tl.where(ok, 1.0, 0.0)
     else:
-        top = tl.full((m.shape[0],), float("-inf"), tl.float32)
-        total = tl.zeros((m.shape[0],), tl.float32)
+        top = tl.full((head.shape[0],), float("-inf"), tl.float32)
+        total = tl.zeros((head.shape[0],), tl.float32)
     return top, total, acc
 
 
 @jit
-def _store_partial(acc_part, ml_part, at, m, d, top, total, acc, ok, real, HD: tl.constexpr):
-    """Store what rows m of a part have added up, in the rows from `at` on."""
-    tl.store(acc_part + (at + m)[:, None] * HD + d[None, :], acc, mask=real)
-    tl.store(ml_part + (at + m) * 2, top, mask=ok)
-    tl.store(ml_part + (at + m) * 2 + 1, total, mask=ok)
+def _store_partial(acc_part, ml_part, rows, d, top, total, acc, ok, HD: tl.constexpr):
+    """Store what rows of a part have added up."""
+    tl.store(acc_part + rows[:, None] * HD + d[None, :], acc, mask=ok[:, None] & (d < HD)[None, :])
+    tl.store(ml_part + rows * 2, top, mask=ok)
+    tl.store(ml_part + rows * 2 + 1, total, mask=ok)
 
 
 @jit
-def _load_partial(acc_part, ml_part, at, m, d, live, real, HD: tl.constexpr):
-    """(maxima, sums, weighted values) of rows m, stored in the rows from `at` on. Those of no keys where not live."""
-    row = at + m
-    top = tl.load(ml_part + row * 2, mask=live, other=float("-inf"), cache_modifier=".cg")
-    total = tl.load(ml_part + row * 2 + 1, mask=live, other=0, cache_modifier=".cg")
-    rows = acc_part + row[:, None] * HD + d[None, :]
-    return top, total, tl.load(rows, mask=live[:, None] & real, other=0, cache_modifier=".cg")
+def _load_partial(acc_part, ml_part, rows, d, live, HD: tl.constexpr):
+    """(maxima, sums, weighted values) of rows of a part. Those of no keys where not live."""
+    top = tl.load(ml_part + rows * 2, mask=live, other=float("-inf"), cache_modifier=".cg")
+    total = tl.load(ml_part + rows * 2 + 1, mask=live, other=0, cache_modifier=".cg")
+    there = live[:, None] & (d < HD)[None, :]
+    return top, total, tl.load(acc_part + rows[:, None] * HD + d[None, :], mask=there, other=0, cache_modifier=".cg")
 
 
 @jit
@@ -290,109 +283,113 @@ def _merge(top, total, acc, part):
 @jit
 def attend_kernel(
     q, kv, kv_scales, segments, start, visible, positions, acc_part, ml_part, arrived, out, sinks, v_offset, S, T, R,
-    ROWS, PARTS, scale, HKV: tl.constexpr, HD: tl.constexpr, HDP: tl.constexpr, RP: tl.constexpr, WINDOW: tl.constexpr,
-    CHAIN: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, RT: tl.constexpr, RM: tl.constexpr, FLIGHT: tl.constexpr,
-    INT8: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr, NATIVE: tl.constexpr, POOLED: tl.constexpr,
+    ROWS, SPLITS, scale, HKV: tl.constexpr, HD: tl.constexpr, HDP: tl.constexpr, RP: tl.constexpr,
+    WINDOW: tl.constexpr, CHAIN: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, GP: tl.constexpr,
+    GM: tl.constexpr, FLIGHT: tl.constexpr, INT8: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr,
+    NATIVE: tl.constexpr, POOLED: tl.constexpr,
 ):  # fmt: skip
-    """Attention of BM query rows: keys [0, limit) on matrix units, limit = 16 floor((p - 16) / 16), then the tail.
-    Grid (B Hkv, row tiles, up to BM / RT programs for tails and one per split).
+    """Attention of the query rows of a key head: keys [0, limit) in splits, limit = 16 floor((p - 16) / 16), then the
+    tail. Grid (B Hkv, one program for BM rows and a split, and then one for each token).
 
-    The program of a row tile that arrives last merges the partial sums of its rows, RM at most, in the order of their
-    keys, and loads FLIGHT of them at a time. With CHAIN, where there are many rows, one program merges all splits of a
-    tile as it goes. The order is the same, so a token has the same bits in a prompt and in a step.
+    The program of a token waits until all splits of its key head have arrived, and merges the partial sums of its rows
+    in the order of their keys, of which it loads FLIGHT at a time. It waits for programs with lower numbers, which a GPU
+    starts before. With CHAIN, where there are many rows, one program merges all splits of its rows as it goes. The
+    order is the same, so a token has the same bits in a prompt and in a step.
     """
     bh = tl.program_id(0)
-    tile = tl.program_id(1)
-    part = tl.program_id(2)
+    work = tl.program_id(1)
     b = bh // HKV
-    TAILS = tl.minimum(tl.cdiv(ROWS, RT), BM // RT)
-    if not CHAIN:
-        # The grid follows the size of the cache. A split behind the history ends here, after one load.
-        if (part >= TAILS) & (_split_bounds(tl.maximum(part - TAILS, 0))[0] >= tl.load(start + b)):
-            return
-    # Offsets within the partial sums of one head fit in 32 bits. Those of a large batch do not.
-    acc_part += bh.to(tl.int64) * PARTS * ROWS * HD
-    ml_part += bh.to(tl.int64) * PARTS * ROWS * 2
+    tiles = tl.cdiv(ROWS, BM)
+    n = tl.load(start + b).to(tl.int32)
     own, trash = _own_rows(segments, bh, b, S, HKV, POOLED)
     d = tl.arange(0, HDP)
-    m = tile * BM + tl.arange(0, BM)
-    ok, t, n, p, limit = _row_geometry(start, positions, b, m, T, ROWS, CHAIN)
-    splits = _live_splits(tl.max(limit, 0))
-    tails = tl.cdiv(tl.minimum(ROWS - tile * BM, BM), RT)
-    parts = 1 if CHAIN else splits  # beside the tails
-    if part >= tl.where(part < TAILS, tails, TAILS + parts):
-        return
-    last = (PARTS - 1) * ROWS  # The tails' partial sums lie behind the others.
-    if part < TAILS:
-        few = tile * BM + part * RT + tl.arange(0, RT)
-        ok_few, t_few, n_few, p_few, limit_few = _row_geometry(start, positions, b, few, T, ROWS, CHAIN)
-        real_few = ok_few[:, None] & (d < HD)[None, :]
-        query_few = tl.load(q + (bh * ROWS + few)[:, None] * HD + d[None, :], mask=real_few, other=0).to(tl.float32)
-        top_few, total_few, acc_few = _attend_tail(
-            query_few, kv, kv_scales, visible, own, trash, b, ok_few, t_few, n_few, p_few, limit_few, v_offset, T, R,
-            scale, HD, HDP, RP, WINDOW, CHAIN, RT, INT8, CAP)  # fmt: skip
-        _store_partial(acc_part, ml_part, last, few, d, top_few, total_few, acc_few, ok_few, real_few, HD)
-    else:
-        real = ok[:, None] & (d < HD)[None, :]
-        query = tl.load(q + (bh * ROWS + m)[:, None] * HD + d[None, :], mask=real, other=0)
+    if work < tiles * SPLITS:
+        split = work // tiles
+        if not CHAIN:
+            # The grid follows the size of the cache. A split behind the history ends here, after one load.
+            if _split_bounds(split)[0] >= n:
+                return
+        m = (tiles - 1 - work % tiles) * BM + tl.arange(0, BM)  # In a prompt the last rows have most to do.
+        ok = m < ROWS
+        p = tl.load(positions + b * T + m % T, mask=ok, other=0).to(tl.int32)
+        limit = tl.where(ok, _limit(n, p, CHAIN), 0)
+        query = tl.load(q + (bh * ROWS + m)[:, None] * HD + d[None, :], mask=ok[:, None] & (d < HD)[None, :], other=0)
         if CHAIN:
-            top, total, acc = _nothing(sinks, bh, m, ok, T, ROWS, HKV, HDP, SINKS)
-            for split in range(splits):
-                one = _attend_chunks(query, kv, kv_scales, own, trash, split, ok, n, p, limit, v_offset, scale, HD, HDP,
+            top, total, acc = _nothing(sinks, bh % HKV * (ROWS // T) + m // T, ok, HDP, SINKS)
+            for s in range(_live_splits(tl.max(limit, 0))):
+                one = _attend_chunks(query, kv, kv_scales, own, trash, s, ok, n, p, limit, v_offset, scale, HD, HDP,
                                      WINDOW, CHAIN, BM, BK, INT8, CAP, NATIVE)  # fmt: skip
                 top, total, acc = _merge(top, total, acc, one)
         else:
             top, total, acc = _attend_chunks(
-                query, kv, kv_scales, own, trash, part - TAILS, ok, n, p, limit, v_offset, scale, HD, HDP, WINDOW, CHAIN,
+                query, kv, kv_scales, own, trash, split, ok, n, p, limit, v_offset, scale, HD, HDP, WINDOW, CHAIN,
                 BM, BK, INT8, CAP, NATIVE)  # fmt: skip
-        _store_partial(acc_part, ml_part, (part - TAILS) * ROWS, m, d, top, total, acc, ok, real, HD)
-    tl.debug_barrier()
-    before = tl.atomic_add(arrived + bh * tl.num_programs(1) + tile, 1, sem="acq_rel", scope="gpu")
-    if before != parts + tails - 1:
+        rows = (bh.to(tl.int64) * (SPLITS + 1) + split) * ROWS + m
+        _store_partial(acc_part, ml_part, rows, d, top, total, acc, ok, HD)
+        tl.debug_barrier()
+        tl.atomic_add(arrived + bh, 1, sem="release", scope="gpu")
         return
-    tl.store(arrived + bh * tl.num_programs(1) + tile, 0)
-    rows = tile * BM + tl.arange(0, RM)
-    ok_rm, t_rm, n_rm, p_rm, limit_rm = _row_geometry(start, positions, b, rows, T, ROWS, CHAIN)
-    real_rm = ok_rm[:, None] & (d < HD)[None, :]
+    t = work - tiles * SPLITS
+    p = tl.load(positions + b * T + t).to(tl.int32)
+    limit = _limit(n, p, CHAIN)
+    g = tl.arange(0, GP)  # The queries of one token that share a key head see the same keys.
+    m = g * T + t
+    ok = m < ROWS
+    query = tl.load(q + (bh * ROWS + m)[:, None] * HD + d[None, :], mask=ok[:, None] & (d < HD)[None, :], other=0)
+    top, total, acc = _attend_tail(
+        query, kv, kv_scales, visible + (b * T + t) * R, own, trash, t, n, p, limit, v_offset, R, scale, HD, HDP, RP,
+        WINDOW, CHAIN, GP, INT8, CAP, NATIVE)  # fmt: skip
+    first = bh.to(tl.int64) * (SPLITS + 1) * ROWS  # the partial sums of this head, those of its tails behind the others
+    last = first + SPLITS * ROWS
+    _store_partial(acc_part, ml_part, last + m, d, top, total, acc, ok, HD)
+    tl.debug_barrier()
+    splits = 1 if CHAIN else _live_splits(n)
+    there = tl.atomic_add(arrived + bh, 0, sem="acquire", scope="gpu")
+    while there < tiles * splits:
+        there = tl.atomic_add(arrived + bh, 0, sem="acquire", scope="gpu")
+    group = tl.arange(0, GM)
+    rows = group * T + t
+    live = rows < ROWS
+    head = bh % HKV * (ROWS // T) + group
     if CHAIN:
-        top_rm, total_rm, acc_rm = _load_partial(acc_part, ml_part, 0, rows, d, ok_rm, real_rm, HD)
+        top, total, acc = _load_partial(acc_part, ml_part, first + rows, d, live, HD)
     else:
-        top_rm, total_rm, acc_rm = _nothing(sinks, bh, rows, ok_rm, T, ROWS, HKV, HDP, SINKS)
+        top, total, acc = _nothing(sinks, head, live, HDP, SINKS)
         for i in range(0, splits, FLIGHT):  # several at a time, so that their loads wait together
             several = ()
             for k in tl.static_range(FLIGHT):
                 begin = tl.where(i + k < splits, _split_bounds(i + k)[0], 2147483647)
-                live = ok_rm & (begin < limit_rm)
-                several += (_load_partial(acc_part, ml_part, (i + k) * ROWS, rows, d, live, real_rm, HD),)
+                used = begin < tl.where(live, limit, 0)
+                several += (_load_partial(acc_part, ml_part, first + (i + k) * ROWS + rows, d, used, HD),)
             for k in tl.static_range(FLIGHT):
-                top_rm, total_rm, acc_rm = _merge(top_rm, total_rm, acc_rm, several[k])
-    tail = _load_partial(acc_part, ml_part, last, rows, d, ok_rm, real_rm, HD)
-    top_rm, total_rm, acc_rm = _merge(top_rm, total_rm, acc_rm, tail)
-    acc_rm = acc_rm / tl.where(total_rm == 0, 1.0, total_rm)[:, None]
-    # Row m is token t of the query head m // T among those that share the keys. out is [B,T,Hq,hd].
-    to = ((b * T + t_rm) * HKV + bh % HKV) * (ROWS // T) + rows // T
-    tl.store(out + to[:, None] * HD + d[None, :], acc_rm.to(out.dtype.element_ty), mask=real_rm)
+                top, total, acc = _merge(top, total, acc, several[k])
+    top, total, acc = _merge(top, total, acc, _load_partial(acc_part, ml_part, last + rows, d, live, HD))
+    acc = acc / tl.where(total == 0, 1.0, total)[:, None]
+    # out is [B,T,Hq,hd].
+    to = (b * T + t) * (HKV * (ROWS // T)) + head
+    tl.store(out + to[:, None] * HD + d[None, :], acc.to(out.dtype.element_ty), mask=live[:, None] & (d < HD)[None, :])
+    # The last token of a head sets its counter to zero for the next launch.
+    if tl.atomic_add(arrived + bh, 1, sem="relaxed", scope="gpu") == tiles * splits + T - 1:
+        tl.store(arrived + bh, 0)
 
 
-def attention_tiles(dim: int, int8: bool, chain: bool, window: int) -> dict:
-    """Constants and compiler options of the kernel.
+def attention_tiles(dim: int, group: int, int8: bool, chain: bool, window: int) -> dict:
+    """Constants and compiler options of the kernel. group: the query heads that share a key head.
 
-    The tiles are the largest that neither spill nor need more than 99 KB of shared memory. They do not depend
-    on the number of rows. A tile of another height means other matrix instructions (sm_90 uses wgmma from 64 rows) and
-    sums in another order, so verification would differ from plain decoding.
+    The tiles are the largest that neither spill nor need more than 99 KB of shared memory, with registers for four
+    programs on a multiprocessor where heads are usual. They do not depend on the number of rows. A tile of another
+    height means other matrix instructions (sm_90 uses wgmma from 64 rows) and sums in another order, so verification
+    would differ from plain decoding.
     """
-    wide = dim > 128
-    tiles = dict(BM=32, BK=64 >> (int8 + wide), RT=1 if wide else 2) if dim <= 256 else dict(BM=16, BK=16, RT=1)
+    wide, merged = dim > 128, triton.next_power_of_2(group)
+    tiles = dict(BM=32, BK=32) if dim <= 256 else dict(BM=16, BK=16)
+    warps = 8 if wide else 4
+    tiles |= dict(GP=max(16, merged), GM=merged, FLIGHT=max(1, min(16, 1024 * warps // (merged * dim))))
     # A prompt with a window, or with wide heads, has no registers left for a second stage. Without a number, ptxas would
-    # rather spill than use more than 128 or 168 of them.
-    options = dict(num_stages=1 if chain and (window > 0 or dim > 256) else 2, maxnreg=255)
-    return tiles | dict(num_warps=8 if wide else 4, **options, **EXACT)
-
-
-def merged_rows(dim: int, height: int, rows: int) -> dict[str, int]:
-    """How many rows of a tile a program merges, and how many partial sums of them it loads at a time. height: BM."""
-    merged = min(height, max(4, triton.next_power_of_2(rows)))
-    return dict(RM=merged, FLIGHT=min(16, (96 if dim <= 256 else 48) // merged))
+    # rather spill than use more than 128 of them.
+    options = dict(num_stages=1 if chain and (window > 0 or dim > 256) else 2)
+    options |= dict(maxnreg=255 if chain or dim > 256 else 168 if window > 0 or int8 else 128)
+    return tiles | dict(num_warps=warps, **options, **EXACT)
 
 
 def _tree_attention_triton(
@@ -402,27 +399,25 @@ def _tree_attention_triton(
     batch, query_heads, T, dim = q.shape
     kv_heads, S = kv.shape[2:4]
     R = visible.shape[2]
-    rows = query_heads // kv_heads * T
+    group = query_heads // kv_heads
     int8 = kv.dtype == torch.int8
     longest = longest or S
     octave = min((longest // 2048 + 1).bit_length() - 1, 4)
     splits = 1 if chain else 16 * octave + triton.cdiv(longest - 2048 * (2**octave - 1), 128 << octave)
-    tiles = attention_tiles(dim, int8, chain, window)
-    tails = min(triton.cdiv(rows, tiles["RT"]), tiles["BM"] // tiles["RT"])
-    grid = batch * kv_heads, triton.cdiv(rows, tiles["BM"]), tails + splits
-    acc = q.new_empty(batch * kv_heads, splits + 1, rows, dim, dtype=torch.float32)
-    ml = q.new_empty(batch * kv_heads, splits + 1, rows, 2, dtype=torch.float32)
+    tiles = attention_tiles(dim, group, int8, chain, window)
+    grid = batch * kv_heads, triton.cdiv(group * T, tiles["BM"]) * splits + T
+    acc = q.new_empty(batch * kv_heads, splits + 1, group * T, dim, dtype=torch.float32)
+    ml = q.new_empty(batch * kv_heads, splits + 1, group * T, 2, dtype=torch.float32)
     if arrived is None:
-        arrived = torch.zeros(grid[0] * grid[1], dtype=torch.int32, device=q.device)
+        arrived = torch.zeros(grid[0], dtype=torch.int32, device=q.device)
     out = q.new_empty(batch, T, query_heads, dim)
     visible = visible.contiguous().view(torch.uint8)
     attend_kernel[grid](
         q.contiguous(), kv, scales_of(kv), start if segments is None else segments, start, visible,
-        positions.contiguous(), acc, ml, arrived, out, out if sinks is None else sinks, kv.stride(0), S, T, R, rows,
-        splits + 1, scale, HKV=kv_heads, HD=dim, HDP=max(16, triton.next_power_of_2(dim)),
+        positions.contiguous(), acc, ml, arrived, out, out if sinks is None else sinks, kv.stride(0), S, T, R,
+        group * T, splits, scale, HKV=kv_heads, HD=dim, HDP=max(16, triton.next_power_of_2(dim)),
         RP=1 if chain else min(64, triton.next_power_of_2(R)), WINDOW=max(window, 0), CHAIN=chain,
         INT8=int8, CAP=cap, SINKS=sinks is not None, NATIVE=native(q.dtype), POOLED=segments is not None, **tiles,
-        **merged_rows(dim, tiles["BM"], rows),
     )  # fmt: skip
     return out
 

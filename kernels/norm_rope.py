@@ -146,12 +146,11 @@ def rope_constants(qkv: Tensor, kv: Tensor, norm: bool, value_norm: bool = False
 
 
 def rope_outputs(qkv: Tensor, kv: Tensor, shares: bool = False) -> tuple[Tensor, Tensor]:
-    """Memory for q, and for a counter for every 32 query rows of a key head."""
+    """Memory for q, and for a counter of every key head of a sequence."""
     B, T, heads, dim = qkv.shape
     kv_heads = kv.shape[2]
     query_heads = heads if shares else heads - 2 * kv_heads
-    tiles = B * kv_heads * -(-query_heads // kv_heads * T // 32)
-    return qkv.new_empty(B, query_heads, T, dim), qkv.new_empty(tiles, dtype=torch.int32)
+    return qkv.new_empty(B, query_heads, T, dim), qkv.new_empty(B * kv_heads, dtype=torch.int32)
 
 
 def _rope_triton(qkv, cos, sin, kv, slots, q_weight, k_weight, eps, value_norm, shares) -> tuple[Tensor, Tensor]:

@@ -37,6 +37,7 @@ class MemoryPlan:
     lora: int = 0  # adapters that are not merged
     graphs: int = 0  # an estimate of what a captured step keeps for its intermediate results
     recurrent: int = 0  # what recurrent layers remember of each row, with a snapshot
+    prompts: int = 0  # an estimate of what is alive while a wide chunk of a prompt is read
 
     @property
     def total(self) -> int:
@@ -118,6 +119,12 @@ def plan_memory(checkpoint: Checkpoint, files: DraftFiles, options: LoadOptions)
     graphs = LIVE_ROWS * 4 * B * N * widest if captured else 0
     lora = 0 if checkpoint.merges(dtype) else sum(adapter.bytes(element) for adapter in checkpoint.adapters)
     return MemoryPlan(model_bytes(checkpoint, options), drafter, kv, buffers, lora, graphs, recurrent)
+
+
+def chunk_bytes(config: ModelConfig, tokens: int) -> int:
+    """An estimate of what is alive on a GPU while one forward reads so many tokens of a prompt."""
+    inner = config.intermediate_size * max(1, config.num_experts_per_tok)
+    return 8 * tokens * (inner + 2 * config.hidden_size)
 
 
 def check_memory(plan: MemoryPlan, free: int, options: LoadOptions) -> None:

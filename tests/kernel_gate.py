@@ -24,7 +24,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel, make_backend
 
 # Arguments that need not be multiples of 16.
-INDIVISIBLE = set("scale eps M T R ROWS PARTS DIV arrivals".split())
+INDIVISIBLE = set("scale eps M T R ROWS SPLITS DIV arrivals".split())
 MATRIX = ("HMMA", "HGMMA", "IMMA", "WGMMA", "UTCHMMA")
 
 

@@ -12,7 +12,7 @@ import triton.language as tl
 
 import kernels
 from kernels import block_draft, choice, draft, experts, kv, records
-from kernels.attention import attend_kernel, attention_tiles, merged_rows
+from kernels.attention import attend_kernel, attention_tiles
 from kernels.experts import expert_kernel
 from kernels.linear import NO_HEADS, launch_tile, linear_kernel
 from kernels.packing import panel_words
@@ -136,9 +136,9 @@ def attention(
     pointers |= dict(sinks=act, visible="*u8", positions="*i64", acc_part="*fp32", ml_part="*fp32", arrived="*i32")
     label = f"{dtype}{' prompt' if chain else ''}{f' window {window}' if window else ''}"
     label += " int8 cache" * int8 + f" hd {dim}" * (dim != 128) + f" {nodes} nodes" * (not chain)
-    tiles = attention_tiles(dim, int8, chain, window)
+    tiles = attention_tiles(dim, 4, int8, chain, window)
     constants = dict(HKV=8, HD=dim, HDP=dim, RP=1 if chain else min(64, nodes), WINDOW=window, CHAIN=chain)
-    constants |= dict(INT8=int8, CAP=0.0, SINKS=False, POOLED=True, **merged_rows(dim, tiles["BM"], 4 * nodes))
+    constants |= dict(INT8=int8, CAP=0.0, SINKS=False, POOLED=True)
     constants |= {key: value for key, value in tiles.items() if key.isupper()} | dict(NATIVE=True)
     options = {key: value for key, value in tiles.items() if key.islower()}
     return Variant(f"attention {label}", attend_kernel, pointers, constants, options)

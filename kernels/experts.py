@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kernels.backend import EXACT, jit, operation, tl, triton
 from kernels.choice import NOTHING, rank_of
-from kernels.linear import GATES, epilogue, finish, launch_arguments, main_loop, packed_linear
+from kernels.linear import GATES, epilogue, finish, launch_arguments, main_loop, packed_linear, product_rows
 from kernels.norm_rope import row_options
 from kernels.packing import PackedTensors, PackedWeight, dequantize, from_parts, kernel_views, panel_words
 from kernels.panels import panel_sums, weight_words
@@ -157,7 +157,8 @@ def expert_kernel(
         live = at < end
         pair = tl.load(pairs + at, mask=live, other=0)
         rows = pair // DIV
-        rn = tl.program_id(1) * BN + tl.arange(0, BN)
+        tile = tl.program_id(1)
+        rn = product_rows(tile, N_OUT, BN, GATED)
         if len(FORMS) > 0:
             size = e.to(tl.int64) * weight_words(N, K, FORMS)
             w += size
@@ -170,12 +171,11 @@ def expert_kernel(
             s += size * 2 if BITS == 4 else e * N
             z += size * 4
         if len(FORMS) > 0:
-            acc, up = panel_sums(x, w, s, rows, live, rn, tl.program_id(1), 0, tl.cdiv(K, 128), K, N, N_OUT,
-                                 FORMS, BN, BT, GATED, EVEN_K, NATIVE)  # fmt: skip
+            acc = panel_sums(x, w, s, rows, live, rn, tile, 0, tl.cdiv(K, 128), K, N, FORMS, EVEN_K, NATIVE)
         else:
-            acc, up = main_loop(x, w, s, z, rows, live, rn, 0, tl.cdiv(K, 128), K, N, N_OUT,
-                                BN, BT, BITS, GROUP, ZEROS, GATED, EVEN_K, ACC, NATIVE)  # fmt: skip
-        finish(acc, up, s, s, s, out, rn, pair, live, N, N_OUT, BITS, False, False, GATED, x.dtype.element_ty)
+            acc = main_loop(x, w, s, z, rows, live, rn, 0, tl.cdiv(K, 128), K, N,
+                            BITS, GROUP, ZEROS, EVEN_K, ACC, NATIVE)  # fmt: skip
+        finish(acc, s, s, s, out, tile, rn, pair, live, N, N_OUT, BITS, False, False, GATED, x.dtype.element_ty)
 
 
 @jit
@@ -236,9 +236,7 @@ def packed_experts(
 
 def _experts(x: Tensor, routes: Routes, weight: PackedWeight, gated: int, bias: Tensor | None) -> Tensor:
     # as in `packed_linear`
-    apart = gated and (
-        weight.has_zeros or len(weight.forms) > 1 or bias is not None or gated == GATES["swiglu_clamped"]
-    )
+    apart = gated and (len(weight.forms) > 1 or bias is not None or gated == GATES["swiglu_clamped"])
     y = expert_linear(weight.reorder(x), routes, *weight.parts(), 0 if apart else gated)
     if bias is None and not apart:
         return y

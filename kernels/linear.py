@@ -110,76 +110,74 @@ def _multiply_block(
 
 
 @jit
+def product_rows(tile, N_OUT, BN: tl.constexpr, GATED: tl.constexpr):
+    """The weight rows that a tile of BN output columns multiplies.
+
+    If GATED these are 2 BN: 8 rows of the gate, the 8 rows of up that belong to them, the next 8 of the gate and so on.
+    In the result of a matrix instruction rows i and i + 8 lie in one thread, so that `finish` finds them together.
+    """
+    if GATED:
+        i = tl.arange(0, 2 * BN)
+        return tile * BN + i // 16 * 8 + i % 8 + i // 8 % 2 * N_OUT
+    else:
+        return tile * BN + tl.arange(0, BN)
+
+
+@jit
 def main_loop(
-    x, w, s, z, rows, live, rn, first, last, K, N, N_OUT, BN: tl.constexpr, BT: tl.constexpr, BITS: tl.constexpr,
-    GROUP: tl.constexpr, ZEROS: tl.constexpr, GATED: tl.constexpr, EVEN_K: tl.constexpr, ACC: tl.constexpr,
-    NATIVE: tl.constexpr,
+    x, w, s, z, rows, live, rn, first, last, K, N, BITS: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr,
+    EVEN_K: tl.constexpr, ACC: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
-    """The products of weight rows rn (and of rows rn + N_OUT if GATED) over the K blocks [first, last).
+    """The products of weight rows rn with x[rows] over the K blocks [first, last).
 
     s and z: the scales and the zero points of int4, which are the weight itself, seen as fp16 and as bytes.
     """
     FOUR: tl.constexpr = BITS == 4
-    UP: tl.constexpr = FOUR and GATED
     SIZE: tl.constexpr = panel_words(BITS, GROUP, ZEROS)
-    Z: tl.constexpr = ZEROS and GATED
     # Rows past the end are read as the last row. Their products are not stored.
-    rn = tl.minimum(rn, N - 1)
-    up_rn = tl.minimum(rn + N_OUT, N - 1)
-    at, s_at, z_at = _row_places(rn, K, BITS, GROUP, ZEROS)
-    up_at, up_s_at, up_z_at = _row_places(up_rn, K, BITS, GROUP, ZEROS)
-    acc = tl.zeros((BN, BT), tl.float32)
-    up = tl.zeros((BN, BT), tl.float32)
+    at, s_at, z_at = _row_places(tl.minimum(rn, N - 1), K, BITS, GROUP, ZEROS)
+    acc = tl.zeros((rn.shape[0], rows.shape[0]), tl.float32)
     end = last - 1
-    second = tl.minimum(first + 1, end)
     scales = _wide(_group_rows(s, s_at, first, GROUP, 8 * SIZE, FOUR), ACC, FOUR)
     zeros = _group_rows(z, z_at, first, GROUP, 16 * SIZE, ZEROS)
-    up_scales = _wide(_group_rows(s, up_s_at, first, GROUP, 8 * SIZE, UP), ACC, UP)
-    up_zeros = _group_rows(z, up_z_at, first, GROUP, 16 * SIZE, Z)
-    next_scales = _group_rows(s, s_at, second, GROUP, 8 * SIZE, FOUR)
-    next_up_scales = _group_rows(s, up_s_at, second, GROUP, 8 * SIZE, UP)
+    next_scales = _group_rows(s, s_at, tl.minimum(first + 1, end), GROUP, 8 * SIZE, FOUR)
     for b in range(first, last):
-        third = tl.minimum(b + 2, end)
-        loaded = _group_rows(s, s_at, third, GROUP, 8 * SIZE, FOUR)
-        up_loaded = _group_rows(s, up_s_at, third, GROUP, 8 * SIZE, UP)
+        loaded = _group_rows(s, s_at, tl.minimum(b + 2, end), GROUP, 8 * SIZE, FOUR)
         zeros_b = zeros
-        up_zeros_b = up_zeros
         zeros = _group_rows(z, z_at, tl.minimum(b + 1, end), GROUP, 16 * SIZE, ZEROS)
         acc = _multiply_block(acc, w, scales, zeros_b, x, rows, live, at, b, K,
                               BITS, GROUP, ZEROS, EVEN_K, ACC, NATIVE)  # fmt: skip
-        if GATED:
-            up_zeros = _group_rows(z, up_z_at, tl.minimum(b + 1, end), GROUP, 16 * SIZE, Z)
-            up = _multiply_block(up, w, up_scales, up_zeros_b, x, rows, live, up_at, b, K,
-                                 BITS, GROUP, ZEROS, EVEN_K, ACC, NATIVE)  # fmt: skip
         # Triton makes no asynchronous copies in a loop that hands a value on unchanged. So it is widened here.
         scales = _wide(next_scales, ACC, FOUR)
-        up_scales = _wide(next_up_scales, ACC, UP)
         next_scales = loaded
-        next_up_scales = up_loaded
-    return acc, up
+    return acc
 
 
 @jit
 def finish(
-    acc, up, s, bias, residual, out, rn, out_rows, live, N, N_OUT, BITS: tl.constexpr, BIAS: tl.constexpr,
+    acc, s, bias, residual, out, tile, rn, out_rows, live, N, N_OUT, BITS: tl.constexpr, BIAS: tl.constexpr,
     RESIDUAL: tl.constexpr, GATED: tl.constexpr, DT: tl.constexpr,
 ):  # fmt: skip
-    """The epilogue: scale of an output row, bias, gate, residual. All in fp32, rounded once to DT."""
-    ok = rn < N_OUT
+    """The epilogue: scale of a weight row, bias, gate, residual. All in fp32, rounded once to DT.
+
+    acc: the products of weight rows rn, which are the `product_rows` of this tile.
+    """
     if BITS == 8:
-        acc *= tl.load(s + rn, mask=ok, other=0).to(tl.float32)[:, None]
-        if GATED:
-            up *= tl.load(s + N_OUT + rn, mask=ok, other=0).to(tl.float32)[:, None]
+        acc *= tl.load(s + rn, mask=rn < N, other=0).to(tl.float32)[:, None]
     if BIAS:
-        acc += tl.load(bias + rn, mask=ok, other=0).to(tl.float32)[:, None]
-        if GATED:
-            up += tl.load(bias + N_OUT + rn, mask=ok, other=0).to(tl.float32)[:, None]
-    if GATED == 1:
-        acc = acc / (1 + tl.exp(-acc)) * up
-    elif GATED == 2:  # (1 + tanh(u)) / 2 = 1 / (1 + exp(-2 u))
-        acc = acc / (1 + tl.exp(-1.5957691216057308 * (acc + 0.044715 * acc * acc * acc))) * up
+        acc += tl.load(bias + rn, mask=rn < N, other=0).to(tl.float32)[:, None]
+    if GATED:
+        BN: tl.constexpr = acc.shape[0] // 2
+        BT: tl.constexpr = acc.shape[1]
+        gate, up = tl.split(acc.reshape(BN // 8, 2, 8, BT).permute(0, 2, 3, 1))
+        if GATED == 1:
+            acc = gate / (1 + tl.exp(-gate)) * up
+        else:  # (1 + tanh(u)) / 2 = 1 / (1 + exp(-2 u))
+            acc = gate / (1 + tl.exp(-1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))) * up
+        acc = acc.reshape(BN, BT)
+        rn = product_rows(tile, N_OUT, BN, False)
     at = out_rows[None, :] * N_OUT + rn[:, None]
-    mask = live[None, :] & ok[:, None]
+    mask = live[None, :] & (rn < N_OUT)[:, None]
     if RESIDUAL:
         acc += tl.load(residual + at, mask=mask, other=0).to(tl.float32)
     tl.store(out + at, acc.to(DT).to(out.dtype.element_ty), mask=mask)
@@ -213,10 +211,9 @@ def _finish_topk(acc, x, s, out, ids, tile, rn, rm, live, M, N, BITS: tl.constex
 
 
 @jit
-def _partial(part, split, rn, rt, width, BT: tl.constexpr, GATED: tl.constexpr):
-    """Where the partial sums of one split lie: rows of tokens, so that only live ones take traffic."""
-    row = (tl.program_id(0) * tl.num_programs(2) + split) * (2 * BT if GATED else BT) + rt
-    return part + row[None, :] * width + rn[:, None]
+def _partial(part, place, ROWS: tl.constexpr, BT: tl.constexpr):
+    """Where the partial sums of a program lie: rows of tokens, so that only live ones take traffic."""
+    return part + place * (ROWS * BT) + tl.arange(0, BT)[None, :] * ROWS + tl.arange(0, ROWS)[:, None]
 
 
 # M and T are not specialized: one binary per token tile also serves M = 1.
@@ -243,9 +240,8 @@ def linear_kernel(
     slab = tl.program_id(0)
     tile = tl.program_id(1)
     split = tl.program_id(2)
-    rt = tl.arange(0, BT)
-    rn = tile * BN + tl.arange(0, BN)
-    rm = slab * BT + rt
+    rn = product_rows(tile, N_OUT, BN, GATED)
+    rm = slab * BT + tl.arange(0, BT)
     live = rm < M
     finished = count + tl.num_programs(0) * tl.num_programs(1)  # behind the counters of the sums
     blocks = tl.cdiv(K, 128)
@@ -256,21 +252,16 @@ def linear_kernel(
             for i in range(0, arrivals, 128):
                 tl.store(arrived + i + tl.arange(0, 128), 0, mask=i + tl.arange(0, 128) < arrivals)
     if len(FORMS) > 0:
-        acc, up = panel_sums(x, w, s, rm, live, rn, tile, first, last, K, N, N_OUT,
-                             FORMS, BN, BT, GATED, EVEN_K, NATIVE)  # fmt: skip
+        acc = panel_sums(x, w, s, rm, live, rn, tile, first, last, K, N, FORMS, EVEN_K, NATIVE)
     else:
-        acc, up = main_loop(x, w, s, z, rm, live, rn, first, last, K, N, N_OUT,
-                            BN, BT, BITS, GROUP, ZEROS, GATED, EVEN_K, ACC, NATIVE)  # fmt: skip
+        acc = main_loop(x, w, s, z, rm, live, rn, first, last, K, N, BITS, GROUP, ZEROS, EVEN_K, ACC, NATIVE)
     if SPLIT > 1:
         STORED: tl.constexpr = 65536  # what a program adds to the counter after its sums are stored
-        width = tl.num_programs(1) * BN
-        stored = live[None, :] & (rn < N_OUT)[:, None]
-        count += slab * tl.num_programs(1) + tile
+        ROWS: tl.constexpr = rn.shape[0]
+        place = slab * tl.num_programs(1) + tile
+        count += place
         if tl.atomic_add(count, 1, sem="relaxed", scope="gpu") % STORED != SPLIT - 1:
-            at = _partial(part, split, rn, rt, width, BT, GATED)
-            tl.store(at, acc, mask=stored)
-            if GATED:
-                tl.store(at + BT * width, up, mask=stored)
+            tl.store(_partial(part, place * SPLIT + split, ROWS, BT), acc, mask=live[None, :])
             tl.debug_barrier()
             tl.atomic_add(count, STORED, sem="release", scope="gpu")
             return
@@ -278,23 +269,18 @@ def linear_kernel(
         while arrived // STORED != SPLIT - 1:
             arrived = tl.atomic_add(count, 0, sem="acquire", scope="gpu")
         own = acc
-        own_up = up
-        acc = tl.zeros((BN, BT), tl.float32)
-        up = tl.zeros((BN, BT), tl.float32)
+        acc = tl.zeros((ROWS, BT), tl.float32)
         for j in range(SPLIT):
             if j == split:
                 acc += own
-                up += own_up
             else:
-                at = _partial(part, j, rn, rt, width, BT, GATED)
-                acc += tl.load(at, mask=stored, other=0, cache_modifier=".cg")
-                if GATED:
-                    up += tl.load(at + BT * width, mask=stored, other=0, cache_modifier=".cg")
+                at = _partial(part, place * SPLIT + j, ROWS, BT)
+                acc += tl.load(at, mask=live[None, :], other=0, cache_modifier=".cg")
         tl.store(count, 0)
     if TOPK > 0:
         _finish_topk(acc, x, s, out, ids, tile, rn, rm, live, M, N, BITS, TOPK)
     else:
-        finish(acc, up, s, bias, residual, out, rn, rm, live, N, N_OUT, BITS, BIAS, RESIDUAL, GATED,
+        finish(acc, s, bias, residual, out, tile, rn, rm, live, N, N_OUT, BITS, BIAS, RESIDUAL, GATED,
                x.dtype.element_ty)  # fmt: skip
     if HD > 0:
         tl.debug_barrier()
@@ -322,18 +308,17 @@ def launch_tile(
 ) -> tuple[int, int, dict]:  # fmt: skip
     """(output columns BN and tokens BT of a program, compiler options) of a launch on `tokens` rows.
 
-    A gate-up layer halves BN, because two tiles share a program. With zero points a warp needs 32 output
-    columns, otherwise decoded weights go through shared memory. Gate-up layers, groups below 128, two warps, int8 and
-    the types of a file (forms) have so many sums, scales and addresses that more than 32 tokens would spill even with
-    all 255 registers. Gate-up layers in groups of 32 have room for 16. On Hopper 32 tokens are the quickest in any case.
+    A gate-up layer halves BN, because an output column takes two weight rows. With zero points a warp needs 32 weight
+    rows, otherwise decoded weights go through shared memory. Groups below 128, two warps, int8 and the types of a file
+    (forms) have so many sums, scales and addresses that more than 32 tokens would spill even with all 255 registers.
+    On Hopper 32 tokens are the quickest in any case.
     norms: heads are normed behind the product.
     """
     config = config.on(tokens)
     block_n = max(config.block_n, 32 * config.warps if zeros else 16) // (1 + (gated > 0))
     small_groups = 0 < group < 128
-    many = small_groups or gated or config.warps < 4 or bits == 8 or forms or config.wide_n
-    largest = 16 if gated and group == 32 else 32 if many else TILE_M
-    tile = min(largest, max(8, triton.next_power_of_2(tokens)))
+    many = small_groups or config.warps < 4 or bits == 8 or forms or config.wide_n
+    tile = min(32 if many else TILE_M, max(8, triton.next_power_of_2(tokens)))
     # With 64 tokens a fourth stage takes so much shared memory that a multiprocessor runs one program less.
     stages = min(config.stages, 3) if tile == 64 else config.stages
     options = dict(num_warps=config.warps, num_stages=stages, maxnreg=None, **EXACT)
@@ -405,8 +390,7 @@ def packed_linear(
         return _widened(epilogue(packed_linear(x, weight, bias), None, residual, gated), wide)
     x = weight.reorder(x)
     if weight.layout == "planes":
-        # In one program two tiles and their zero points would spill registers, and two formats are two loops.
-        apart = gated and (weight.has_zeros or len(weight.forms) > 1)
+        apart = gated and len(weight.forms) > 1  # a program multiplies rows of one format
         own = None if apart else residual
         y = planes_linear(x, *weight.parts(), bias, own, 0 if apart else gated, wide and not apart)
         return _widened(epilogue(y, None, residual, gated), wide) if apart else y

@@ -373,45 +373,40 @@ def _multiply_panel(
 
 @jit
 def _panel_loop(
-    acc, up, x, w, halves, tokens, live, rn, first, last, K, COUNT, N_OUT, FORMS: tl.constexpr, I: tl.constexpr,
-    GATED: tl.constexpr, EVEN_K: tl.constexpr, NATIVE: tl.constexpr,
+    acc, x, w, halves, tokens, live, rn, first, last, K, COUNT, FORMS: tl.constexpr, I: tl.constexpr,
+    EVEN_K: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
-    """The products of weight rows rn (and rn + N_OUT) of the COUNT rows of format I over the K blocks [first, last)."""
+    """acc + the products of weight rows rn of the COUNT rows of format I over the K blocks [first, last)."""
     rows = tl.minimum(rn, COUNT - 1)  # rows past the end are read as the last row, and their products are not stored
-    up_rows = tl.minimum(rn + N_OUT, COUNT - 1)
     for b in range(first, last):
         words = load_factors(w, rows, b, K, FORMS, I)
         acc = _multiply_panel(acc, w, halves, words, x, tokens, live, rows, b, K, FORMS, I, EVEN_K, NATIVE)
-        if GATED:
-            words = load_factors(w, up_rows, b, K, FORMS, I)
-            up = _multiply_panel(up, w, halves, words, x, tokens, live, up_rows, b, K, FORMS, I, EVEN_K, NATIVE)
-    return acc, up
+    return acc
 
 
 @jit
 def panel_sums(
-    x, w, halves, tokens, live, rn, tile, first, last, K, N, N_OUT, FORMS: tl.constexpr, BN: tl.constexpr,
-    BT: tl.constexpr, GATED: tl.constexpr, EVEN_K: tl.constexpr, NATIVE: tl.constexpr,
+    x, w, halves, tokens, live, rn, tile, first, last, K, N, FORMS: tl.constexpr, EVEN_K: tl.constexpr,
+    NATIVE: tl.constexpr,
 ):  # fmt: skip
     """The products of weight rows rn, which are row tile `tile`, with x[tokens] over the K blocks [first, last).
 
-    If the weight has several formats, each tile lies in one of them, and GATED is not possible.
+    If the weight has several formats, each tile lies in one of them.
     """
-    acc = tl.zeros((BN, BT), tl.float32)
-    up = tl.zeros((BN, BT), tl.float32)
+    ROWS: tl.constexpr = rn.shape[0]
+    acc = tl.zeros((ROWS, tokens.shape[0]), tl.float32)
     if len(FORMS) == 1:
-        acc, up = _panel_loop(acc, up, x, w, halves, tokens, live, rn, first, last, K, N, N_OUT,
-                              FORMS, 0, GATED, EVEN_K, NATIVE)  # fmt: skip
+        acc = _panel_loop(acc, x, w, halves, tokens, live, rn, first, last, K, N, FORMS, 0, EVEN_K, NATIVE)
     else:
         for i in tl.static_range(len(FORMS)):
-            if (tile * BN >= FORMS[i][BEGIN]) & (tile * BN < FORMS[i][END]):
+            if (tile * ROWS >= FORMS[i][BEGIN]) & (tile * ROWS < FORMS[i][END]):
                 count = FORMS[i][END] - FORMS[i][BEGIN]
-                acc, up = _panel_loop(acc, up, x, w, halves, tokens, live, rn - FORMS[i][BEGIN], first, last, K, count,
-                                      N_OUT, FORMS, i, False, EVEN_K, NATIVE)  # fmt: skip
+                acc = _panel_loop(acc, x, w, halves, tokens, live, rn - FORMS[i][BEGIN], first, last, K, count,
+                                  FORMS, i, EVEN_K, NATIVE)  # fmt: skip
             size = panels_words(FORMS[i][END] - FORMS[i][BEGIN], K, FORMS, i)
             w += size
             halves += size * 2
-    return acc, up
+    return acc
 
 
 @jit

@@ -719,11 +719,13 @@ def test_interpreted_linear_of_many_rows(bits, group, zeros, monkeypatch):
 
 
 @interpreted
-@pytest.mark.parametrize("bits,dtype", [(4, torch.float16), (8, torch.bfloat16), (16, torch.float16)])
-def test_interpreted_experts(bits, dtype):
+@pytest.mark.parametrize("bits,dtype,zeros", [
+    (4, torch.float16, False), (4, torch.float16, True), (8, torch.bfloat16, False), (16, torch.float16, False),
+])  # fmt: skip
+def test_interpreted_experts(bits, dtype, zeros):
     """Catches tokens that are gathered from or written to the wrong pair, idle experts that are not idle,
     errors of a second token tile, and rows that depend on each other."""
-    up, down = stored(bits, 64, 64, 32, experts=(3,)), stored(bits, 64, 32, 32, seed=1, experts=(3,))
+    up, down = stored(bits, 64, 64, 32, zeros, experts=(3,)), stored(bits, 64, 32, 32, zeros, 1, (3,))
     layouts = [
         [pack(bits, w, dtype, layout, LinearConfig(64, 1)) for w in (up, down)] for layout in ("plain", "planes")
     ]

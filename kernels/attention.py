@@ -146,16 +146,16 @@ def _weigh(query, k, see, scale, top, total, CAP: tl.constexpr, NATIVE: tl.const
 
 @jit
 def _attend_chunks(
-    query, kv, kv_scales, own, trash, split, ok, n, p, limit, v_offset, scale, HD: tl.constexpr, HDP: tl.constexpr,
-    WINDOW: tl.constexpr, CHAIN: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, INT8: tl.constexpr,
-    CAP: tl.constexpr, NATIVE: tl.constexpr,
+    query, keys, key_scales, values, value_scales, trash, split, ok, n, p, limit, scale, HD: tl.constexpr,
+    HDP: tl.constexpr, WINDOW: tl.constexpr, CHAIN: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
+    INT8: tl.constexpr, CAP: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     """(maximum, sum, weighted values) over the keys of a split below `limit`.
 
     Key blocks begin at multiples of BK, and a block that is masked changes no bit. So the partial sum of a
     row depends on its position and its keys alone.
     """
-    end = tl.max(limit, 0)
+    end = tl.minimum(tl.max(limit, 0), trash)  # Only rows that fill up a chunk of a prompt lie behind the cache.
     low, last = _split_bounds(split)
     if WINDOW > 0:
         low = tl.maximum(low, (tl.min(tl.where(ok, p, 2147483647), 0) - WINDOW + 1) // BK * BK)
@@ -165,14 +165,14 @@ def _attend_chunks(
     acc = tl.zeros((BM, HDP), tl.float32)
     for j0 in range(low, tl.minimum(last, end), BK):
         j = j0 + tl.arange(0, BK)
-        at = (own + tl.minimum(j, trash)) * (HD + 4 * INT8)
+        at = j * (HD + 4 * INT8)
         see = j[None, :] < limit[:, None]
         if WINDOW > 0:
             near = j[None, :] > p[:, None] - WINDOW
             see = see & (near if CHAIN else near | (j[None, :] >= n))
-        k = load_rows(kv, kv_scales, at, d, j < end, query.dtype, HD, INT8)
+        k = load_rows(keys, key_scales, at, d, j < end, query.dtype, HD, INT8)
         top, total, shrink, weight = _weigh(query, k, see, scale, top, total, CAP, NATIVE)
-        v = load_rows(kv, kv_scales, at + v_offset, d, j < end, query.dtype, HD, INT8)
+        v = load_rows(values, value_scales, at, d, j < end, query.dtype, HD, INT8)
         acc = acc * shrink[:, None]
         if WINDOW > 0 or CHAIN:  # Queries of a tile see different keys, and 0 x NaN must not reach the others.
             spoilt = tl.max(tl.where(tl.abs(v.to(tl.float32)) < float("inf"), 0, 1), 1)
@@ -192,9 +192,9 @@ def _seen_rows(visible, first, R, RP: tl.constexpr):
 
 @jit
 def _attend_tail(
-    query, kv, kv_scales, visible, own, trash, t, n, p, limit, v_offset, R, scale, HD: tl.constexpr, HDP: tl.constexpr,
-    RP: tl.constexpr, WINDOW: tl.constexpr, CHAIN: tl.constexpr, GP: tl.constexpr, INT8: tl.constexpr,
-    CAP: tl.constexpr, NATIVE: tl.constexpr,
+    query, keys, key_scales, values, value_scales, visible, trash, t, n, p, limit, R, scale, HD: tl.constexpr,
+    HDP: tl.constexpr, RP: tl.constexpr, WINDOW: tl.constexpr, CHAIN: tl.constexpr, GP: tl.constexpr,
+    INT8: tl.constexpr, CAP: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     """The same over the tail, the keys from `limit` on, for the GP queries of one token. visible: its row of the region.
 
@@ -204,7 +204,6 @@ def _attend_tail(
     of 16 where heads are wide.
     """
     KEYS: tl.constexpr = 32 if HDP <= 256 else 16  # of a step, as many as registers allow
-    base = own * (HD + 4 * INT8)
     d = tl.arange(0, HDP)
     count = 0  # of the region's rows that the token sees
     if CHAIN:
@@ -232,10 +231,10 @@ def _attend_tail(
         if WINDOW > 0:
             near = j > p - WINDOW
             see = see & (near if CHAIN else near | (nth >= 0))
-        at = base + slot * (HD + 4 * INT8)
+        at = slot * (HD + 4 * INT8)
         all_see = see[None, :] & (tl.arange(0, GP) >= 0)[:, None]
-        k = load_rows(kv, kv_scales, at, d, see, query.dtype, HD, INT8)
-        v = load_rows(kv, kv_scales, at + v_offset, d, see, query.dtype, HD, INT8)
+        k = load_rows(keys, key_scales, at, d, see, query.dtype, HD, INT8)
+        v = load_rows(values, value_scales, at, d, see, query.dtype, HD, INT8)
         top, total, shrink, weight = _weigh(query, k, all_see, scale, top, total, CAP, NATIVE)
         acc = dot(weight, v, acc * shrink[:, None], NATIVE)
     return top, total, acc
@@ -301,7 +300,11 @@ def attend_kernel(
     b = bh // HKV
     tiles = tl.cdiv(ROWS, BM)
     n = tl.load(start + b).to(tl.int32)
-    own, trash = _own_rows(segments, bh, b, S, HKV, POOLED)
+    first, trash = _own_rows(segments, bh, b, S, HKV, POOLED)
+    keys = kv + first * (HD + 4 * INT8)  # Offsets within the rows of one sequence fit in 32 bits.
+    values = keys + v_offset
+    key_scales = kv_scales + first * (HD + 4 * INT8) // 4
+    value_scales = key_scales + v_offset // 4
     d = tl.arange(0, HDP)
     if work < tiles * SPLITS:
         split = work // tiles
@@ -317,13 +320,13 @@ def attend_kernel(
         if CHAIN:
             top, total, acc = _nothing(sinks, bh % HKV * (ROWS // T) + m // T, ok, HDP, SINKS)
             for s in range(_live_splits(tl.max(limit, 0))):
-                one = _attend_chunks(query, kv, kv_scales, own, trash, s, ok, n, p, limit, v_offset, scale, HD, HDP,
-                                     WINDOW, CHAIN, BM, BK, INT8, CAP, NATIVE)  # fmt: skip
+                one = _attend_chunks(query, keys, key_scales, values, value_scales, trash, s, ok, n, p, limit, scale, HD,
+                                     HDP, WINDOW, CHAIN, BM, BK, INT8, CAP, NATIVE)  # fmt: skip
                 top, total, acc = _merge(top, total, acc, one)
         else:
             top, total, acc = _attend_chunks(
-                query, kv, kv_scales, own, trash, split, ok, n, p, limit, v_offset, scale, HD, HDP, WINDOW, CHAIN,
-                BM, BK, INT8, CAP, NATIVE)  # fmt: skip
+                query, keys, key_scales, values, value_scales, trash, split, ok, n, p, limit, scale, HD, HDP, WINDOW,
+                CHAIN, BM, BK, INT8, CAP, NATIVE)  # fmt: skip
         rows = (bh.to(tl.int64) * (SPLITS + 1) + split) * ROWS + m
         _store_partial(acc_part, ml_part, rows, d, top, total, acc, ok, HD)
         tl.debug_barrier()
@@ -337,10 +340,10 @@ def attend_kernel(
     ok = m < ROWS
     query = tl.load(q + (bh * ROWS + m)[:, None] * HD + d[None, :], mask=ok[:, None] & (d < HD)[None, :], other=0)
     top, total, acc = _attend_tail(
-        query, kv, kv_scales, visible + (b * T + t) * R, own, trash, t, n, p, limit, v_offset, R, scale, HD, HDP, RP,
-        WINDOW, CHAIN, GP, INT8, CAP, NATIVE)  # fmt: skip
-    first = bh.to(tl.int64) * (SPLITS + 1) * ROWS  # the partial sums of this head, those of its tails behind the others
-    last = first + SPLITS * ROWS
+        query, keys, key_scales, values, value_scales, visible + (b * T + t) * R, trash, t, n, p, limit, R, scale, HD,
+        HDP, RP, WINDOW, CHAIN, GP, INT8, CAP, NATIVE)  # fmt: skip
+    before = bh.to(tl.int64) * (SPLITS + 1) * ROWS  # the partial sums of other heads
+    last = before + SPLITS * ROWS  # Those of tails lie behind the others.
     _store_partial(acc_part, ml_part, last + m, d, top, total, acc, ok, HD)
     tl.debug_barrier()
     splits = 1 if CHAIN else _live_splits(n)
@@ -352,7 +355,7 @@ def attend_kernel(
     live = rows < ROWS
     head = bh % HKV * (ROWS // T) + group
     if CHAIN:
-        top, total, acc = _load_partial(acc_part, ml_part, first + rows, d, live, HD)
+        top, total, acc = _load_partial(acc_part, ml_part, before + rows, d, live, HD)
     else:
         top, total, acc = _nothing(sinks, head, live, HDP, SINKS)
         for i in range(0, splits, FLIGHT):  # several at a time, so that their loads wait together
@@ -360,7 +363,7 @@ def attend_kernel(
             for k in tl.static_range(FLIGHT):
                 begin = tl.where(i + k < splits, _split_bounds(i + k)[0], 2147483647)
                 used = begin < tl.where(live, limit, 0)
-                several += (_load_partial(acc_part, ml_part, first + (i + k) * ROWS + rows, d, used, HD),)
+                several += (_load_partial(acc_part, ml_part, before + (i + k) * ROWS + rows, d, used, HD),)
             for k in tl.static_range(FLIGHT):
                 top, total, acc = _merge(top, total, acc, several[k])
     top, total, acc = _merge(top, total, acc, _load_partial(acc_part, ml_part, last + rows, d, live, HD))
@@ -376,19 +379,19 @@ def attend_kernel(
 def attention_tiles(dim: int, group: int, int8: bool, chain: bool, window: int) -> dict:
     """Constants and compiler options of the kernel. group: the query heads that share a key head.
 
-    The tiles are the largest that neither spill nor need more than 99 KB of shared memory, with registers for four
+    The tiles are the largest that neither spill nor need more than 99 KB of shared memory, with registers for three
     programs on a multiprocessor where heads are usual. They do not depend on the number of rows. A tile of another
     height means other matrix instructions (sm_90 uses wgmma from 64 rows) and sums in another order, so verification
     would differ from plain decoding.
     """
-    wide, merged = dim > 128, triton.next_power_of_2(group)
-    tiles = dict(BM=32, BK=32) if dim <= 256 else dict(BM=16, BK=16)
-    warps = 8 if wide else 4
-    tiles |= dict(GP=max(16, merged), GM=merged, FLIGHT=max(1, min(16, 1024 * warps // (merged * dim))))
+    merged, warps = triton.next_power_of_2(group), 8 if dim > 128 else 4
+    crowded = (dim > 128) + int8 + (window > 0)  # what takes registers
+    tiles = dict(BM=32, BK=(64, 32, 32, 16)[crowded]) if dim <= 256 else dict(BM=16, BK=16)
+    tiles |= dict(GP=max(16, merged), GM=merged, FLIGHT=max(1, min(16, 512 * warps // (merged * dim))))
     # A prompt with a window, or with wide heads, has no registers left for a second stage. Without a number, ptxas would
-    # rather spill than use more than 128 of them.
+    # rather spill than use more than 128 or 168 of them.
     options = dict(num_stages=1 if chain and (window > 0 or dim > 256) else 2)
-    options |= dict(maxnreg=255 if chain or dim > 256 else 168 if window > 0 or int8 else 128)
+    options |= dict(maxnreg=255 if chain or dim > 256 or window > 0 else 168)
     return tiles | dict(num_warps=warps, **options, **EXACT)
 
 
@@ -416,7 +419,7 @@ def _tree_attention_triton(
         q.contiguous(), kv, scales_of(kv), start if segments is None else segments, start, visible,
         positions.contiguous(), acc, ml, arrived, out, out if sinks is None else sinks, kv.stride(0), S, T, R,
         group * T, splits, scale, HKV=kv_heads, HD=dim, HDP=max(16, triton.next_power_of_2(dim)),
-        RP=1 if chain else min(64, triton.next_power_of_2(R)), WINDOW=max(window, 0), CHAIN=chain,
+        RP=1 if chain else min(64, max(16, triton.next_power_of_2(R))), WINDOW=max(window, 0), CHAIN=chain,
         INT8=int8, CAP=cap, SINKS=sinks is not None, NATIVE=native(q.dtype), POOLED=segments is not None, **tiles,
     )  # fmt: skip
     return out

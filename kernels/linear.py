@@ -19,7 +19,7 @@ from kernels.choice import merge_topk
 from kernels.norm_rope import turn_rows
 from kernels.packing import PackedTensors, PackedWeight, decode, dequantize, from_parts, kernel_views, panel_words
 from kernels.panels import kernel_forms, panel_sums
-from kernels.tuned import SMALL_M, TILE_M, LinearConfig
+from kernels.tuned import SMALL_M, SPLIT_M, TILE_M, LinearConfig
 
 # What may gate a product whose second half is multiplied with an activation of the first: its number in the kernels.
 # The third is gpt-oss's, of which no kernel is the epilogue.
@@ -216,6 +216,18 @@ def _partial(part, place, ROWS: tl.constexpr, BT: tl.constexpr):
     return part + place * (ROWS * BT) + tl.arange(0, BT)[None, :] * ROWS + tl.arange(0, ROWS)[:, None]
 
 
+@jit
+def _product(
+    x, w, s, z, rm, live, rn, tile, first, last, K, N, BITS: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr,
+    FORMS: tl.constexpr, EVEN_K: tl.constexpr, ACC: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
+    """The products of weight rows rn with x[rm] over the K blocks [first, last)."""
+    if len(FORMS) > 0:
+        return panel_sums(x, w, s, rm, live, rn, tile, first, last, K, N, FORMS, EVEN_K, NATIVE)
+    else:
+        return main_loop(x, w, s, z, rm, live, rn, first, last, K, N, BITS, GROUP, ZEROS, EVEN_K, ACC, NATIVE)
+
+
 # M and T are not specialized: one binary per token tile also serves M = 1.
 @(triton.jit(do_not_specialize=["M", "T"]) if triton else jit)
 def linear_kernel(
@@ -224,14 +236,16 @@ def linear_kernel(
     ZEROS: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, GATED: tl.constexpr, TOPK: tl.constexpr,
     HQ: tl.constexpr, HKV: tl.constexpr, HD: tl.constexpr, LEVELS: tl.constexpr,
     QK_NORM: tl.constexpr, INT8: tl.constexpr, POOLED: tl.constexpr, FORMS: tl.constexpr, EVEN_K: tl.constexpr,
-    BN: tl.constexpr, BT: tl.constexpr, SPLIT: tl.constexpr, ACC: tl.constexpr, NATIVE: tl.constexpr,
+    BN: tl.constexpr, BT: tl.constexpr, SPLIT: tl.constexpr, SERIAL: tl.constexpr, ACC: tl.constexpr,
+    NATIVE: tl.constexpr,
 ):  # fmt: skip
     """out[M, N_OUT], or the best of it if TOPK > 0 (`_finish_topk`). Grid (token tiles, row tiles, SPLIT).
 
     The token tiles of one weight tile are neighbours in launch order, so its weights come from DRAM once. Of the
     programs that share a sum, the one that ends last keeps its own part in registers, waits until the others have
     stored theirs, and adds all parts in split order. It waits only for programs that are storing already. It also
-    resets the counter, so that the buffer is ready for the next launch or the next replay of a graph.
+    resets the counter, so that the buffer is ready for the next launch or the next replay of a graph. If SERIAL, where
+    there are rows enough to keep the GPU busy, one program makes all parts of a sum and adds them in the same order.
 
     With HD > 0 the weight is that of queries, keys and values. Then the program that stores the last columns of a head
     also turns this head of its token tile (`turn_rows`), with q in `turned`, and the first program sets the counters
@@ -245,17 +259,19 @@ def linear_kernel(
     live = rm < M
     finished = count + tl.num_programs(0) * tl.num_programs(1)  # behind the counters of the sums
     blocks = tl.cdiv(K, 128)
-    first = blocks * split // SPLIT
-    last = blocks * (split + 1) // SPLIT
     if HD > 0:
         if slab + tile + split == 0:
             for i in range(0, arrivals, 128):
                 tl.store(arrived + i + tl.arange(0, 128), 0, mask=i + tl.arange(0, 128) < arrivals)
-    if len(FORMS) > 0:
-        acc = panel_sums(x, w, s, rm, live, rn, tile, first, last, K, N, FORMS, EVEN_K, NATIVE)
+    if SERIAL:
+        acc = tl.zeros((rn.shape[0], BT), tl.float32)
+        for j in range(SPLIT):
+            acc += _product(x, w, s, z, rm, live, rn, tile, blocks * j // SPLIT, blocks * (j + 1) // SPLIT, K, N,
+                            BITS, GROUP, ZEROS, FORMS, EVEN_K, ACC, NATIVE)  # fmt: skip
     else:
-        acc = main_loop(x, w, s, z, rm, live, rn, first, last, K, N, BITS, GROUP, ZEROS, EVEN_K, ACC, NATIVE)
-    if SPLIT > 1:
+        acc = _product(x, w, s, z, rm, live, rn, tile, blocks * split // SPLIT, blocks * (split + 1) // SPLIT, K, N,
+                       BITS, GROUP, ZEROS, FORMS, EVEN_K, ACC, NATIVE)  # fmt: skip
+    if SPLIT > 1 and not SERIAL:
         STORED: tl.constexpr = 65536  # what a program adds to the counter after its sums are stored
         ROWS: tl.constexpr = rn.shape[0]
         place = slab * tl.num_programs(1) + tile
@@ -314,11 +330,14 @@ def launch_tile(
     On Hopper 32 tokens are the quickest in any case.
     norms: heads are normed behind the product.
     """
-    config = config.on(tokens)
+    config, prompt = config.on(tokens), tokens > SPLIT_M
+    if prompt and not zeros and not forms:
+        config = config._replace(block_n=128, warps=8, stages=3, wide_n=0)
     block_n = max(config.block_n, 32 * config.warps if zeros else 16) // (1 + (gated > 0))
     small_groups = 0 < group < 128
-    many = small_groups or config.warps < 4 or bits == 8 or forms or config.wide_n
-    tile = min(32 if many else TILE_M, max(8, triton.next_power_of_2(tokens)))
+    many = small_groups or bits == 8 or config.warps < 4 or config.wide_n or prompt
+    largest = 16 if prompt and zeros and group == 32 else 32 if forms or (many and config.warps < 8) else TILE_M
+    tile = min(largest, max(8, triton.next_power_of_2(tokens)))
     # With 64 tokens a fourth stage takes so much shared memory that a multiprocessor runs one program less.
     stages = min(config.stages, 3) if tile == 64 else config.stages
     options = dict(num_warps=config.warps, num_stages=stages, maxnreg=None, **EXACT)
@@ -326,7 +345,7 @@ def launch_tile(
     if (forms or norms) and tile <= 16:
         options["maxnreg"] = 168
     elif tile == 32 or small_groups:
-        options["maxnreg"] = 255 if small_groups or bits != 4 or forms else 168
+        options["maxnreg"] = 255 if small_groups or bits != 4 or forms or prompt else 168
     return max(16, block_n), tile, options
 
 
@@ -341,8 +360,9 @@ def launch_arguments(
     kind = weight.group_size, zeros, weight.bits, bool(weight.forms), norms
     block_n, tile, options = launch_tile(config, tokens, gated, *kind)
     n_out = weight.n // 2 if gated else weight.n
-    grid = triton.cdiv(x.shape[0], tile), triton.cdiv(n_out, block_n), config.split_k
-    room = math.prod(grid) * (1 + (gated > 0)) * block_n * tile if config.split_k > 1 else 0
+    split = config.split_k if tokens <= SPLIT_M else 1
+    grid = triton.cdiv(x.shape[0], tile), triton.cdiv(n_out, block_n), split
+    room = math.prod(grid) * (1 + (gated > 0)) * block_n * tile if grid[2] > 1 else 0
     partial = x.new_empty(room, dtype=torch.float32)
     half = config.accumulate == "float16" and x.dtype == torch.float16
     constants = dict(
@@ -445,7 +465,8 @@ def _triton_linear(x, tensors, numbers, bias, residual, gated, wide) -> Tensor:
         linear_kernel[grid](
             own, *kernel_views(weight), own if bias is None else bias, other, place, place, place, partial,
             weight.counters, M=len(own), N=weight.n, K=weight.k, N_OUT=place.shape[1], eps=0.0, BIAS=bias is not None,
-            RESIDUAL=residual is not None, TOPK=0, SPLIT=grid[2], **constants, **no_rope(own),
+            RESIDUAL=residual is not None, TOPK=0, SPLIT=weight.config.split_k,
+            SERIAL=grid[2] < weight.config.split_k, **constants, **no_rope(own),
         )  # fmt: skip
     return out
 
@@ -504,7 +525,7 @@ def packed_topk(x: Tensor, weight: PackedWeight, count: int) -> TopK:
 
 def _triton_topk(x, tensors, numbers, count) -> TopK:
     weight = from_parts(tensors, numbers)
-    found = [_launch_topk(rows, weight, count) for rows in x.contiguous().split(SMALL_M)]
+    found = [_launch_topk(rows, weight, count) for rows in x.contiguous().split(SPLIT_M)]
     return found[0] if len(found) == 1 else TopK(*map(torch.cat, zip(*found, strict=True)))
 
 
@@ -515,7 +536,8 @@ def _launch_topk(x: Tensor, weight: PackedWeight, count: int) -> TopK:
     ids = x.new_empty(grid[1], tokens, count, dtype=torch.int32)
     linear_kernel[grid](
         x, *kernel_views(weight), x, x, out, out, ids, partial, weight.counters, M=tokens, N=weight.n, K=weight.k,
-        N_OUT=weight.n, eps=0.0, BIAS=False, RESIDUAL=False, TOPK=count, SPLIT=grid[2], **constants, **no_rope(x),
+        N_OUT=weight.n, eps=0.0, BIAS=False, RESIDUAL=False, TOPK=count, SPLIT=grid[2], SERIAL=False, **constants,
+        **no_rope(x),
     )  # fmt: skip
     return TopK(*merge_topk(out, ids))
 

@@ -7,10 +7,10 @@ from torch import Tensor
 
 from kernels.backend import operation, use_triton
 from kernels.kv import cache_problem, scales_of
-from kernels.linear import beyond_a_step, launch_arguments, linear_kernel, packed_linear, planes_linear
+from kernels.linear import launch_arguments, linear_kernel, packed_linear, planes_linear
 from kernels.norm_rope import rope_constants, rope_outputs, rope_write_kv
 from kernels.packing import PackedTensors, PackedWeight, from_parts, kernel_views
-from kernels.tuned import SMALL_M
+from kernels.tuned import SPLIT_M
 
 
 def packed_linear_rope(
@@ -18,12 +18,12 @@ def packed_linear_rope(
     slots: Tensor, q_weight: Tensor | None = None, k_weight: Tensor | None = None, eps: float = 0.0,
     value_norm: bool = False, shares: bool = False,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """`rope_write_kv` of packed_linear(x [B,T,K], weight, bias), in one launch for up to SMALL_M rows. No host sync.
+    """`rope_write_kv` of packed_linear(x [B,T,K], weight, bias), in one launch for up to SPLIT_M rows. No host sync.
 
     Heads are turned by the programs that compute them, each of which has at most TILE_M rows to turn.
     """
     turn = cos, sin, kv, slots, q_weight, k_weight, eps, value_norm, shares
-    if weight.layout != "planes" or beyond_a_step(x):
+    if weight.layout != "planes" or x.shape[1] > SPLIT_M:
         return rope_write_kv(packed_linear(x, weight, bias).unflatten(-1, (-1, head_dim)), *turn)
     return planes_linear_rope(weight.reorder(x), *weight.parts(), bias, head_dim, *turn)
 
@@ -38,7 +38,7 @@ def _triton_linear_rope(x, tensors, numbers, bias, head_dim, *turn) -> tuple[Ten
     qkv = x.new_empty(B, T, weight.n // head_dim, head_dim)
     q, arrived = rope_outputs(qkv, kv, shares)
     heads = rope_constants(qkv, kv, norm, value_norm, shares)
-    each = SMALL_M // T  # sequences of a launch
+    each = SPLIT_M // T  # sequences of a launch
     for b in range(0, B, each):
         one = slice(b, b + each)
         rows, counts = x[one].reshape(-1, weight.k).contiguous(), arrived.view(B, -1)[one]
@@ -49,7 +49,7 @@ def _triton_linear_rope(x, tensors, numbers, bias, head_dim, *turn) -> tuple[Ten
             weight.counters, cos[one].contiguous(), sin[one].contiguous(), cache, scales_of(cache),
             slots[one].contiguous(), *(rows if w is None else w for w in (q_weight, k_weight)), counts, len(rows),
             weight.n, weight.k, weight.n, T, kv.shape[3], kv.stride(0), counts.numel(), eps, BIAS=bias is not None,
-            RESIDUAL=False, TOPK=0, SPLIT=grid[2], **constants, **heads,
+            RESIDUAL=False, TOPK=0, SPLIT=grid[2], SERIAL=False, **constants, **heads,
         )  # fmt: skip
     return q, arrived
 

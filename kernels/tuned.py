@@ -14,13 +14,13 @@ from support.reader import refusal
 
 # The most rows of x that one program multiplies.
 TILE_M = 64
-# The most rows of x that one launch multiplies, the widest prefill chunk and the largest tree. More rows of a step are
-# several launches. For more rows of one sequence (`linear.beyond_a_step`) the weight is written out in 16 bits and
-# multiplied by cuBLAS. The number is an estimate for an RTX 3090. Writing out an
-# int4 weight moves 2.5 bytes, which takes 3.1 ps. The product then takes 2 M / 71e12 s per weight, over the
-# share of the matrix rate that is reached: perhaps 60 % in our kernel and 85 % in cuBLAS. Both ways take the
-# same time near M = 220. On an H100 our kernel is ahead for longer.
-SMALL_M = 256
+# Up to so many rows of x the programs of a launch share sums. With more rows there are programs enough, and each one
+# makes all parts of its sums.
+SPLIT_M = 256
+# The most rows of x that one launch multiplies, and the widest chunk of a prompt. More rows of a step are several
+# launches. For more rows of one sequence (`linear.beyond_a_step`) the weight is written out in 16 bits and multiplied by
+# cuBLAS, whose bits depend on the number of rows.
+SMALL_M = 2048
 
 
 # Up to so many rows of x a launch has the narrow tiles of `LinearConfig`, and with more the wide ones.

@@ -719,6 +719,25 @@ def test_interpreted_linear_of_many_rows(bits, group, zeros, monkeypatch):
 
 
 @interpreted
+@pytest.mark.parametrize("bits,group,zeros,split", [
+    (4, 128, False, 2), (4, 32, True, 3), (8, 0, False, 3),
+])  # fmt: skip
+def test_interpreted_rows_of_a_prompt_are_added_up_like_those_of_a_step(bits, group, zeros, split, monkeypatch):
+    """A program that makes all parts of a sum and adds them in another order than programs that share it, so that a
+    prompt would have other bits than the same tokens one by one. Or one that waits for parts that nobody makes."""
+    k = 256 * split
+    config = LinearConfig(64, split, warps=2)
+    packed = pack(bits, stored(bits, 96, k, group or 32, zeros), torch.float16, "planes", config)
+    x = torch.randn(40, k).half()
+    want = [packed_linear(x, packed, gated=gated) for gated in (0, 1)]
+    monkeypatch.setattr(kernels.linear, "SPLIT_M", 16)
+    for gated, rows in enumerate(want):
+        assert torch.equal(packed_linear(x, packed, gated=gated), rows)
+        assert torch.equal(packed_linear(x[7:8], packed, gated=gated), rows[7:8])
+    assert not packed.counters.any()
+
+
+@interpreted
 @pytest.mark.parametrize("bits,dtype,zeros", [
     (4, torch.float16, False), (4, torch.float16, True), (8, torch.bfloat16, False), (16, torch.float16, False),
 ])  # fmt: skip

@@ -4,6 +4,8 @@ Tests named `test_interpreted_*` need TRITON_INTERPRET=1 before Triton is import
 tests/test_interpreter_steps.py runs them.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 from test_model import run
@@ -79,13 +81,19 @@ def test_panels_hold_the_codes_and_factors_of_the_file(kind):
 
 @interpreted
 @pytest.mark.parametrize("kind", FORMS)
-def test_interpreted_linear_of_every_type(kind):
-    """A wrong address, mask, shift, scale or min, and a row that depends on the forward's width or on its neighbours."""
+def test_interpreted_linear_of_every_type(kind, monkeypatch):
+    """A wrong address, mask, shift, scale or min, and a row that depends on the forward's width, on its neighbours or on
+    whether it is one of a long prompt."""
     own = part(kind, 40, columns(kind))
     x = torch.randn(60, own.k).half()
     with TRITON.active():
         assert error(packed_linear(x[:3], pack_panels([own])), x[:3].double() @ floats(own).half().double().mT) < 1e-3
         plain = plain_factors(own.pieces[0])
+        again = pack_panels([own])
+        again = replace(again, config=again.config._replace(split_k=2))
+        rows = packed_linear(x, again)
+        monkeypatch.setattr(kernels.linear, "SPLIT_M", 16)  # as in a prompt, where one program makes both parts of a sum
+        assert torch.equal(packed_linear(x, again), rows)
         packed, x = pack_panels([own._replace(pieces=[plain])]), torch.randint(-4, 5, x.shape).half()
         x[0], got = 1, packed_linear(x[:1].fill_(1), packed)
         assert torch.equal(got[0].double(), plain.floats(own.form).double().sum(1).half().double())

@@ -1,7 +1,7 @@
 """The first look at a GPU: each kernel beside its reference, and a row alone beside the same row among others.
 
 The kernels are tested on few cards. So the first time that a model runs on a card, with some version of torch and Triton,
-two steps and three small forwards are made in which every kernel and its reference do the same calls. The answer is kept
+two steps and four forwards are made in which every kernel and its reference do the same calls. The answer is kept
 in the cache folder. What a kernel gets wrong is left to its reference from then on.
 """
 
@@ -31,7 +31,7 @@ from support.errors import is_out_of_memory, one_line
 from support.files import read_json, write_json
 from support.machine import describe_device, synchronize
 
-ROWS = (1, 16, 60)  # of the forwards that a row is compared in
+ROWS = (1, 16, 60, 288)  # of the forwards that a row is compared in, the last one as wide as a part of a prompt
 CONTEXT = 300  # cached tokens behind which the steps are made
 SPARE = 300  # places for the nodes of the widest tree
 # How far a kernel's result may be from its reference's, in units of the reference's norm. The tests of a device allow

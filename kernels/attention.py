@@ -387,11 +387,11 @@ def attention_tiles(dim: int, group: int, int8: bool, chain: bool, window: int) 
     merged, warps = triton.next_power_of_2(group), 8 if dim > 128 else 4
     crowded = (dim > 128) + int8 + (window > 0)  # what takes registers
     tiles = dict(BM=32, BK=(64, 32, 32, 16)[crowded]) if dim <= 256 else dict(BM=16, BK=16)
-    tiles |= dict(GP=max(16, merged), GM=merged, FLIGHT=max(1, min(16, 512 * warps // (merged * dim))))
+    tiles |= dict(RP=64, GP=max(16, merged), GM=merged, FLIGHT=max(1, min(16, 512 * warps // (merged * dim))))
     # A prompt with a window, or with wide heads, has no registers left for a second stage. Without a number, ptxas would
     # rather spill than use more than 128 or 168 of them.
     options = dict(num_stages=1 if chain and (window > 0 or dim > 256) else 2)
-    options |= dict(maxnreg=255 if chain or dim > 256 or window > 0 else 168)
+    options |= dict(maxnreg=255 if chain or dim > 256 or window > 0 or crowded > 1 else 168)
     return tiles | dict(num_warps=warps, **options, **EXACT)
 
 
@@ -419,7 +419,7 @@ def _tree_attention_triton(
         q.contiguous(), kv, scales_of(kv), start if segments is None else segments, start, visible,
         positions.contiguous(), acc, ml, arrived, out, out if sinks is None else sinks, kv.stride(0), S, T, R,
         group * T, splits, scale, HKV=kv_heads, HD=dim, HDP=max(16, triton.next_power_of_2(dim)),
-        RP=1 if chain else min(64, max(16, triton.next_power_of_2(R))), WINDOW=max(window, 0), CHAIN=chain,
+        WINDOW=max(window, 0), CHAIN=chain,
         INT8=int8, CAP=cap, SINKS=sinks is not None, NATIVE=native(q.dtype), POOLED=segments is not None, **tiles,
     )  # fmt: skip
     return out

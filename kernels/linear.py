@@ -211,9 +211,18 @@ def _finish_topk(acc, x, s, out, ids, tile, rn, rm, live, M, N, BITS: tl.constex
 
 
 @jit
-def _partial(part, place, ROWS: tl.constexpr, BT: tl.constexpr):
-    """Where the partial sums of a program lie: rows of tokens, so that only live ones take traffic."""
-    return part + place * (ROWS * BT) + tl.arange(0, BT)[None, :] * ROWS + tl.arange(0, ROWS)[:, None]
+def _by_threads(sums):
+    """Sums [ROWS, BT] as one row of numbers, in the order in which the threads of a matrix instruction hold them: 4 rows
+    of a token in each. Partial sums in any other order would go through shared memory, one after the other."""
+    HALF: tl.constexpr = sums.shape[0] // 32
+    parts = sums.reshape(2, HALF, 2, 8, sums.shape[1] // 8, 4, 2).permute(4, 6, 1, 3, 5, 0, 2)
+    return parts.reshape(sums.shape[0] * sums.shape[1])
+
+
+@jit
+def _by_rows(numbers, ROWS: tl.constexpr, BT: tl.constexpr):
+    """The inverse of `_by_threads`."""
+    return numbers.reshape(BT // 8, 2, ROWS // 32, 8, 4, 2, 2).permute(5, 2, 6, 3, 0, 4, 1).reshape(ROWS, BT)
 
 
 @jit
@@ -241,11 +250,10 @@ def linear_kernel(
 ):  # fmt: skip
     """out[M, N_OUT], or the best of it if TOPK > 0 (`_finish_topk`). Grid (token tiles, row tiles, SPLIT).
 
-    The token tiles of one weight tile are neighbours in launch order, so its weights come from DRAM once. Of the
-    programs that share a sum, the one that ends last keeps its own part in registers, waits until the others have
-    stored theirs, and adds all parts in split order. It waits only for programs that are storing already. It also
-    resets the counter, so that the buffer is ready for the next launch or the next replay of a graph. If SERIAL, where
-    there are rows enough to keep the GPU busy, one program makes all parts of a sum and adds them in the same order.
+    The token tiles of one weight tile are neighbours in launch order, so its weights come from DRAM once. Programs that
+    share a sum store their parts. The one that ends last adds them in split order. It also resets the counter, so that
+    the buffer is ready for the next launch or the next replay of a graph. If SERIAL, where there are rows enough to keep
+    the GPU busy, one program makes all parts of a sum and adds them in the same order.
 
     With HD > 0 the weight is that of queries, keys and values. Then the program that stores the last columns of a head
     also turns this head of its token tile (`turn_rows`), with q in `turned`, and the first program sets the counters
@@ -272,26 +280,24 @@ def linear_kernel(
         acc = _product(x, w, s, z, rm, live, rn, tile, blocks * split // SPLIT, blocks * (split + 1) // SPLIT, K, N,
                        BITS, GROUP, ZEROS, FORMS, EVEN_K, ACC, NATIVE)  # fmt: skip
     if SPLIT > 1 and not SERIAL:
-        STORED: tl.constexpr = 65536  # what a program adds to the counter after its sums are stored
         ROWS: tl.constexpr = rn.shape[0]
+        FLIGHT: tl.constexpr = min(SPLIT, 4 if BT == 32 else max(1, 64 // BT))  # parts that are loaded together
+        i = tl.arange(0, ROWS * BT)
+        token = slab * BT + i // (8 * ROWS) * 8 + i // 4 % 4 * 2 + i // (4 * ROWS) % 2
         place = slab * tl.num_programs(1) + tile
         count += place
-        if tl.atomic_add(count, 1, sem="relaxed", scope="gpu") % STORED != SPLIT - 1:
-            tl.store(_partial(part, place * SPLIT + split, ROWS, BT), acc, mask=live[None, :])
-            tl.debug_barrier()
-            tl.atomic_add(count, STORED, sem="release", scope="gpu")
+        part += place * (SPLIT * ROWS * BT) + i
+        tl.store(part + split * (ROWS * BT), _by_threads(acc), mask=token < M)
+        tl.debug_barrier()
+        if tl.atomic_add(count, 1, sem="acq_rel", scope="gpu") != SPLIT - 1:
             return
-        arrived = tl.atomic_add(count, 0, sem="acquire", scope="gpu")
-        while arrived // STORED != SPLIT - 1:
-            arrived = tl.atomic_add(count, 0, sem="acquire", scope="gpu")
-        own = acc
-        acc = tl.zeros((ROWS, BT), tl.float32)
-        for j in range(SPLIT):
-            if j == split:
-                acc += own
-            else:
-                at = _partial(part, place * SPLIT + j, ROWS, BT)
-                acc += tl.load(at, mask=live[None, :], other=0, cache_modifier=".cg")
+        total = tl.zeros((ROWS * BT,), tl.float32)
+        for begin in range(0, SPLIT, FLIGHT):
+            for k in tl.static_range(FLIGHT):
+                j = begin + k
+                live_j = token < tl.where(j < SPLIT, M, 0)
+                total += tl.load(part + j * (ROWS * BT), mask=live_j, other=0, cache_modifier=".cg")
+        acc = _by_rows(total, ROWS, BT)
         tl.store(count, 0)
     if TOPK > 0:
         _finish_topk(acc, x, s, out, ids, tile, rn, rm, live, M, N, BITS, TOPK)
@@ -324,20 +330,19 @@ def launch_tile(
 ) -> tuple[int, int, dict]:  # fmt: skip
     """(output columns BN and tokens BT of a program, compiler options) of a launch on `tokens` rows.
 
-    A gate-up layer halves BN, because an output column takes two weight rows. With zero points a warp needs 32 weight
-    rows, otherwise decoded weights go through shared memory. Groups below 128, two warps, int8 and the types of a file
-    (forms) have so many sums, scales and addresses that more than 32 tokens would spill even with all 255 registers.
-    On Hopper 32 tokens are the quickest in any case.
+    A gate-up layer halves BN, because an output column takes two weight rows. A program has 32 weight rows or more
+    (`_by_threads`). With zero points each warp needs as many, otherwise decoded weights go through shared memory. Groups
+    below 128, two warps, int8 and the types of a file (forms) have so many sums, scales and addresses that more than 32
+    tokens would spill even with all 255 registers. On Hopper 32 tokens are the quickest in any case.
     norms: heads are normed behind the product.
     """
-    config, prompt = config.on(tokens), tokens > SPLIT_M
-    if prompt and not zeros and not forms:
-        config = config._replace(block_n=128, warps=8, stages=3, wide_n=0)
-    block_n = max(config.block_n, 32 * config.warps if zeros else 16) // (1 + (gated > 0))
+    config = config.on(tokens)
+    if tokens > SPLIT_M:
+        return _prompt_tile(config, gated, group, zeros, forms)
+    block_n = max(config.block_n, 32 * config.warps if zeros else 32) // (1 + (gated > 0))
     small_groups = 0 < group < 128
-    many = small_groups or bits == 8 or config.warps < 4 or config.wide_n or prompt
-    largest = 16 if prompt and zeros and group == 32 else 32 if forms or (many and config.warps < 8) else TILE_M
-    tile = min(largest, max(8, triton.next_power_of_2(tokens)))
+    many = small_groups or config.warps < 4 or bits == 8 or forms or config.wide_n
+    tile = min(32 if many else TILE_M, max(8, triton.next_power_of_2(tokens)))
     # With 64 tokens a fourth stage takes so much shared memory that a multiprocessor runs one program less.
     stages = min(config.stages, 3) if tile == 64 else config.stages
     options = dict(num_warps=config.warps, num_stages=stages, maxnreg=None, **EXACT)
@@ -345,8 +350,18 @@ def launch_tile(
     if (forms or norms) and tile <= 16:
         options["maxnreg"] = 168
     elif tile == 32 or small_groups:
-        options["maxnreg"] = 255 if small_groups or bits != 4 or forms or prompt else 168
-    return max(16, block_n), tile, options
+        options["maxnreg"] = 255 if small_groups or bits != 4 or forms else 168
+    return block_n, tile, options
+
+
+def _prompt_tile(config: LinearConfig, gated: int, group: int, zeros: bool, forms: bool) -> tuple[int, int, dict]:
+    """`launch_tile` for the rows of a prompt. A program keeps the sum of its parts besides, so it has eight warps. On
+    Hopper 128 tokens are the quickest. With zero points or the types of a file there are registers for 32, or 16."""
+    rows, tile, warps = 128, 128 if config.wide_n and not 0 < group < 128 else 64, 8
+    if zeros or forms:
+        rows, tile, warps = max(config.block_n, 32 * config.warps), 16 if zeros and group == 32 else 32, config.warps
+    options = dict(num_warps=warps, num_stages=min(config.stages, 3), maxnreg=255, **EXACT)
+    return rows // (1 + (gated > 0)), tile, options
 
 
 def launch_arguments(
@@ -531,7 +546,7 @@ def _triton_topk(x, tensors, numbers, count) -> TopK:
 
 def _launch_topk(x: Tensor, weight: PackedWeight, count: int) -> TopK:
     tokens = len(x)
-    grid, partial, constants = launch_arguments(x, weight, False, min(32, tokens))
+    grid, partial, constants = launch_arguments(x, weight, 0, min(32, tokens))
     out = x.new_empty(grid[1], tokens, count + 2, dtype=torch.float32)
     ids = x.new_empty(grid[1], tokens, count, dtype=torch.int32)
     linear_kernel[grid](

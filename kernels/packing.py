@@ -170,7 +170,7 @@ class PackedWeight:
     def parts(self) -> tuple[PackedTensors, list[int]]:
         """This weight for an operator, which `from_parts` turns back: without perm."""
         numbers = [LAYOUTS.index(self.layout), self.bits, self.group_size, self.n, self.k]
-        tiling = [*self.config[:4], int(self.config.accumulate == "float16")]
+        tiling = [*self.config._replace(accumulate=int(self.config.accumulate == "float16"))]
         numbers += tiling + [number for form in self.forms for number in form]
         return PackedTensors(self.weight, self.scales, self.zeros, self.counters, self.mins), numbers
 
@@ -186,9 +186,10 @@ class PackedWeight:
 
 def from_parts(tensors: PackedTensors, numbers: list[int]) -> PackedWeight:
     """The weight of `PackedWeight.parts`."""
-    layout, bits, group_size, n, k, *tiling, half = numbers[:10]
-    config = LinearConfig(*tiling, "float16" if half else "float32")
-    forms = tuple(tuple(numbers[at : at + panels.NUMBERS]) for at in range(10, len(numbers), panels.NUMBERS))
+    layout, bits, group_size, n, k, *rest = numbers
+    tiling, rest = LinearConfig(*rest[: len(LinearConfig._fields)]), rest[len(LinearConfig._fields) :]
+    config = tiling._replace(accumulate="float16" if tiling.accumulate else "float32")
+    forms = tuple(tuple(rest[at : at + panels.NUMBERS]) for at in range(0, len(rest), panels.NUMBERS))
     return PackedWeight(LAYOUTS[layout], bits, group_size, n, k, **tensors._asdict(), config=config, forms=forms)
 
 
@@ -374,11 +375,10 @@ def _tiling(plain: PackedWeight) -> LinearConfig:
     if measured is not None:
         return measured
     config = linear_config(plain.n, plain.k, plain.bits, multiprocessors, capability, geforce and not plain.forms)
-    starts = itertools.accumulate(rows for rows, *_ in plain.forms[:-1])
-    rows = math.gcd(config.block_n, *starts)  # a tile lies in one format
-    if plain.forms:
-        config = config._replace(block_n=rows, warps=min(config.warps, rows // 32), wide_n=0, wide_warps=0)
-    return config
+    starts = [*itertools.accumulate(rows for rows, *_ in plain.forms[:-1])]
+    rows, wide = (math.gcd(block, *starts) for block in (config.block_n, config.wide_n))  # a tile lies in one format
+    config = config._replace(block_n=rows, warps=min(config.warps, rows // 32))
+    return config if wide == config.wide_n else config._replace(wide_n=0, wide_warps=0)
 
 
 def pack_panels(

@@ -43,7 +43,7 @@ def _triton_linear_rope(x, tensors, numbers, bias, head_dim, *turn) -> tuple[Ten
         one = slice(b, b + each)
         rows, counts = x[one].reshape(-1, weight.k).contiguous(), arrived.view(B, -1)[one]
         cache = kv if heads["POOLED"] else kv[:, one]
-        grid, partial, constants = launch_arguments(rows, weight, False, len(rows), norm)
+        grid, partial, constants = launch_arguments(rows, weight, 0, len(rows), norm)
         linear_kernel[grid](
             rows, *kernel_views(weight), rows if bias is None else bias, rows, qkv[one], q[one], qkv, partial,
             weight.counters, cos[one].contiguous(), sin[one].contiguous(), cache, scales_of(cache),

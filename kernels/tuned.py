@@ -70,7 +70,7 @@ def linear_config(
     blocks = -(-k // 128)
     if capability[0] == 9 and bits < 16:
         most = 7 * multiprocessors // -(-n // 64)
-        split = max(s for s in (1, 2, 4, 8) if s == 1 or s <= most and blocks >= 8 * s)
+        split = max(s for s in (1, 2, 4, 8) if s == 1 or s <= most and blocks >= 4 * s)
         return LinearConfig(64, split, 2, 3, wide_n=128, wide_warps=4)
     even = n * k / multiprocessors
 

@@ -137,7 +137,7 @@ def attention(
     label = f"{dtype}{' prompt' if chain else ''}{f' window {window}' if window else ''}"
     label += " int8 cache" * int8 + f" hd {dim}" * (dim != 128) + f" {nodes} nodes" * (not chain)
     tiles = attention_tiles(dim, 4, int8, chain, window)
-    constants = dict(HKV=8, HD=dim, HDP=dim, RP=1 if chain else min(64, max(16, nodes)), WINDOW=window, CHAIN=chain)
+    constants = dict(HKV=8, HD=dim, HDP=dim, WINDOW=window, CHAIN=chain)
     constants |= dict(INT8=int8, CAP=0.0, SINKS=False, POOLED=True)
     constants |= {key: value for key, value in tiles.items() if key.isupper()} | dict(NATIVE=True)
     options = {key: value for key, value in tiles.items() if key.islower()}

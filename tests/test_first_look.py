@@ -146,7 +146,7 @@ def test_a_model_is_looked_at_once(empty_cache, monkeypatch):
     looks, config = Looks(monkeypatch), EngineConfig(backend=KernelBackend("reference", "cpu"))
     model = plain_model()
     first = reported(config, model=model)
-    assert "new on this GPU" in first[0] and "a row has the same bits alone and among 60" in first[1]
+    assert "new on this GPU" in first[0] and "a row has the same bits alone and among 288" in first[1]
     assert reported(config, model=model) == [] and looks.made == 1
     assert len(reported(config, again=True, model=model)) == 2 and looks.made == 2
     assert len(reported(config, model=plain_model(hidden_size=128))) == 2 and looks.made == 3

@@ -940,7 +940,7 @@ def test_interpreted_norm_and_rope(dtype):
 
 @interpreted
 @pytest.mark.parametrize("rows,config,normed,int8", [
-    (1, LinearConfig(16, 2), False, False), (1, LinearConfig(16, 2), True, False),
+    (1, LinearConfig(32, 2), False, False), (1, LinearConfig(32, 2), True, False),
     (5, LinearConfig(32, 3), False, True), (5, LinearConfig(32, 3), True, False),
     (17, LinearConfig(64, 1), False, False), (17, LinearConfig(64, 1), False, True),
     (40, LinearConfig(64, 2, warps=2), True, False),  # two token tiles
@@ -949,8 +949,8 @@ def test_interpreted_norm_and_rope(dtype):
 def test_interpreted_turned_heads_behind_their_projection(rows, config, normed, int8, monkeypatch):
     """Heads that are turned before all of their columns are there, rows of another token tile, a head that is turned
     twice or never, counters that are left over, and bits that differ from those of a launch of its own. Tiles hold a part
-    of a head of 24 values, or parts of several."""
-    dtype, dim, batch = torch.float16, 24, 1 if rows % 5 else 5
+    of a head of 40 values, or parts of several."""
+    dtype, dim, batch = torch.float16, 40, 1 if rows % 5 else 5
     packed = pack(4, stored(4, 6 * dim, 256), dtype, "auto", config)
     x, bias = torch.randn(batch, rows // batch, 256).to(dtype), torch.randn(6 * dim).to(dtype)
     angle, weight = torch.randn(batch, rows // batch, dim // 2), torch.randn(dim).to(dtype) if normed else None

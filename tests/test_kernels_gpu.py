@@ -62,7 +62,7 @@ def test_linear_on_device(n, k, bits, dtype, group, zeros):
     if bits == 4 and k % group:
         group = 32
     packed, matrix = quantized(bits, n, k, dtype, group, zeros)
-    for m in (1, 7, 16, 24, 33, 64, 104, 300):  # from 65 rows several tiles, from 257 several launches
+    for m in (1, 7, 16, 24, 33, 64, 104, 300):  # from 65 rows several tiles, from 257 as in a prompt
         x = torch.randn(m, k, device="cuda").to(dtype)
         for gated in (False, True):
             y = x.double() @ matrix.T
@@ -79,14 +79,15 @@ def test_linear_on_device(n, k, bits, dtype, group, zeros):
 @pytest.mark.parametrize("bits,dtype", [(4, torch.float16), (4, torch.bfloat16), (8, torch.float16), (8, torch.bfloat16),
                                         (16, torch.float16), (16, torch.bfloat16)])  # fmt: skip
 def test_linear_rows_are_bitwise_independent(n, k, bits, dtype):
-    """A row has the same bits alone, in a forward of up to 104 rows and beside NaN rows. Identical tokens need this."""
+    """A row has the same bits alone, in a forward of up to 104 rows, in a prompt of 300 and beside NaN rows. Identical
+    tokens need this."""
     group = 128 if k % 128 == 0 else 32
     packed, _ = quantized(bits, n, k, dtype, group)
-    x = torch.randn(104, k, device="cuda").to(dtype)
+    x = torch.randn(300, k, device="cuda").to(dtype)
     for gated in (False, True):
         alone = torch.cat([packed_linear(x[i : i + 1], packed, gated=gated) for i in range(104)])
-        for m in (8, 16, 17, 32, 64, 104):
-            assert torch.equal(packed_linear(x[:m], packed, gated=gated), alone[:m])
+        for m in (8, 16, 17, 32, 64, 104, 300):
+            assert torch.equal(packed_linear(x[:m], packed, gated=gated)[:104], alone[:m])
         noisy = torch.full_like(x, float("nan"))
         noisy[5] = x[5]
         assert torch.equal(packed_linear(noisy, packed, gated=gated)[5], alone[5])
@@ -373,9 +374,10 @@ def test_types_of_a_file_on_device(types, dtype):
         alone = torch.cat([packed_linear(x[i : i + 1], packed, gated=gated) for i in range(104)])
         assert error(alone, y) < TOLERANCE[dtype] and not packed.counters.any()
         assert all(torch.equal(packed_linear(x[:m], packed, gated=gated), alone[:m]) for m in (8, 17, 33, 64, 104))
-        many = torch.cat([x] * 3)
-        assert torch.equal(packed_linear(many, packed, gated=gated)[:104], alone)  # two launches
-        assert error(packed_linear(many[None], packed, gated=gated)[0, :104], y) < TOLERANCE[dtype]  # cuBLAS
+        for times in (3, 20):  # as in a prompt, and two launches
+            assert torch.equal(packed_linear(torch.cat([x] * times), packed, gated=gated)[:104], alone)
+        text = torch.cat([x] * 20)[None]  # so long that cuBLAS multiplies it
+        assert error(packed_linear(text, packed, gated=gated)[0, :104], y) < TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -24,7 +24,7 @@ SMALL_M = 2048
 
 
 # Up to so many rows of x a launch has the narrow tiles of `LinearConfig`, and with more the wide ones.
-FEW_ROWS = 16
+FEW_ROWS = 8
 
 
 class LinearConfig(NamedTuple):
@@ -64,8 +64,9 @@ def linear_config(
     It takes the tiling that lets the busiest multiprocessor end first, with at least four blocks of 128 k values
     for each program. Partial sums of 60 rows may be a quarter of the weight's bytes. A warp has 32 output columns.
 
-    On Hopper measured tilings decide (`results/h100_linear_tilings.jsonl`): programs of two warps on few rows, up to
-    seven of them on a multiprocessor, and of four warps on many.
+    On Hopper measured tilings decide (`results/h200_linear_tilings.jsonl`): programs of two warps on few rows, up to
+    seven of them on a multiprocessor, and of four warps on many. Fewer splits would be quicker for 60 rows
+    and slower for 1 to 24.
     """
     blocks = -(-k // 128)
     if capability[0] == 9 and bits < 16:

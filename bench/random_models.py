@@ -8,6 +8,7 @@ model of any size needs no file and little more memory than it keeps.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from drafters.block import BlockHead
 from eagle_draft import EagleHead
 from engine.engine import Engine, EngineConfig
 from engine.load import open_backend, use_threads
+from engine.prefill import CHUNKS, WIDE_CHUNKS
 from families.config import DTYPES, DeltaConfig, ModelConfig, RopeConfig
 from loading.options import LoadOptions
 from model import Transformer
@@ -167,4 +169,5 @@ def random_engine(name: str, **options: Any) -> Engine:
     backend = open_backend(opts, lambda note: None)
     with backend.active():
         model = random_model(config, opts.quant, target, DTYPES[opts.dtype])
-    return Engine(model, config=EngineConfig.of(opts, backend))
+    widest = WIDE_CHUNKS[-1] if target.type == "cuda" else CHUNKS[-1]
+    return Engine(model, config=replace(EngineConfig.of(opts, backend), chunk=widest))

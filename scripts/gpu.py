@@ -121,6 +121,9 @@ def timed(device: str, tiny: bool) -> list[Part]:
     if file := find_model():
         smollm2 = ("--checkpoint", str(file), "--arm", f"e3=eagle={ROOT / 'heads' / 'smollm2-eagle3'}")
         parts.append(bench("smollm2", 70, 3, *compiled, *smollm2, *texts, needs=FILES))
+    asked = "--only plain --clients 1 --max-new-tokens 16 --prompt-tokens".split()
+    asked += ["32" if tiny else "500,2000", "--shape", usual, "--quant", "int4", "--ctx", ctx]
+    parts.append(bench("prompts", 60, 8, *compiled, *asked))
     beside = ("--shape", usual, "--quant", "int4", "--baseline", "torch", "--only", "plain")
     parts.append(bench("torch-int4", 70, 16, *compiled, *beside, *texts, "--temperature", "0"))
     if not tiny:

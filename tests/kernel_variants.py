@@ -17,7 +17,7 @@ from kernels.experts import expert_kernel
 from kernels.linear import NO_HEADS, launch_tile, linear_kernel
 from kernels.packing import panel_words
 from kernels.panels import kernel_forms, panels_bytes, triton_rows
-from kernels.tuned import linear_config
+from kernels.tuned import SPLIT_M, linear_config
 from weights import mxfp4
 from weights.gguf_types import FORMATS
 
@@ -55,6 +55,11 @@ LINEARS = (
     (4, "bf16", (16,), ("experts gate-up", "experts g32 gate-up", "experts zeros", "experts g32 gate-up zeros")),
     (8, "fp16", (16,), ("experts", "experts gate-up")),
     (16, "fp16", (16,), ("experts", "experts gate-up")),
+    # as in a prompt
+    (4, "fp16", (512,), ("", "gate-up", "zeros", "g32", "g32 zeros", "fp16-acc")),
+    (4, "bf16", (512,), ("", "g64", "g64 zeros", "g32 gate-up")),
+    (8, "fp16", (512,), ("", "gate-up")),
+    (16, "bf16", (512,), ("", "gate-up")),
     *((bits, dtype, (32,), ("top-10",)) for bits in (4, 8) for dtype in ("fp16", "bf16")),
 )
 # The main int4 loop, and those that have been too large: (bits, dtype, tokens, form, architectures). With --slow
@@ -107,7 +112,8 @@ def linear(bits: int, dtype: str, tokens: int, form: str, arch: int = 86) -> Var
         pointers |= dict.fromkeys(("pairs", "used", "offsets"), "*i32")
     else:
         pointers |= dict(bias=act, residual=act, turned=act, ids="*i32", part="*fp32", count="*i32")
-        constants |= dict(BIAS=False, RESIDUAL=not gated and not top, SPLIT=4, SERIAL=False, TOPK=10 if top else 0)
+        constants |= dict(BIAS=False, RESIDUAL=not gated and not top, SPLIT=4, SERIAL=tokens > SPLIT_M)
+        constants |= dict(TOPK=10 if top else 0)
         pointers |= dict.fromkeys(("cos", "sin", "kv", "kv_scales", "slots", "q_weight", "k_weight", "arrived"), act)
         constants |= NO_HEADS
     if "qkv" in words:
@@ -150,6 +156,8 @@ PANELS = (
     ("bf16", (16, 32, 64), ("Q4_K", "Q6_K", "Q5_K")),
     ("bf16", (16, 64), ("MXFP4", "Q4_K gate-up", "Q4_K Q6_K", "Q5_K gate-up", "Q4_K norm", "Q4_K Q6_K qkv")),
     ("fp16", (64,), ("Q3_K", "Q8_0", "IQ4_XS", "Q5_0 Q4_1 Q8_0 qkv", "Q6_K gate-up", "IQ4_XS gate-up")),
+    ("bf16", (512,), ("Q4_K", "Q6_K", "Q5_K gate-up", "MXFP4", "Q4_K Q6_K")),
+    ("fp16", (512,), ("Q3_K", "Q8_0", "Q5_1", "IQ4_XS gate-up")),
     ("fp16", (32,), ("Q6_K top-10", "Q8_0 top-10")),
     ("bf16", (16,), ("MXFP4 experts", "Q4_K experts gate-up", "Q6_K experts", "Q5_K experts gate-up")),
 )

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,12 +20,12 @@ import generate
 import kernels
 from cli import prove
 from decoding.params import SamplingParams
-from engine.load import use_threads
+from engine.load import fit_chunk, use_threads
 from engine.results import acceptance
 from generate import load, main
 from kernels import cpu
 from loading.drafting import DraftFiles
-from loading.memory import plan_memory
+from loading.memory import chunk_bytes, plan_memory
 from loading.options import DEMO, LoadOptions
 from support import cache, machine
 from weights.checkpoint import Checkpoint
@@ -493,6 +494,25 @@ def test_report_and_json_say_when_speculation_does_not_pay(capsys, monkeypatch):
     always = json_of(capsys, *flags, "--eagle-always")
     assert always["token_ids"] == output["token_ids"] and always["plain_tokens"] == 0
     assert always["break_even_tau"] is None
+
+
+def test_the_widest_part_of_a_prompt_is_what_memory_has_room_for(monkeypatch):
+    """Parts that do not fit beside what the plan holds, ranks that read parts of different widths, and a plan without
+    them. A CPU keeps to narrow ones."""
+    checkpoint, options = Checkpoint.open(DEMO), LoadOptions(ctx=256, device="cuda")
+    config, plan = checkpoint.config, plan_memory(checkpoint, DraftFiles(), options)
+
+    def widest(room: int, options: LoadOptions = options, ranks: object = None) -> int:
+        monkeypatch.setattr("engine.load.free_memory", lambda device: plan.total + room)
+        chunk, counted = fit_chunk(config, plan, options, ranks)
+        assert counted.total - plan.total == (chunk_bytes(config, chunk) if chunk > 256 else 0)
+        return chunk
+
+    needed = chunk_bytes(config, 1024)
+    assert [widest(size) for size in (8 * needed, needed, needed - 1, 0)] == [2048, 1024, 512, 256]
+    others = SimpleNamespace(size=2, heard=lambda own: [own, 512])
+    assert widest(needed, ranks=others) == 512
+    assert widest(8 * needed, LoadOptions(ctx=256, device="cpu")) == 256
 
 
 def test_plan_counts_the_graphs_where_there_are_any():

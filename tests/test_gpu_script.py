@@ -101,8 +101,8 @@ def test_the_parts_of_a_visit_come_in_the_order_of_their_weight(monkeypatch):
     assert all(any(word in name for name in names) for word in words.split(" or "))
     monkeypatch.setenv("EAGLET_SMOLLM2", "file")
     names = [part.name for part in gpu.timed("cuda", False)]
-    assert names[:9] == "int4 demo smollm2 torch-int4 bf16 int8 l2-7b-int4 q35-9b-int4 mixtral-int4".split()
-    assert names[9:] == ["tilings", "start-cold", "start-warm"]
+    assert names[:10] == "int4 demo smollm2 prompts torch-int4 bf16 int8 l2-7b-int4 q35-9b-int4 mixtral-int4".split()
+    assert names[10:] == ["tilings", "start-cold", "start-warm"]
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")

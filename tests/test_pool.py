@@ -12,9 +12,11 @@ from tiny import PROMPT, TREES, V, eagle_drafter, tiny_head, tiny_model
 
 import kernels
 from decoding.params import SamplingParams
+from engine import prefill
 from engine.engine import Engine, EngineConfig
 from engine.load import load
 from engine.pool import Pool
+from engine.prefill import chunk_width
 from engine.prompt_cache import PromptCache
 from engine.request import Request
 from loading.options import DEMO
@@ -52,6 +54,32 @@ def alone(kind: str) -> list[list[int]]:
         one.forget()
         found.append(one.generate(prompt, params).run()[0].token_ids)
     return found
+
+
+def test_a_prompt_that_runs_alone_is_read_in_wide_parts(monkeypatch):
+    """Parts that are filled up by more than an eighth, wide ones while another row waits for its steps, tokens that
+    depend on the parts, and a part that is wider than what the memory was planned for."""
+    assert [chunk_width(left, 2048) for left in (1, 32, 200, 257, 450, 1000, 1100, 1800, 2048, 5000)] == [
+        32, 32, 256, 256, 512, 1024, 1024, 2048, 2048, 2048]  # fmt: skip
+    assert [chunk_width(left, 512) for left in (450, 900, 5000)] == [512, 512, 512] and chunk_width(5000, 256) == 256
+    monkeypatch.setattr(prefill, "CHUNKS", (4, 8))
+    monkeypatch.setattr(prefill, "WIDE_CHUNKS", (16, 32))
+    prompt, params = [3 + i % 50 for i in range(55)], SamplingParams(temperature=1, seed=4, max_new_tokens=9)
+    found = []
+    for widest in (8, 32):
+        drafter = eagle_drafter(HEADS["eagle3"], TREES["medusa"], 2)
+        one = Engine(MODEL, None, drafter, EngineConfig(2, ROOM, chunk=widest))
+        widths, real = [], one.prefill.forward
+        one.prefill.forward = lambda *args, widths=widths, real=real: widths.append(args[4].shape[1]) or real(*args)
+        found.append(one.generate(prompt, params).run()[0].token_ids)
+        one.forget()
+        first = one.generate(PROMPT, replace(params, max_new_tokens=40))
+        next(first)
+        read = len(widths)
+        found.append(one.generate(prompt, params).run()[0].token_ids)
+        first.run()
+        assert widths[0] == widest and max(widths[read:]) == 8
+    assert found[0] == found[1] == found[2] == found[3]
 
 
 def check_spans(found: Engine) -> None:

@@ -29,6 +29,7 @@ from tiny import PROMPT, TREES, eagle_engine, heads, tiny_head, tiny_model
 
 import kernels
 from decoding.params import SamplingParams
+from engine import prefill
 from engine.engine import Engine, EngineConfig
 from engine.fused import fused_parts
 from families.config import DeltaConfig
@@ -112,6 +113,18 @@ def test_a_chat_goes_on_from_its_memory_or_from_a_snapshot(kind):
     assert fresh.cached_tokens == 0
     for text, found in zip(turns, (result, again, fresh), strict=True):
         assert made().generate(text, params).run()[0].token_ids == found.token_ids
+
+
+def test_the_copy_of_a_memory_is_near_the_end_of_a_prompt_in_wide_parts(monkeypatch):
+    """A prompt of one wide part, of whose memory no copy is left, so that a text that begins alike is run again."""
+    monkeypatch.setattr(prefill, "CHUNKS", (4, 8))
+    monkeypatch.setattr(prefill, "WIDE_CHUNKS", (16, 32))
+    text, params = [3 + i % 50 for i in range(32)], SamplingParams(max_new_tokens=2)
+    engine, fresh = (Engine(MODEL, config=EngineConfig(chunk=widest)) for widest in (32, 8))
+    engine.generate(text, params).run()
+    result = engine.generate(text[:31] + [1, 2, 3], params).run()[0]
+    assert result.cached_tokens == 31
+    assert fresh.generate(text[:31] + [1, 2, 3], params).run()[0].token_ids == result.token_ids
 
 
 def test_a_stop_within_a_step_leaves_a_memory_to_go_on_from():

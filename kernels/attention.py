@@ -346,7 +346,7 @@ def attend_kernel(
     last = before + SPLITS * ROWS  # Those of tails lie behind the others.
     _store_partial(acc_part, ml_part, last + m, d, top, total, acc, ok, HD)
     tl.debug_barrier()
-    splits = 1 if CHAIN else _live_splits(n)
+    splits = 1 if CHAIN else tl.minimum(_live_splits(n), SPLITS)
     there = tl.atomic_add(arrived + bh, 0, sem="acquire", scope="gpu")
     while there < tiles * splits:
         there = tl.atomic_add(arrived + bh, 0, sem="acquire", scope="gpu")

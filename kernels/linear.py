@@ -348,9 +348,11 @@ def launch_tile(
     options = dict(num_warps=config.warps, num_stages=stages, maxnreg=None, **EXACT)
     # Without a number, ptxas would rather spill than use more than 128 registers.
     if (forms or norms) and tile <= 16:
-        options["maxnreg"] = 168
+        options["maxnreg"] = 255 if forms and config.wide_n else 168
     elif tile == 32 or small_groups:
         options["maxnreg"] = 255 if small_groups or bits != 4 or forms else 168
+    elif tile == 16 and config.warps < 4:
+        options["maxnreg"] = 168
     return block_n, tile, options
 
 

@@ -17,17 +17,17 @@ from kernels.experts import expert_kernel
 from kernels.linear import NO_HEADS, launch_tile, linear_kernel
 from kernels.packing import panel_words
 from kernels.panels import kernel_forms, panels_bytes, triton_rows
-from kernels.tuned import SPLIT_M, linear_config
+from kernels.tuned import SPLIT_M, linear_config, unsplit
 from weights import mxfp4
 from weights.gguf_types import FORMATS
 
 ARCHITECTURES = (86, 89, 90, 120)
 QUICK_ARCHITECTURES = (86, 90)  # of tests that run without --slow
-LIMITS = {16: 2.7, 32: 3.5}  # rows -> thread instructions per int4 weight, in these forms of fp16 layers:
+LIMITS = {8: 2.7, 16: 2.7, 32: 3.5}  # rows -> thread instructions per int4 weight, in these forms of fp16 layers:
 MAIN = ("", "narrow", "gate-up", "top-10", "experts", "experts gate-up", "fp16-acc", "qkv")
 # The linear layers: (bits, dtype, numbers of tokens, forms). A form is as `linear` takes it.
 LINEARS = (
-    (4, "fp16", (16, 32, 64), ("", "gate-up", "zeros")),
+    (4, "fp16", (8, 16, 32, 64), ("", "gate-up", "zeros")),
     (4, "bf16", (16, 32, 64), ("",)),
     (4, "bf16", (64,), ("gate-up", "zeros", "gate-up zeros")),
     (4, "fp16", (16, 64), ("ragged",)),
@@ -65,7 +65,7 @@ LINEARS = (
 # The main int4 loop, and those that have been too large: (bits, dtype, tokens, form, architectures). With --slow
 # all four have them, among the others.
 QUICK = (
-    (4, "fp16", 16, "", (86, 90)),
+    (4, "fp16", 8, "", (86, 90)),
     (4, "fp16", 32, "gate-up", (86,)),
     (4, "fp16", 64, "zeros", (90,)),
     (4, "bf16", 32, "g32 zeros", (86,)),
@@ -99,6 +99,8 @@ def linear(bits: int, dtype: str, tokens: int, form: str, arch: int = 86) -> Var
     expert, zeros, gated, ragged, top = (w in words for w in ("experts", "zeros", "gate-up", "ragged", "top-10"))
     group = next((int(word[1:]) for word in words if word in ("g64", "g32")), 128)
     config = linear_config(4096, 4096, bits, capability=divmod(arch, 10))
+    if expert:
+        config = unsplit(config)
     if "narrow" in words:
         config = config._replace(block_n=64, warps=2, wide_n=0)
     norms = "qk-norm" in words
@@ -126,7 +128,9 @@ def linear(bits: int, dtype: str, tokens: int, form: str, arch: int = 86) -> Var
     name = " ".join([name, *(word for word in words if word not in ("experts", f"g{group}"))])
     weights = block * 128 / (options["num_warps"] * 32) * (1 + gated)
     main = bits == 4 and dtype == "fp16" and form in MAIN
-    limit = LIMITS.get(tokens, math.inf) if main else math.inf
+    # Hopper's own instructions for many rows are longer, and quicker.
+    wide = tokens <= 32 and config.on(tokens) != config
+    limit = LIMITS.get(32 if wide else tokens, math.inf) if main else math.inf
     kernel = expert_kernel if expert else linear_kernel
     return Variant(name, kernel, pointers, constants, options, weights, limit, bits < 16)
 
@@ -172,6 +176,7 @@ def panels(dtype: str, tokens: int, form: str, arch: int = 86) -> Variant:
     bits = max(low + high for _, low, high, *_ in own)
     base = linear(4, dtype, tokens, " ".join(words), arch)
     config = linear_config(4096, 4096, bits, capability=divmod(arch, 10))
+    config = unsplit(config) if "experts" in words else config
     gated = base.constants["GATED"]
     block, tile, options = launch_tile(
         config, min(32, tokens) if "top-10" in words else tokens, gated, bits=bits, forms=True

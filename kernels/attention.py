@@ -376,22 +376,21 @@ def attend_kernel(
         tl.store(arrived + bh, 0)
 
 
-def attention_tiles(dim: int, group: int, int8: bool, chain: bool, window: int) -> dict:
+def attention_tiles(dim: int, group: int, int8: bool, chain: bool, window: int, hopper: bool = False) -> dict:
     """Constants and compiler options of the kernel. group: the query heads that share a key head.
 
-    The tiles are the largest that neither spill nor need more than 99 KB of shared memory, with registers for three
-    programs on a multiprocessor where heads are usual. They do not depend on the number of rows. A tile of another
-    height means other matrix instructions (sm_90 uses wgmma from 64 rows) and sums in another order, so verification
-    would differ from plain decoding.
+    The tiles are the largest that neither spill nor need more than 99 KB of shared memory. They do not depend
+    on the number of rows. A tile of another height means other matrix instructions (sm_90 uses wgmma from 64 rows) and
+    sums in another order, so verification would differ from plain decoding.
     """
     merged, warps = triton.next_power_of_2(group), 8 if dim > 128 else 4
     crowded = (dim > 128) + int8 + (window > 0)  # what takes registers
     tiles = dict(BM=32, BK=(64, 32, 32, 16)[crowded]) if dim <= 256 else dict(BM=16, BK=16)
     tiles |= dict(RP=64, GP=max(16, merged), GM=merged, FLIGHT=max(1, min(16, 512 * warps // (merged * dim))))
     # A prompt with a window, or with wide heads, has no registers left for a second stage. Without a number, ptxas would
-    # rather spill than use more than 128 or 168 of them.
+    # rather spill than use more than 128 or 168 of them. Hopper has shared memory for three programs with 168.
     options = dict(num_stages=1 if chain and (window > 0 or dim > 256) else 2)
-    options |= dict(maxnreg=255 if chain or dim > 256 or window > 0 or crowded > 1 else 168)
+    options |= dict(maxnreg=168 if hopper and not chain and dim <= 256 and not window and crowded < 2 else 255)
     return tiles | dict(num_warps=warps, **options, **EXACT)
 
 
@@ -407,7 +406,8 @@ def _tree_attention_triton(
     longest = longest or S
     octave = min((longest // 2048 + 1).bit_length() - 1, 4)
     splits = 1 if chain else 16 * octave + triton.cdiv(longest - 2048 * (2**octave - 1), 128 << octave)
-    tiles = attention_tiles(dim, group, int8, chain, window)
+    hopper = q.is_cuda and torch.cuda.get_device_capability(q.device)[0] == 9
+    tiles = attention_tiles(dim, group, int8, chain, window, hopper)
     grid = batch * kv_heads, triton.cdiv(group * T, tiles["BM"]) * splits + T
     acc = q.new_empty(batch * kv_heads, splits + 1, group * T, dim, dtype=torch.float32)
     ml = q.new_empty(batch * kv_heads, splits + 1, group * T, 2, dtype=torch.float32)

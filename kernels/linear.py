@@ -283,7 +283,7 @@ def linear_kernel(
         ROWS: tl.constexpr = rn.shape[0]
         FLIGHT: tl.constexpr = min(SPLIT, 4 if BT == 32 else max(1, 64 // BT))  # parts that are loaded together
         i = tl.arange(0, ROWS * BT)
-        token = slab * BT + i // (8 * ROWS) * 8 + i // 4 % 4 * 2 + i // (4 * ROWS) % 2
+        token = slab * BT + i // (8 * ROWS) * 8 + i // 4 % 4 * 2 + i // (4 * ROWS) % 2  # as `_by_threads` orders them
         place = slab * tl.num_programs(1) + tile
         count += place
         part += place * (SPLIT * ROWS * BT) + i
@@ -291,6 +291,7 @@ def linear_kernel(
         tl.debug_barrier()
         if tl.atomic_add(count, 1, sem="acq_rel", scope="gpu") != SPLIT - 1:
             return
+        tl.store(count, 0)
         total = tl.zeros((ROWS * BT,), tl.float32)
         for begin in range(0, SPLIT, FLIGHT):
             for k in tl.static_range(FLIGHT):
@@ -298,7 +299,6 @@ def linear_kernel(
                 live_j = token < tl.where(j < SPLIT, M, 0)
                 total += tl.load(part + j * (ROWS * BT), mask=live_j, other=0, cache_modifier=".cg")
         acc = _by_rows(total, ROWS, BT)
-        tl.store(count, 0)
     if TOPK > 0:
         _finish_topk(acc, x, s, out, ids, tile, rn, rm, live, M, N, BITS, TOPK)
     else:
@@ -358,8 +358,8 @@ def launch_tile(
 
 def _prompt_tile(config: LinearConfig, gated: int, group: int, zeros: bool, forms: bool) -> tuple[int, int, dict]:
     """`launch_tile` for the rows of a prompt. A program keeps the sum of its parts besides, so it has eight warps. On
-    Hopper 128 tokens are the quickest. With zero points or the types of a file there are registers for 32, or 16."""
-    rows, tile, warps = 128, 128 if config.wide_n and not 0 < group < 128 else 64, 8
+    Hopper 128 tokens are the quickest. Groups of 32, zero points and the types of a file leave registers for 32 or 16."""
+    rows, tile, warps = 128, 32 if group == 32 else 128 if config.wide_n and group != 64 else 64, 8
     if zeros or forms:
         rows, tile, warps = max(config.block_n, 32 * config.warps), 16 if zeros and group == 32 else 32, config.warps
     options = dict(num_warps=warps, num_stages=min(config.stages, 3), maxnreg=255, **EXACT)

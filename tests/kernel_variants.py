@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from typing import NamedTuple
@@ -136,7 +137,7 @@ def linear(bits: int, dtype: str, tokens: int, form: str, arch: int = 86) -> Var
 
 
 def attention(
-    dtype: str, chain: bool = False, window: int = 0, int8: bool = False, dim: int = 128, nodes: int = 32
+    dtype: str, chain: bool = False, window: int = 0, int8: bool = False, dim: int = 128, arch: int = 86
 ) -> Variant:  # fmt: skip
     """The kernel as `tree_attention` launches it."""
     act = f"*{dtype}"
@@ -145,8 +146,8 @@ def attention(
     )
     pointers |= dict(sinks=act, visible="*u8", positions="*i64", acc_part="*fp32", ml_part="*fp32", arrived="*i32")
     label = f"{dtype}{' prompt' if chain else ''}{f' window {window}' if window else ''}"
-    label += " int8 cache" * int8 + f" hd {dim}" * (dim != 128) + f" {nodes} nodes" * (not chain)
-    tiles = attention_tiles(dim, 4, int8, chain, window)
+    label += " int8 cache" * int8 + f" hd {dim}" * (dim != 128)
+    tiles = attention_tiles(dim, 4, int8, chain, window, arch // 10 == 9)
     constants = dict(HKV=8, HD=dim, HDP=dim, WINDOW=window, CHAIN=chain)
     constants |= dict(INT8=int8, CAP=0.0, SINKS=False, POOLED=True)
     constants |= {key: value for key, value in tiles.items() if key.isupper()} | dict(NATIVE=True)
@@ -334,17 +335,17 @@ def launch_norms_and_rows(B: int, half: torch.dtype) -> None:
 
 def variants(quick: bool = False, arch: int = 86) -> list[Variant]:
     """All kernel variants. quick: of the main int4 loop and one of each kind that has been too large, those of `arch`."""
+    attends = functools.partial(attention, arch=arch)
     if quick:
         found = [linear(bits, dtype, m, form, arch) for bits, dtype, m, form, archs in QUICK if arch in archs]
-        return found + [attention("fp16", dim=256), *recurrent("float16")]
+        return found + [attends("fp16", dim=256), *recurrent("float16")]
     found = [
         linear(bits, dtype, m, form, arch) for bits, dtype, tokens, forms in LINEARS for form in forms for m in tokens
     ]
     found += [panels(dtype, m, form, arch) for dtype, tokens, forms in PANELS for form in forms for m in tokens]
     for int8, dim in itertools.product((False, True), (64, 128, 256, 512)):
-        found += [attention("bf16", int8=int8, dim=dim), attention("fp16", window=4096, int8=int8, dim=dim)]
+        found += [attends("bf16", int8=int8, dim=dim), attends("fp16", window=4096, int8=int8, dim=dim)]
         if dim > 64:
-            found.append(attention("fp16", chain=True, int8=int8, dim=dim))
-            found.append(attention("bf16", chain=True, window=4096, int8=int8, dim=dim))
-    found += [attention("fp16", nodes=nodes) for nodes in (1, 32, 64, 128, 256)] + [attention("bf16", dim=512, nodes=1)]
+            found.append(attends("fp16", chain=True, int8=int8, dim=dim))
+            found.append(attends("bf16", chain=True, window=4096, int8=int8, dim=dim))
     return found + recorded_launches() + recurrent("float16") + recurrent("bfloat16")

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from kernels.backend import EXACT, jit, operation, tl, triton
 from kernels.choice import NOTHING, rank_of
-from kernels.linear import GATES, epilogue, finish, launch_arguments, main_loop, packed_linear, product_rows
+from kernels.linear import GATES, epilogue, finish, launch_arguments, packed_linear, product, product_rows
 from kernels.norm_rope import row_options
 from kernels.packing import PackedTensors, PackedWeight, dequantize, from_parts, kernel_views, panel_words
-from kernels.panels import panel_sums, weight_words
+from kernels.panels import weight_words
 from kernels.tuned import unsplit
 
 
@@ -170,11 +170,8 @@ def expert_kernel(
             w += size
             s += size * 2 if BITS == 4 else e * N
             z += size * 4
-        if len(FORMS) > 0:
-            acc = panel_sums(x, w, s, rows, live, rn, tile, 0, tl.cdiv(K, 128), K, N, FORMS, EVEN_K, NATIVE)
-        else:
-            acc = main_loop(x, w, s, z, rows, live, rn, 0, tl.cdiv(K, 128), K, N,
-                            BITS, GROUP, ZEROS, EVEN_K, ACC, NATIVE)  # fmt: skip
+        acc = product(x, w, s, z, rows, live, rn, tile, 0, tl.cdiv(K, 128), K, N, BITS, GROUP, ZEROS, FORMS,
+                      EVEN_K, ACC, NATIVE)  # fmt: skip
         finish(acc, s, s, s, out, tile, rn, pair, live, N, N_OUT, BITS, False, False, GATED, x.dtype.element_ty)
 
 

@@ -226,11 +226,11 @@ def _by_rows(numbers, ROWS: tl.constexpr, BT: tl.constexpr):
 
 
 @jit
-def _product(
+def product(
     x, w, s, z, rm, live, rn, tile, first, last, K, N, BITS: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr,
     FORMS: tl.constexpr, EVEN_K: tl.constexpr, ACC: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
-    """The products of weight rows rn with x[rm] over the K blocks [first, last)."""
+    """The products of weight rows rn, those of a tile, with x[rm] over the K blocks [first, last)."""
     if len(FORMS) > 0:
         return panel_sums(x, w, s, rm, live, rn, tile, first, last, K, N, FORMS, EVEN_K, NATIVE)
     else:
@@ -274,11 +274,11 @@ def linear_kernel(
     if SERIAL:
         acc = tl.zeros((rn.shape[0], BT), tl.float32)
         for j in range(SPLIT):
-            acc += _product(x, w, s, z, rm, live, rn, tile, blocks * j // SPLIT, blocks * (j + 1) // SPLIT, K, N,
-                            BITS, GROUP, ZEROS, FORMS, EVEN_K, ACC, NATIVE)  # fmt: skip
+            acc += product(x, w, s, z, rm, live, rn, tile, blocks * j // SPLIT, blocks * (j + 1) // SPLIT, K, N,
+                           BITS, GROUP, ZEROS, FORMS, EVEN_K, ACC, NATIVE)  # fmt: skip
     else:
-        acc = _product(x, w, s, z, rm, live, rn, tile, blocks * split // SPLIT, blocks * (split + 1) // SPLIT, K, N,
-                       BITS, GROUP, ZEROS, FORMS, EVEN_K, ACC, NATIVE)  # fmt: skip
+        acc = product(x, w, s, z, rm, live, rn, tile, blocks * split // SPLIT, blocks * (split + 1) // SPLIT, K, N,
+                      BITS, GROUP, ZEROS, FORMS, EVEN_K, ACC, NATIVE)  # fmt: skip
     if SPLIT > 1 and not SERIAL:
         ROWS: tl.constexpr = rn.shape[0]
         FLIGHT: tl.constexpr = min(SPLIT, 4 if BT == 32 else max(1, 64 // BT))  # parts that are loaded together
@@ -462,7 +462,7 @@ def beyond_a_step(x: Tensor) -> bool:
     """Whether x [B, T, K] has more rows of one sequence than any step has, so that cuBLAS may multiply them.
 
     In cuBLAS the bits of a row depend on the number of rows. No tree has more than SMALL_M nodes (`tree.MAX_NODES`), and
-    no chunk of a prompt that many tokens (`engine.prefill.CHUNKS`), however many sequences run together. So what
+    no chunk of a prompt has more tokens (`engine.prefill.WIDE_CHUNKS`), however many sequences run together. So what
     gets here is a text that is read at once, to evaluate or to train.
     """
     return x.dim() > 2 and x.shape[-2] > SMALL_M

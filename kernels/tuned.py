@@ -116,7 +116,7 @@ def unsplit(config: LinearConfig) -> LinearConfig:
 
 
 def partial_bytes(config: LinearConfig, n: int, tokens: int) -> int:
-    """Bytes of partial sums that a launch on `tokens` rows writes and reads again. n counts gate and up rows."""
+    """Bytes that splits add to a launch on `tokens` rows, written and read again. n counts gate and up rows."""
     return 2 * 4 * (config.split_k - 1) * n * tokens
 
 

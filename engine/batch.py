@@ -250,9 +250,12 @@ class Batch:
         state.n[row] = tokens - 1
         state.count[row] = 1
         allowed = request.constraint.allowed() if request.constraint else None
-        alone = lambda: self.rows.count(None) == len(self.rows) - 1  # noqa: E731
-        self._reading = request, engine.prefill.read(row, request.prompt, request.mode, start, allowed, alone)
+        self._reading = request, engine.prefill.read(row, request.prompt, request.mode, start, allowed, self._alone)
         return True
+
+    def _alone(self) -> bool:
+        """Whether one row has a request, and no other one waits for a step."""
+        return self.rows.count(None) == len(self.rows) - 1
 
     def _begin(self) -> None:
         """Start afresh, because nothing is decoded at the moment."""

@@ -32,7 +32,6 @@ from support.files import read_json, write_json
 from support.machine import describe_device, synchronize
 
 ROWS = (1, 16, 60, 288)  # of the forwards that a row is compared in, the last one as wide as a part of a prompt
-TURNED_BEHIND = "planes_linear", "planes_linear_rope"  # the product alone, and with the heads turned behind it
 CONTEXT = 300  # cached tokens behind which the steps are made
 SPARE = 300  # places for the nodes of the widest tree
 # How far a kernel's result may be from its reference's, in units of the reference's norm. The tests of a device allow
@@ -60,18 +59,20 @@ class Comparison:
         self.alone: list[tuple[str, list[Tensor]]] = []  # what each call gave in a forward of one row: numbers alone
         self.rows = 0  # of the present forward, if rows are compared
         self.calls = 0  # made in it
+        self.inside = False  # a call, whose own calls are a part of it
 
     def __call__(self, operation: kernels.Operation, args: list[Any]) -> Any:
         if operation.key in self.found.wrong:
             return self._reference(operation, args)
-        kind = _kind(operation, args)
+        kind, inside, self.inside = _kind(operation, args), self.inside, True
         out = operation.triton(*args) if kind in self.compared else self._both(operation, args)
+        self.inside = inside
         self.compared.add(kind)
+        if inside:
+            return out
         numbers = [t for t in _tensors(out) if t.is_floating_point()]
         if self.rows == 1:
             self.alone.append((operation.name, [t.clone() for t in numbers]))
-        elif self.rows > kernels.SPLIT_M and (operation.name, self.alone[self.calls][0]) == TURNED_BEHIND:
-            return out  # Among so many rows heads are turned in a launch of their own, and what that gives is compared.
         elif self.rows and not self.found.uneven and not self._same_row(operation.name, numbers):
             self.found.uneven = f"a row has other bits at {operation.name} among {self.rows} rows than alone"
         self.calls += 1
@@ -84,12 +85,10 @@ class Comparison:
     def _same_row(self, name: str, numbers: list[Tensor]) -> bool:
         """Whether the first row of a result has the bits that it has alone. The shapes differ in the rows' axis alone."""
         other, alone = self.alone[self.calls]
-        if name != other and (name, other) != ("rope_write_kv", TURNED_BEHIND[1]):
-            return False
         for own, wide in zip(alone, numbers, strict=True):
             for axis, size in enumerate(own.shape):
                 wide = wide.narrow(axis, 0, min(size, wide.shape[axis]))
-            if not torch.equal(wide, own):
+            if name != other or not torch.equal(wide, own):
                 return False
         return True
 

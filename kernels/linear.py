@@ -379,7 +379,7 @@ def launch_arguments(
     n_out = weight.n // 2 if gated else weight.n
     split = config.split_k if tokens <= SPLIT_M else 1
     grid = triton.cdiv(x.shape[0], tile), triton.cdiv(n_out, block_n), split
-    room = math.prod(grid) * (1 + (gated > 0)) * block_n * tile if grid[2] > 1 else 0
+    room = math.prod(grid) * (1 + (gated > 0)) * block_n * tile if split > 1 else 0
     partial = x.new_empty(room, dtype=torch.float32)
     half = config.accumulate == "float16" and x.dtype == torch.float16
     constants = dict(

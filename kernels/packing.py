@@ -25,7 +25,7 @@ import kernels.cpu as cpu
 import kernels.panels as panels
 from kernels.backend import active_backend, constexpr_function, jit, native, operation, tl, triton, use_cpu, use_triton
 from kernels.formats import Blocks, Format, Part
-from kernels.tuned import SPLIT_M, LinearConfig, linear_config, shape_key
+from kernels.tuned import LinearConfig, counters_of, linear_config, shape_key
 
 
 @constexpr_function
@@ -352,7 +352,7 @@ def _pack(
         part = Part(form, plain.n, plain.k, [Blocks(codes, *factors)])
         return replace(pack_panels([part], device, config), perm=plain.perm)
     config = _tiling(plain) if config is None else config
-    counters = torch.zeros(SPLIT_M // 32 * -(-plain.n // 16), dtype=torch.int32, device=device)
+    counters = torch.zeros(counters_of(plain.n), dtype=torch.int32, device=device)
     if plain.bits == 16:
         return replace(plain, layout=layout, weight=plain.weight.contiguous(), config=config, counters=counters)
     if plain.bits == 8:
@@ -388,7 +388,7 @@ def pack_panels(
     forms = tuple((part.n, *part.form.numbers()) for part in parts)
     rows, bits = sum(part.n for part in parts), max(part.form.low + part.form.high for part in parts)
     weight = panels.pack(parts, device)
-    counters = torch.zeros(SPLIT_M // 32 * -(-rows // 16), dtype=torch.int32, device=device)
+    counters = torch.zeros(counters_of(rows), dtype=torch.int32, device=device)
     plain = PackedWeight("planes", bits, 0, rows, parts[0].k, weight, counters=counters, forms=forms)
     return replace(plain, config=config or _tiling(plain))
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from kernels.backend import operation, use_triton
 from kernels.kv import cache_problem, scales_of
-from kernels.linear import launch_arguments, linear_kernel, packed_linear, planes_linear
+from kernels.linear import beyond_a_step, launch_arguments, linear_kernel, packed_linear, planes_linear
 from kernels.norm_rope import rope_constants, rope_outputs, rope_write_kv
 from kernels.packing import PackedTensors, PackedWeight, from_parts, kernel_views
 from kernels.tuned import SPLIT_M
@@ -23,7 +23,7 @@ def packed_linear_rope(
     Heads are turned by the programs that compute them, each of which has at most TILE_M rows to turn.
     """
     turn = cos, sin, kv, slots, q_weight, k_weight, eps, value_norm, shares
-    if weight.layout != "planes" or x.shape[1] > SPLIT_M:
+    if weight.layout != "planes" or beyond_a_step(x):
         return rope_write_kv(packed_linear(x, weight, bias).unflatten(-1, (-1, head_dim)), *turn)
     return planes_linear_rope(weight.reorder(x), *weight.parts(), bias, head_dim, *turn)
 
@@ -31,8 +31,9 @@ def packed_linear_rope(
 def _triton_linear_rope(x, tensors, numbers, bias, head_dim, *turn) -> tuple[Tensor, Tensor]:
     cos, sin, kv, slots, q_weight, k_weight, eps, value_norm, shares = turn
     # float32 activations are turned in a launch of their own, because a compiler may round the squares of a norm in
-    # different ways.
-    if x.dtype == torch.float32 or not use_triton("rope_write_kv", x, cache_problem(kv)):
+    # different ways. So are those of a long prompt, whose programs have too many rows to turn.
+    apart = x.dtype == torch.float32 or x.shape[1] > SPLIT_M
+    if apart or not use_triton("rope_write_kv", x, cache_problem(kv)):
         return planes_linear_rope.reference(x, tensors, numbers, bias, head_dim, *turn)
     weight, (B, T), norm = from_parts(tensors, numbers), x.shape[:2], q_weight is not None
     qkv = x.new_empty(B, T, weight.n // head_dim, head_dim)

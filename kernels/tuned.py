@@ -120,6 +120,12 @@ def partial_bytes(config: LinearConfig, n: int, tokens: int) -> int:
     return 2 * 4 * (config.split_k - 1) * n * tokens
 
 
+def counters_of(n: int) -> int:
+    """How many counters the launches of a weight of n rows need: of the tiles whose sums are shared, and of the heads
+    that are turned behind them."""
+    return SPLIT_M // 32 * -(-n // 16)
+
+
 def shape_key(n: int, k: int, bits: int) -> str:
     """The name of a layer shape in `KernelBackend.configs` and in the file."""
     return f"{n}x{k} w{bits}"

@@ -48,7 +48,7 @@ def small(shape: str = "tiny", quant: str = "", head: str = "", **config):
 def few(monkeypatch):
     """Forwards of few rows: the interpreter is slow. Among 20 rows products are those of a prompt."""
     monkeypatch.setattr(first_look, "ROWS", (1, 3, 20))
-    for module in (kernels, linear, projection):
+    for module in (linear, projection):
         monkeypatch.setattr(module, "SPLIT_M", 16)
     monkeypatch.setattr(first_look, "CONTEXT", 40)
 

@@ -92,9 +92,7 @@ def test_interpreted_linear_of_every_type(kind, monkeypatch):
         again = pack_panels([own])
         again = replace(again, config=again.config._replace(split_k=2))
         rows = packed_linear(x, again)
-        monkeypatch.setattr(
-            kernels.linear, "SPLIT_M", 16
-        )  # as in a prompt, where one program makes both parts of a sum
+        monkeypatch.setattr(kernels.linear, "SPLIT_M", 16)  # as in a prompt: one program makes both parts of a sum
         assert torch.equal(packed_linear(x, again), rows)
         packed, x = pack_panels([own._replace(pieces=[plain])]), torch.randint(-4, 5, x.shape).half()
         x[0], got = 1, packed_linear(x[:1].fill_(1), packed)

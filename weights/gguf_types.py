@@ -13,8 +13,9 @@ from kernels import PackedWeight
 from kernels.blocks import NUMBERS_OF_PART, fits_blocks, pack_blocks
 from kernels.cpu import Place, Source
 from kernels.formats import Blocks, Format, Part
-from kernels.packing import SPLIT_M, pack_panels
+from kernels.packing import pack_panels
 from kernels.panels import fits_panels, panels_bytes
+from kernels.tuned import counters_of
 
 FLOAT_TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # What the codes of IQ4_NL and IQ4_XS stand for, with 128 added.
@@ -156,5 +157,5 @@ def pack_kept(parts: Sequence[Part], layout: str, device: torch.device | str) ->
 def kept_bytes(kind: str, n: int, k: int, layout: str) -> dict[str, int]:
     """The bytes of a matrix [N, K] that keeps its type in "tiles" or "panels". Experts share the counters of panels."""
     if layout == "panels":
-        return {"blocks": panels_bytes(FORMATS[kind], n, k), "counters": 4 * SPLIT_M // 32 * -(-n // 16)}
+        return {"blocks": panels_bytes(FORMATS[kind], n, k), "counters": 4 * counters_of(n)}
     return {"blocks": FORMATS[kind].bytes(n, k), "formats": 8 * NUMBERS_OF_PART}

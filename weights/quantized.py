@@ -24,6 +24,7 @@ import torch.nn as nn
 from torch import Tensor
 
 import kernels
+from kernels.tuned import counters_of
 from model import Experts, SelfCounting, Transformer, add_shared, router_logits, weighed
 from support.errors import BadFileError, UsageError
 from support.reader import check
@@ -435,7 +436,7 @@ def held_bytes(
             elif planes and width == 1:  # rows and columns padded to blocks of 128, and counters of the split sums
                 blocks = -(-shape[-1] * 8 // bits // 128)
                 total += math.prod(shape[:-2]) * padded(shape[-2]) * blocks * 16 * bits
-                total += 4 * (kernels.SPLIT_M // 32) * -(-shape[-2] // 16)
+                total += 4 * counters_of(shape[-2])
             else:  # torch's int4pack cannot be read back, so the codes stay beside it
                 twice = torch_packs and bits == 4 and len(shape) == 2 and shape[0] % 16 == 0
                 total += count * width * (2 if twice else 1)
@@ -454,7 +455,7 @@ def held_bytes(
             total += count * width
         elif planes and rounded and multiplied(name, shape):
             total += padded(shape[0]) * padded(shape[1]) + 4 * shape[0]
-            total += 4 * (kernels.SPLIT_M // 32) * -(-shape[0] // 16)
+            total += 4 * counters_of(shape[0])
         elif tiles and multiplied(name, shape):
             whole = count // shape[-2] * padded(shape[-2], kernels.CPU_TILE)
             total += count + 4 * shape[0] if rounded else whole * width

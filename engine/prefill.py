@@ -24,12 +24,13 @@ from text.tokenizer import Tokenizer
 Prompt: TypeAlias = str | Sequence[int] | np.ndarray | Tensor
 ALLOWED = "allowed: text, a list of token ids, or a one-dimensional numpy array or torch tensor of integers"
 CHUNKS = (32, 64, 128, 256)  # fixed widths, so that a prompt of any length runs shapes that were seen before
-WIDE_CHUNKS = (512, 1024, 2048)  # where they fit into memory and nobody waits for a step: launches are few, then
+WIDE_CHUNKS = (512, 1024, 2048)  # fewer launches, where memory has room and no other row waits for a step
 
 
 def chunk_width(left: int, widest: int) -> int:
-    """The width of the next chunk of a prompt, of which `left` tokens are to be read. A wide chunk is filled up by an
-    eighth of its width at most."""
+    """The width of the next chunk of a prompt of which `left` tokens are still to be read.
+
+    At most an eighth of a wide chunk is padding. widest: the widest chunk that may be chosen."""
     widths = [w for w in CHUNKS + WIDE_CHUNKS if w <= widest]
     fits = next((w for w in widths if w >= left), None)
     if fits and (fits <= CHUNKS[-1] or left >= fits - fits // 8):
@@ -79,8 +80,8 @@ class Prefill:
         self, model: Transformer, drafter: Drafter, state: DecodeState, layers: Callable | None, compiled: bool,
         widest: int = CHUNKS[-1],
     ):  # fmt: skip
-        """layers: a faster `Transformer.run_layers`, if any. compiled: whether chunks are compiled as a whole. widest: of
-        all chunks."""
+        """layers: a faster `Transformer.run_layers`, if any. compiled: whether chunks are compiled as a whole. widest:
+        the widest chunk."""
         self.model = model
         self.drafter = drafter
         self.state = state

@@ -136,7 +136,7 @@ def _live_splits(end):
 
 @jit
 def _weigh(query, k, see, scale, top, total, CAP: tl.constexpr, NATIVE: tl.constexpr):
-    """A block of keys more in an online softmax: (maximum, sum, factor of earlier values, weights of the new ones)."""
+    """One more block of keys in an online softmax: (maximum, sum, factor of earlier values, weights of the new ones)."""
     dots = dot(query, tl.trans(k), tl.zeros(see.shape, tl.float32), NATIVE)
     score = tl.where(see, _capped(dots * scale, CAP), float("-inf"))
     new, safe, shrink = _rescale(top, tl.max(score, 1))
@@ -290,10 +290,10 @@ def attend_kernel(
     """Attention of the query rows of a key head: keys [0, limit) in splits, limit = 16 floor((p - 16) / 16), then the
     tail. Grid (B Hkv, one program for BM rows and a split, and then one for each token).
 
-    The program of a token waits until all splits of its key head have arrived, and merges the partial sums of its rows
-    in the order of their keys, of which it loads FLIGHT at a time. It waits for programs with lower numbers, which a GPU
-    starts before. With CHAIN, where there are many rows, one program merges all splits of its rows as it goes. The
-    order is the same, so a token has the same bits in a prompt and in a step.
+    The program of a token waits until all splits of its key head have arrived. Then it merges the partial sums of its
+    rows in the order of their keys, and loads FLIGHT of them at a time. The programs that it waits for have lower
+    numbers, so a GPU starts them first. With CHAIN, where there are many rows, one program merges all splits of its rows
+    as it goes. The order is the same, so a token has the same bits in a prompt and in a step.
     """
     bh = tl.program_id(0)
     work = tl.program_id(1)

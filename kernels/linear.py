@@ -357,8 +357,8 @@ def launch_tile(
 
 
 def _prompt_tile(config: LinearConfig, gated: int, group: int, zeros: bool, forms: bool) -> tuple[int, int, dict]:
-    """`launch_tile` for the rows of a prompt. A program keeps the sum of its parts besides, so it has eight warps. On
-    Hopper 128 tokens are the quickest. Groups of 32, zero points and the types of a file leave registers for 32 or 16."""
+    """`launch_tile` for the rows of a prompt. A program also keeps the sum of its parts, so it has eight warps. On Hopper
+    128 tokens are the quickest. Groups of 32, zero points and the types of a file leave registers for 32 or 16."""
     rows, tile, warps = 128, 32 if group == 32 else 128 if config.wide_n and group != 64 else 64, 8
     if zeros or forms:
         rows, tile, warps = max(config.block_n, 32 * config.warps), 16 if zeros and group == 32 else 32, config.warps

@@ -21,7 +21,7 @@ from engine.ranks import RankedEngine
 from engine.results import GenerationResult
 from engine.stepping import ASKED_FOR
 from support.cache import tally
-from support.machine import copy_bandwidth, describe_device, peak_memory, size_text, versions
+from support.machine import describe_device, peak_memory, read_bandwidth, size_text, versions
 from support.progress import Progress
 
 # options that the JSON holds as they are
@@ -94,7 +94,7 @@ class Report:
         Do this on a CPU before the model is loaded: the copies would be the peak of a small model's memory.
         """
         if not self.quiet and not self.bandwidth:
-            self.bandwidth = copy_bandwidth(device)
+            self.bandwidth = read_bandwidth(device)
 
     def line(self, text: str = "") -> None:
         if not self.quiet:
@@ -222,7 +222,7 @@ def _acceptance(engine: Engine, result: GenerationResult) -> Iterator[str]:
 
 
 def _speed(engine: Engine, result: GenerationResult, bandwidth: float) -> Iterator[str]:
-    """The bytes that the steps read, as a share of the bandwidth of a copy."""
+    """The bytes that the steps read, as a share of what reading memory reaches."""
     if not result.steps:
         return
     model = engine.model
@@ -237,7 +237,8 @@ def _speed(engine: Engine, result: GenerationResult, bandwidth: float) -> Iterat
     share = moved / result.decode_seconds / bandwidth
     each = f"{result.decode_seconds / result.steps * 1e3:.2f} ms/step, {size_text(moved / result.steps)} read"
     bar = f"{'#' * round(BAR * min(share, 1.0)):.<{BAR}}"
-    yield f"speed    {bar} {share:.0%} of the {bandwidth / 1e9:.0f} GB/s measured for a copy   {each}"
+    caches = " (caches hold the weights)" if share > 1 else ""
+    yield f"speed    {bar} {share:.0%} of the {bandwidth / 1e9:.0f} GB/s measured for reading{caches}   {each}"
 
 
 def _settings(engine: Engine, request: Request) -> list[str]:

@@ -148,22 +148,32 @@ def copy_bandwidth(device: torch.device, size: int | None = None) -> float:
 
     The default size is 1 GiB on a GPU and 64 MiB on a CPU, far more than the caches there hold.
     """
-    size = size or ((1 << 30) if device.type == "cuda" else (1 << 26))
-    source = torch.zeros(size, dtype=torch.uint8, device=device)
+    source = _source(device, size)
     target = torch.empty_like(source)
-    return 2 * size / min(_copy_seconds(source, target) for _ in range(5))
+    return 2 * source.nbytes / min(_seconds(lambda: target.copy_(source), device) for _ in range(5))
 
 
-def _copy_seconds(source: torch.Tensor, target: torch.Tensor) -> float:
-    if source.is_cuda:  # the host's clock would add the time of the launch
+def read_bandwidth(device: torch.device, size: int | None = None) -> float:
+    """Bytes per second of reading `size` bytes, which is what decoding does: the best of five sums. Size as above."""
+    source = _source(device, size)
+    return source.nbytes / min(_seconds(source.sum, device) for _ in range(5))
+
+
+def _source(device: torch.device, size: int | None) -> torch.Tensor:
+    size = size or ((1 << 30) if device.type == "cuda" else (1 << 26))
+    return torch.zeros(size // 4, device=device)
+
+
+def _seconds(work: Callable[[], object], device: torch.device) -> float:
+    if device.type == "cuda":  # the host's clock would add the time of the launch
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         begin.record()
-        target.copy_(source)
+        work()
         end.record()
         end.synchronize()
         return begin.elapsed_time(end) / 1e3
     started = time.perf_counter()
-    target.copy_(source)
+    work()
     return time.perf_counter() - started
 
 

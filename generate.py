@@ -171,7 +171,8 @@ def check_arguments(args: argparse.Namespace) -> None:
         "--template and --system shape a message: give -p TEXT without --raw, or add --chat.":
             shaped and (args.raw or not message),
         "give one of --grammar, --json-schema.": args.json_schema and "grammar" in args,
-        "--logprobs are part of the JSON output; add --json.": "logprobs" in args and not args.json,
+        "--logprobs are part of the JSON output; add --json.":
+            ("logprobs" in args or "prompt_logprobs" in args) and not args.json,
         f"--batch-size is {args.batch_size}; allowed: 1 or more.": args.batch_size < 1,
         "--show-tree and --html show one sequence; use --batch-size 1.": args.batch_size > 1 and drawn,
     }  # fmt: skip

@@ -18,7 +18,7 @@ from cli.steps import Gauge, StepRecorder, write_page
 from cli.tree_text import TreeWriter
 from decoding.params import with_suggestions
 from engine.engine import Engine
-from engine.grammar import json_grammar
+from engine.grammar_text import json_grammar
 from engine.results import Chunk, GenerationResult
 from engine.streams import Stream
 from loading.options import options_from, settings_given
@@ -58,14 +58,16 @@ def run_request(args: argparse.Namespace, prompt: Prompt) -> int:
         raise UsageError(f"{what}; choose --template {', '.join(BUILTIN_SYSTEM)}.")
     if args.chat:
         return chat(Conversation(engine, settings_given(args), args.system, report, args.when_full == "drop-oldest"))
-    return decode(engine, make_request(engine, prompt, args), prompt, args, report)
+    return decode(engine, make_request(engine, prompt, args, report), prompt, args, report)
 
 
-def make_request(engine: Engine, prompt: Prompt, args: argparse.Namespace) -> Request:
+def make_request(engine: Engine, prompt: Prompt, args: argparse.Namespace, report: Report) -> Request:
     """The prompt's ids and the settings. A text is a message where the model has a chat template, and else continued."""
     given = settings_given(args)
     if args.json_schema:
-        given["grammar"] = json_grammar(read_json(Path(args.json_schema)))
+        given["grammar"] = grammar = json_grammar(read_json(Path(args.json_schema)))
+        if grammar.unenforced:
+            report.line(f"note    the JSON schema has {', '.join(grammar.unenforced)}, which cannot be enforced")
     if len(prompt.text) > 16 * engine.ctx:  # no tokenizer makes so few tokens of so long a text
         raise UsageError(f"the prompt has {len(prompt.text):,} characters, far more than ctx {engine.ctx:,} holds.")
     ids, most, note = prompt.ids, NEW_TOKENS, ""

@@ -28,8 +28,9 @@ BOUNDS = (
     ("presence_penalty", Real, -2, 2, "a number from -2 to 2. Use 0 to switch it off."),
     ("frequency_penalty", Real, -2, 2, "a number from -2 to 2. Use 0 to switch it off."),
     ("seed", int, -(2**63), 2**64 - 1, "a 64-bit integer. Choose a smaller seed."),
-    ("max_new_tokens", int, 1, 2**63 - 1, "an integer >= 1. Ask for at least one token."),
+    ("max_new_tokens", int, 0, 2**63 - 1, "an integer >= 0. With 0 the prompt is read, and that is all."),
     ("logprobs", int, 0, MAX_LOGPROBS, f"None, or an integer from 0 to {MAX_LOGPROBS}."),
+    ("prompt_logprobs", int, 0, MAX_LOGPROBS, f"None, or an integer from 0 to {MAX_LOGPROBS}."),
     ("min_new_tokens", int, 0, 2**31, "an integer >= 0. Use 0 to switch it off."),
 )
 
@@ -83,8 +84,9 @@ class SamplingParams:
 
     logprobs: None, or how many of the likeliest tokens are reported at each position, beside the token that was chosen.
         Such a request waits for the host at every step.
-    grammar: what the text must follow: a grammar in the Lark syntax of llguidance, or what `engine.grammar.json_grammar`
-        makes of a JSON schema. Such a request waits for the host at every step, too.
+    prompt_logprobs: the same for the tokens of the prompt, all of which are read again. The caches do not keep the text.
+    grammar: what the text must follow: a grammar in the Lark syntax of llguidance, or what
+        `engine.grammar_text.json_grammar` makes of a JSON schema. Such a request waits for the host at every step, too.
     logit_bias: what is added to the logits of some tokens before anything else, from -100 (never) to 100 (always). Given
         as {id: number}, kept as pairs.
     min_new_tokens: before so many tokens, no stop id is chosen. A stop string still ends the text.
@@ -110,12 +112,13 @@ class SamplingParams:
     min_new_tokens: int = 0
     thought: Thought | None = None
     shown_ids: tuple[int, ...] = ()
+    prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
         values = vars(self)
         for name, kind, low, high, allowed in BOUNDS:
             value = values[name]
-            if value is None and name == "logprobs":
+            if value is None and name in ("logprobs", "prompt_logprobs"):
                 continue
             if isinstance(value, bool) or not isinstance(value, kind) or not low <= value <= high:
                 raise SettingError(name, f"{name} is {value!r:.80}; allowed: {allowed}")

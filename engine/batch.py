@@ -24,7 +24,7 @@ import torch
 from decoding.params import SamplingMode
 from decoding.sampling import Logprobs
 from decoding.step import RING, StepOutput
-from engine.grammar import GrammarError
+from engine.grammar_text import GrammarError
 from engine.pool import Pool
 from engine.prefill import CHUNKS, not_finite
 from engine.prompt_cache import WORTHWHILE, PromptCache, Saved, Text, cache_rows, common_length, go_on, kept_ids, usable
@@ -234,7 +234,7 @@ class Batch:
             self._begin()
         engine, state = self.engine, self.engine.state
         row = self.rows.index(None)
-        kept = kept_ids(request.prompt, request.adapter)
+        kept = kept_ids(request.prompt, request.adapter) if request.scores is None else []
         request.restored = self._arrange(row, kept, tokens)
         text = self.texts[row]
         start = min(common_length(text.ids, kept), len(request.prompt) - 1)
@@ -250,7 +250,8 @@ class Batch:
         state.n[row] = tokens - 1
         state.count[row] = 1
         allowed = request.constraint.allowed() if request.constraint else None
-        self._reading = request, engine.prefill.read(row, request.prompt, request.mode, start, allowed, self._alone)
+        parts = engine.prefill.read(row, request.prompt, request.mode, start, allowed, self._alone, request.scores)
+        self._reading = request, parts
         return True
 
     def _alone(self) -> bool:

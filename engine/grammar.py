@@ -10,12 +10,8 @@ the allowed tokens, so the text is the same with every drafter.
 from __future__ import annotations
 
 import functools
-import json
-import subprocess
-import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import numpy as np
@@ -25,82 +21,15 @@ from torch import Tensor
 from decoding.drafter import Draft, Drafter, StepParts
 from decoding.params import SamplingMode, Thought
 from decoding.step import DecodeState, StepOutput, draft_phase, verify_phase
+from engine.grammar_text import GrammarError, llguidance_package, one_line, ready_grammar
 from engine.runner import Runner
 from model import Transformer
-from support.errors import UsageError
 from text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     import llguidance
 
-MISSING = "grammars need the package llguidance: pip install llguidance"
-LONGEST = 1 << 20  # characters of a grammar or schema
-CHECK_SECONDS = 20  # for a child process that reads a grammar; it also has limits of its own
-CHILD = Path(__file__).with_name("grammar_child.py")
-
-
-class GrammarError(UsageError):
-    """A grammar that is wrong, or that is too much for llguidance, in one line."""
-
-
-def json_grammar(schema: Mapping[str, Any] | str | None = None) -> str:
-    """The grammar of JSON texts that follow a JSON schema, for `SamplingParams.grammar`. None: of any JSON object.
-
-    The texts are compact: there is no white space between their parts. Otherwise a model that likes it could go on with
-    white space for ever. Raises GrammarError for a schema that is no JSON object or that llguidance does not know or
-    cannot read within its limits, and UsageError without llguidance.
-    """
-    try:
-        text = json.dumps(schema or {"type": "object"}) if not isinstance(schema, str) else schema
-    except RecursionError:
-        raise GrammarError("the JSON schema is nested too deeply.") from None
-    return _checked("schema", text, "the JSON schema is not supported")
-
-
-def checked_grammar(text: str) -> str:
-    """A grammar in Lark syntax, from one in that syntax or in GBNF, the syntax of llama.cpp.
-
-    Raises GrammarError for a grammar with an error or that llguidance cannot read within its limits, and UsageError
-    without llguidance.
-    """
-    return _checked("any", text, "the grammar has an error")
-
-
-class _Ready(str):
-    """A grammar that a child process has read."""
-
-
-@functools.lru_cache(32)
-def _checked(kind: str, text: str, words: str) -> _Ready:
-    """The grammar as a matcher takes it, read by a child process first, because llguidance may end its process.
-
-    kind: as `grammar_child.answer` takes it. words: what an error begins with.
-    """
-    _llguidance()
-    if len(text) > LONGEST:
-        raise GrammarError(f"{words}: it has {len(text):,} characters; allowed: {LONGEST:,}.")
-    child = [sys.executable, "-P", str(CHILD)]
-    request = json.dumps({"kind": kind, "text": text})
-    try:
-        done = subprocess.run(child, input=request, capture_output=True, text=True, timeout=CHECK_SECONDS)
-        answer = json.loads(done.stdout)
-    except (subprocess.TimeoutExpired, ValueError):  # it was ended, or it ended itself
-        raise GrammarError(f"{words}: it is too large, or nested too deeply, to be read.") from None
-    if "error" in answer:
-        raise GrammarError(f"{words}: {_one_line(answer['error'])}")
-    return _Ready(answer["grammar"])
-
-
-def _llguidance() -> Any:
-    try:
-        import llguidance
-    except ImportError as error:
-        raise UsageError(MISSING) from error
-    return llguidance
-
-
-def _one_line(error: object) -> str:
-    return " ".join(str(error).split())[:300]
+DIGITS = 16  # one behind the other, in a number of JSON
 
 
 class Grammars:
@@ -112,6 +41,10 @@ class Grammars:
         self.vocab_size = vocab_size
         self._tables: dict[tuple[int, ...], Any] = {}
 
+    @functools.cached_property
+    def _numbers(self) -> _Numbers:
+        return _Numbers(self.tokenizer, self.vocab_size)
+
     def constraint(self, grammar: str, stop_ids: Sequence[int], thought: Thought | None = None) -> Constraint | None:
         """What constrains a text at its beginning: a grammar, a thought that comes first, both, or nothing (None).
 
@@ -119,8 +52,8 @@ class Grammars:
         """
         if thought is not None:
             inner = self.constraint(grammar, stop_ids)
-            matcher = inner.matcher if inner is not None else None
-            return AfterThought(matcher, self.vocab_size, frozenset(stop_ids), self.tokenizer, thought)
+            matcher, numbers = (inner.matcher, inner.numbers) if inner is not None else (None, None)
+            return AfterThought(matcher, self.vocab_size, frozenset(stop_ids), self.tokenizer, numbers, thought)
         if not grammar:
             return None
         if self.tokenizer is None:
@@ -129,17 +62,17 @@ class Grammars:
             raise ValueError(
                 "a grammar needs a stop id to end the text with, and this model names none; pass stop_ids."
             )
-        package = _llguidance()
+        package = llguidance_package()
         key = tuple(sorted(set(stop_ids)))
         if key not in self._tables:
             wrapper = package.TokenizerWrapper(_Words(self.tokenizer, self.vocab_size, key))
             self._tables[key] = package.LLTokenizer(wrapper, n_vocab=self.vocab_size, eos_token=list(key))
-        if not isinstance(grammar, _Ready):
-            grammar = _checked("ready", grammar, "the grammar has an error")
+        grammar = ready_grammar(grammar)
         matcher = package.LLMatcher(self._tables[key], grammar, log_level=0)
         if matcher.is_error():
-            raise GrammarError(f"the grammar has an error: {_one_line(matcher.get_error())}")
-        return Constraint(matcher, self.vocab_size, frozenset(key), self.tokenizer)
+            raise GrammarError(f"the grammar has an error: {one_line(matcher.get_error())}")
+        numbers = self._numbers if grammar.is_json else None
+        return Constraint(matcher, self.vocab_size, frozenset(key), self.tokenizer, numbers)
 
 
 class _Words:
@@ -158,16 +91,49 @@ class _Words:
         return self.tokenizer.encode(text, continuation=True)
 
 
+class _Numbers:
+    """Makes numbers of JSON end: where DIGITS digits stand together, no other one follows if the number may end there."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int):
+        pieces = [tokenizer.pieces.get(i, b"") for i in range(-(-vocab_size // 32) * 32)]
+        self.leading = np.array([len(p) - len(p.lstrip(b"0123456789")) for p in pieces], np.int32)
+        self.trailing = np.array([len(p) - len(p.rstrip(b"0123456789")) for p in pieces], np.int32)
+        self.length = np.array([len(p) for p in pieces], np.int32)
+        self.quotes = _bits(np.array([p.startswith(b'"') for p in pieces]))
+        self.most = int(self.leading.max())
+
+    def behind(self, token: int, digits: int) -> int:
+        """How many digits stand at the end of a text that had so many, after this token."""
+        whole = self.trailing[token] == self.length[token]
+        return int(self.trailing[token]) + (digits if whole else 0)
+
+    def shortened(self, allowed: Tensor, digits: int) -> Tensor:
+        """Of the tokens that a schema allows, int32 [W], those that may follow so many digits."""
+        room = DIGITS - digits
+        if room >= self.most or bool((allowed & self.quotes).any()):  # where a quote may stand, a text is written
+            return allowed
+        fewer = allowed & _bits(self.leading <= max(room, 0))
+        return fewer if bool(fewer.any()) else allowed
+
+
+def _bits(chosen: np.ndarray) -> Tensor:
+    """One bit for each of a multiple of 32 tokens, int32 [W]."""
+    return torch.from_numpy(np.packbits(chosen, bitorder="little").view(np.int32))
+
+
 class Constraint:
     """The state of a grammar after the tokens that a sequence has emitted. All of it is on the host."""
 
     def __init__(
-        self, matcher: llguidance.LLMatcher | None, vocab_size: int, stop_ids: frozenset[int], tokenizer: Tokenizer
-    ):
+        self, matcher: llguidance.LLMatcher | None, vocab_size: int, stop_ids: frozenset[int], tokenizer: Tokenizer,
+        numbers: _Numbers | None = None,
+    ):  # fmt: skip
         self.matcher = matcher
         self.tokenizer = tokenizer
         self.words = -(-vocab_size // 32)
         self.stop_ids = stop_ids
+        self.numbers = numbers
+        self._digits = 0  # at the end of the text
 
     def take(self, token_ids: Sequence[int]) -> None:
         """Go on behind emitted tokens. A stop id ends the text, so what comes behind it does not count.
@@ -179,6 +145,11 @@ class Constraint:
                 return
             if not self.matcher.consume_token(token):
                 self._refuse()
+            self._count(token)
+
+    def _count(self, token: int) -> None:
+        if self.numbers is not None:
+            self._digits = self.numbers.behind(token, self._digits)
 
     def allowed(self) -> Tensor:
         """Which tokens may come next, int32 [W]: bit i mod 32 of word i div 32 belongs to token i."""
@@ -186,10 +157,10 @@ class Constraint:
         self.matcher.unsafe_compute_mask_ptr(bits.data_ptr(), bits.nbytes)
         if self.matcher.is_error():
             self._refuse()
-        return bits
+        return bits if self.numbers is None else self.numbers.shortened(bits, self._digits)
 
     def _refuse(self) -> NoReturn:
-        raise GrammarError(f"the grammar cannot be followed further: {_one_line(self.matcher.get_error())}")
+        raise GrammarError(f"the grammar cannot be followed further: {one_line(self.matcher.get_error())}")
 
     def forced(self) -> list[int]:
         """The tokens of the text that must come next, because the grammar leaves no choice.
@@ -213,10 +184,13 @@ class Constraint:
 
     def _below(self, node: int, tokens: Sequence[int], children: dict[int, list[int]], out: Tensor) -> None:
         out[node] = self.allowed()
+        digits = self._digits
         for child in children.get(node, ()):
             if tokens[child] not in self.stop_ids and self.matcher.try_consume_tokens([tokens[child]]):
+                self._count(tokens[child])
                 self._below(child, tokens, children, out)
                 self.matcher.rollback(1)
+                self._digits = digits
 
 
 class _Now(NamedTuple):
@@ -235,14 +209,14 @@ class AfterThought(Constraint):
 
     def __init__(
         self, matcher: llguidance.LLMatcher | None, vocab_size: int, stop_ids: frozenset[int], tokenizer: Tokenizer,
-        thought: Thought,
+        numbers: _Numbers | None, thought: Thought,
     ):  # fmt: skip
-        super().__init__(matcher, vocab_size, stop_ids, tokenizer)
+        super().__init__(matcher, vocab_size, stop_ids, tokenizer, numbers)
         self.thought = thought
         self._end = thought.end.encode()
         self._open = torch.full((self.words,), -1, dtype=torch.int32)
         if matcher is not None:  # the text that must come is not there yet
-            self._open &= ~self._bits(stop_ids)
+            self._open &= ~self._chosen(stop_ids)
         self._now = _Now(thought.begin, not thought.begin, (), 0, b"")
 
     def take(self, token_ids: Sequence[int]) -> None:
@@ -255,10 +229,10 @@ class AfterThought(Constraint):
     def allowed(self) -> Tensor:
         now = self._now
         if now.forced:
-            return self._bits([now.forced[0]])
+            return self._chosen([now.forced[0]])
         bits = self._open if now.thinks or self.matcher is None else super().allowed()
         if now.begin and self.matcher is not None:
-            first = self._bits([now.begin[0]])
+            first = self._chosen([now.begin[0]])
             bits = bits | first if now.begin == self.thought.begin else first
         return bits
 
@@ -270,17 +244,19 @@ class AfterThought(Constraint):
 
     def _below(self, node: int, tokens: Sequence[int], children: dict[int, list[int]], out: Tensor) -> None:
         out[node] = self.allowed()
-        now = self._now
+        now, digits = self._now, self._digits
         for child in children.get(node, ()):
             token = tokens[child]
             if token in self.stop_ids or (now.forced and token != now.forced[0]):
                 continue
             inside = self._step(token) and self.matcher is not None
             if not inside or self.matcher.try_consume_tokens([token]):
+                if inside:
+                    self._count(token)
                 self._below(child, tokens, children, out)
                 if inside:
                     self.matcher.rollback(1)
-            self._now = now
+            self._now, self._digits = now, digits
 
     def _step(self, token: int) -> bool:
         """Go on behind a token. Returns whether it belongs to the text behind the thought."""
@@ -302,11 +278,11 @@ class AfterThought(Constraint):
             return True
         return False
 
-    def _bits(self, ids: Collection[int]) -> Tensor:
+    def _chosen(self, ids: Collection[int]) -> Tensor:
         """The bits of some tokens, int32 [W]."""
-        chosen = np.zeros(32 * self.words, np.uint8)
-        chosen[list(ids)] = 1
-        return torch.from_numpy(np.packbits(chosen, bitorder="little").view(np.int32))
+        chosen = np.zeros(32 * self.words, bool)
+        chosen[list(ids)] = True
+        return _bits(chosen)
 
 
 def draft_forced(forced: Sequence[int], tokens: list[int], parent: Sequence[int], valid: Sequence[bool]) -> bool:

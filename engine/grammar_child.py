@@ -7,6 +7,7 @@ nothing of the project, because it is started by its path: it reads a request fr
 import contextlib
 import json
 import sys
+from typing import Any
 
 STACK = 1 << 20  # bytes; the threads of the parent have more, so what passes here passes there
 MEMORY = 2 << 30  # bytes of address space
@@ -23,24 +24,28 @@ def limit() -> None:
             resource.setrlimit(kind, (most, resource.getrlimit(kind)[1]))
 
 
-def answer(kind: str, text: str) -> dict[str, str]:
-    """{"grammar": as a matcher takes it}, or {"error": what is wrong}. kind: "schema", "any" syntax, or "ready"."""
+def answer(kind: str, text: str) -> dict[str, Any]:
+    """{"grammar": as a matcher takes it, "warnings": of llguidance}, or {"error": what is wrong}.
+
+    kind: "any" syntax of a grammar, "ready" for Lark's, or "schemas". A list of schemas gets {"refused": those that
+    llguidance does not take}.
+    """
     from llguidance import LLMatcher, LLTokenizer
     from llguidance.gbnf_to_lark import any_to_lark
 
+    if kind == "schemas":
+        schemas = json.loads(text)
+        return {"refused": [one for one in schemas if LLMatcher.validate_grammar(f"start: %json {json.dumps(one)}")]}
     try:
-        if kind == "schema":
-            text = LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_flexible": False})
-        elif kind == "any":
-            text = any_to_lark(text)
-    except Exception as error:  # the converters' errors have no common class
+        text = any_to_lark(text) if kind == "any" else text
+    except Exception as error:  # the converter's errors have no common class
         return {"error": str(error)}
-    problem = LLMatcher.validate_grammar(text)
-    if not problem:
-        matcher = LLMatcher(LLTokenizer("byte"), text, log_level=0)
-        matcher.compute_bitmask()
-        problem = matcher.get_error() if matcher.is_error() else ""
-    return {"error": problem} if problem else {"grammar": text}
+    wrong, said = LLMatcher.validate_grammar_with_warnings(text)
+    if wrong:
+        return {"error": said[0]}
+    matcher = LLMatcher(LLTokenizer("byte"), text, log_level=0)
+    matcher.compute_bitmask()
+    return {"error": matcher.get_error()} if matcher.is_error() else {"grammar": text, "warnings": said}
 
 
 if __name__ == "__main__":

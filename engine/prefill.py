@@ -24,6 +24,7 @@ from text.tokenizer import Tokenizer
 Prompt: TypeAlias = str | Sequence[int] | np.ndarray | Tensor
 ALLOWED = "allowed: text, a list of token ids, or a one-dimensional numpy array or torch tensor of integers"
 CHUNKS = (32, 64, 128, 256)  # fixed widths, so that a prompt of any length runs shapes that were seen before
+SCORED = 64  # rows of logits that are held at a time
 WIDE_CHUNKS = (512, 1024, 2048)  # fewer launches, where memory has room and no other row waits for a step
 
 
@@ -92,19 +93,20 @@ class Prefill:
 
     def read(
         self, row: int, prompt: list[int], mode: SamplingMode, start: int = 0, allowed: Tensor | None = None,
-        alone: Callable[[], bool] = lambda: True,
+        alone: Callable[[], bool] = lambda: True, scores: list[Logprobs] | None = None,
     ) -> Generator[None, None, tuple[int, Logprobs | None]]:  # fmt: skip
         """Run prompt[start:] and set up the row. Comes back between two chunks of the prompt, so that others can go on.
 
         allowed: the tokens that may come first, int32 [W] as in `sampling.restrict`; None: all. alone: whether no other
-        row waits for a step, so that the next chunk may be a wide one.
+        row waits for a step, so that the next chunk may be a wide one. scores: takes the Logprobs [n] of the tokens of
+        the prompt from start + 1 on, part by part.
 
         Returns the first token, and its Logprobs [1, 1] if the mode has them. Raises ArithmeticError if the logits after
         the prompt cannot be used.
         """
         state = self.state
         P = len(prompt)
-        raw_logits, noise = yield from self._logits(row, prompt, mode, start, alone)
+        raw_logits, noise = yield from self._logits(row, prompt, mode, start, alone, scores)
         logits = self.penalised(row, raw_logits, prompt, P, mode)
         if allowed is not None:
             logits = sampling.restrict(logits, allowed.to(logits.device).view(1, 1, -1))
@@ -127,8 +129,9 @@ class Prefill:
         return _result(self._logits(row, text, mode, 0))
 
     def _logits(
-        self, row: int, text: list[int], mode: SamplingMode, start: int, alone: Callable[[], bool] = lambda: True
-    ) -> Generator[None, None, tuple[Tensor, Tensor | None]]:
+        self, row: int, text: list[int], mode: SamplingMode, start: int, alone: Callable[[], bool] = lambda: True,
+        scores: list[Logprobs] | None = None,
+    ) -> Generator[None, None, tuple[Tensor, Tensor | None]]:  # fmt: skip
         """`logits` of text[start:], chunk by chunk. The last token's feature becomes the pending one."""
         state = self.state
         P = len(text)
@@ -152,6 +155,8 @@ class Prefill:
             hidden_states, features = self.forward(
                 self.model, self.drafter, state, row, chunk.to(device), nexts.to(device), where, keep
             )
+            if scores is not None:
+                self._score(scores, hidden_states, nexts[:, : min(take, P - 1 - start)].to(device), start)
             start += take
             if start < P:
                 yield
@@ -163,6 +168,15 @@ class Prefill:
             return logits, None
         before = torch.tensor([P - 1], device=device)
         return logits, sampling.noise_ahead(state.sampling.seed[row : row + 1], before, 1, state.hashes)
+
+    def _score(self, scores: list[Logprobs], hidden_states: Tensor, nexts: Tensor, start: int) -> None:
+        """Add the Logprobs of the tokens nexts [1, n], which follow those from position `start` on."""
+        for at in range(0, nexts.shape[1], SCORED):
+            part = nexts[:, at : at + SCORED]
+            logits = self.model.logits(hidden_states[:, at : at + part.shape[1]])
+            if not bool(sampling.finite(logits).all()):
+                raise not_finite(self.model.dtype, self.state.kv[0].dtype, start + at)
+            scores.append(sampling.logprobs_of(logits, part).row(0))
 
     def penalised(self, row: int, logits: Tensor, text: Sequence[int], prompt: int, mode: SamplingMode) -> Tensor:
         """The logits [1, 1, V] with biases and with the penalties for `text`, of which the first `prompt` ids were not

@@ -11,7 +11,7 @@ from decoding.params import SamplingMode, SamplingParams
 from decoding.sampling import Logprobs
 from engine.grammar import Constraint
 from engine.prompt_cache import Saved, kept_ids
-from engine.results import Chunk, SequenceOutput
+from engine.results import Chunk, SequenceOutput, on_host
 
 
 class Inbox:
@@ -78,6 +78,7 @@ class Request:
         self.inbox = inbox
         self.index = index
         self.adapter = adapter
+        self.scores: list[Logprobs] | None = [] if params.prompt_logprobs is not None else None  # of the prompt's parts
         self.restored: Saved | None = None  # the kept text that its row got
         self.row = -1  # the row of the engine that it has
         self.length = 0  # tokens in the target's cache
@@ -96,9 +97,15 @@ class Request:
         self.stopping = True
 
     def begin(self, first: int, logprobs: Logprobs | None) -> None:
-        """Take the first token, which the prompt's forward gave."""
+        """Take the first token, which the prompt's forward gave, and what that says of the prompt."""
         self.length = len(self.prompt)
         self.drafted = len(self.prompt) - 1
+        if self.scores is not None:
+            parts = [on_host(part, None, self.params.prompt_logprobs) for part in self.scores]
+            self.result.prompt_logprobs = [None, *(entry for part in parts for entry in part)]
+        if not self.params.max_new_tokens:
+            self.output.finish("length")
+            return
         self._hand_out(self.output.push([first], logprobs and logprobs.row(0), step=False))
 
     def take(
@@ -132,6 +139,9 @@ class Request:
         self.inbox.put(chunk._replace(row=self.index))
 
     def cached(self) -> tuple[list[int], int]:
-        """What the caches hold now: the text of this row as `kept_ids`, and the number of its valid draft rows."""
+        """What the caches hold now for others: the text of this row as `kept_ids`, and the number of its valid draft
+        rows. A prompt with log-probabilities is none, because nobody goes on from it."""
+        if self.scores is not None:
+            return [], 0
         text = kept_ids(self.prompt + self.result.token_ids, self.adapter)
         return text[: min(self.length, len(text))], max(0, min(self.drafted, len(text) - 1))

@@ -67,6 +67,7 @@ class GenerationResult:
     chain: int = 0  # depth of the chain that was drafted, 0 for another tree or none
     cached_tokens: int = 0
     logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)  # None for the first token, if asked for
 
     @property
     def new_tokens(self) -> int:
@@ -111,11 +112,12 @@ class GenerationResult:
     def to_dict(self) -> dict[str, Any]:
         names = ("new_tokens", "steps", "tau", "accepted_by_depth", "n_alpha", "plain_tokens", "tokens_per_second")
         values = asdict(self) | {name: getattr(self, name) for name in names}
-        return values | {"logprobs": [entry._asdict() for entry in self.logprobs]}
+        told = {name: getattr(self, name) for name in ("logprobs", "prompt_logprobs")}
+        return values | {name: [entry and entry._asdict() for entry in entries] for name, entries in told.items()}
 
 
-def _on_host(logprobs: Logprobs | None, tokens: int, likeliest: int | None) -> list[TokenLogprob]:
-    """The first entries of Logprobs [P], with as many of the likeliest tokens as the request asked for."""
+def on_host(logprobs: Logprobs | None, tokens: int | None, likeliest: int | None) -> list[TokenLogprob]:
+    """The first entries of Logprobs [P], or all, with as many of the likeliest tokens as the request asked for."""
     if logprobs is None or likeliest is None:
         return []
     columns = (column[:tokens].tolist() for column in logprobs)
@@ -145,7 +147,7 @@ class SequenceOutput:
                 break
             taken.append(token)
             self._take(token, self.result.new_tokens + len(taken))
-        chances = _on_host(logprobs, len(taken), self.params.logprobs)
+        chances = on_host(logprobs, len(taken), self.params.logprobs)
         self.result.token_ids += taken
         self.result.logprobs += chances
         if step and taken:

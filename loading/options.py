@@ -455,6 +455,7 @@ SETTINGS = {  # field of SamplingParams -> what --help says
     "min_new_tokens": "so many tokens come before a stop id ends the text",
     "grammar": "the text follows this grammar, in the Lark syntax of llguidance",
     "logprobs": "with --json: the log-probability of every token, and of the N likeliest ones",
+    "prompt_logprobs": "with --json: the same for the prompt",
 }
 
 

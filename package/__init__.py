@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from decoding.params import SamplingParams
     from engine.engine import Engine
-    from engine.grammar import json_grammar
+    from engine.grammar_text import json_grammar
     from engine.load import load
     from generate import VERSION as __version__
     from loading.options import DEMO
@@ -26,7 +26,7 @@ HOMES = {  # name -> its module in the package, and its name there
     "Engine": ("engine.engine", "Engine"),
     "SamplingParams": ("decoding.params", "SamplingParams"),
     "__version__": ("generate", "VERSION"),
-    "json_grammar": ("engine.grammar", "json_grammar"),
+    "json_grammar": ("engine.grammar_text", "json_grammar"),
     "load": ("engine.load", "load"),
 }
 if not TYPE_CHECKING:  # a type checker would accept any name because of this function

@@ -4,7 +4,7 @@
     python -m scripts.evaluate --checkpoint INT4_DIR --against DIR --text FILE
 
 It is the measure of quantize.py's receipts: windows that are spread over the text, of which every token but the first is
-scored. Tasks such as gsm8k are asked by lm-evaluation-harness, which knows how to talk to a server (docs/server.md).
+scored. Tasks such as gsm8k are those of lm-evaluation-harness (scripts/harness.py).
 """
 
 from __future__ import annotations

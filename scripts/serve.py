@@ -18,6 +18,7 @@ import secrets
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from generate import VERSION
 from loading.options import FULL, add_options, add_sampling, options_from, sampling_from, settings_given
 from support.errors import UsageError, at_least, command_parser, run_command
 
@@ -136,6 +137,7 @@ def settings_of(args: argparse.Namespace) -> ServeSettings:
         max_seconds=args.max_seconds,
         send_seconds=args.send_seconds,
         defaults=settings_given(args),
+        version=VERSION,
     )
 
 

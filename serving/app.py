@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import functools
 import hashlib
 import hmac
 import time
+import zlib
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
@@ -25,7 +27,7 @@ from cli.steps import with_drawings
 from engine.engine import Engine
 from engine.results import GenerationResult
 from serving.completions import ChatWriter, CompletionWriter, Writer
-from serving.extras import SMALL, Deed, properties
+from serving.extras import FACTS, SMALL, Deed, Facts
 from serving.fields import FORBIDDEN, SERVER, ApiError, parse_object
 from serving.messages import MessageWriter, message_ask
 from serving.requests import Parse, chat_ask, completion_ask, response_ask
@@ -57,7 +59,7 @@ ABOUT = {
     "prompt_cache_disk_bytes": "gauge: bytes that they take on disk",
     "prompt_cache_hits_total": "counter: requests that went on from one of them",
 }
-READING = ("/", "/health", "/metrics", "/props", "/v1/models")
+READING = ("/", "/health", "/metrics", "/v1/models", *FACTS)
 ENDPOINTS: dict[str, tuple[Parse, type[Writer]]] = {  # what reads a request, and what writes its answer
     "/v1/chat/completions": (chat_ask, ChatWriter),
     "/v1/completions": (completion_ask, CompletionWriter),
@@ -152,7 +154,7 @@ CLIENT_LEFT = 499  # the status of an answer that nobody reads
 OPEN_PATHS = ("/", "/health")  # need no key; the page asks its user for it
 PREFLIGHT = {
     "Access-Control-Allow-Methods": "GET, POST",
-    "Access-Control-Allow-Headers": "Authorization, Content-Type, X-Api-Key, Anthropic-Version",
+    "Access-Control-Allow-Private-Network": "true",  # a page of the internet asks for this computer
     "Access-Control-Max-Age": "600",
 }
 LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
@@ -184,7 +186,7 @@ class Api:
             Route("/v1/models/{name:path}", self.model),
             Route("/health", self.health),
             Route("/metrics", self.figures),
-            Route("/props", self.properties),
+            *(Route(path, functools.partial(self.told, facts=facts)) for path, facts in FACTS.items()),
         ]
         handlers = {kind: _error for kind in (ApiError, ClientDisconnect, HTTPException, Exception)}
         return Guard(Starlette(routes=routes, exception_handlers=handlers), self.settings, self.metrics)
@@ -207,22 +209,24 @@ class Api:
             await loop.run_in_executor(self.scheduler.preparing, deed, self.engine, self.settings, body)
         )
 
-    async def properties(self, request: Request) -> Response:
-        """GET /props"""
-        return JSONResponse(properties(self.engine, self.settings))
+    async def told(self, request: Request, facts: Facts) -> Response:
+        """A request for facts that do not change."""
+        return JSONResponse(facts(self.engine, self.settings))
 
     def _ended(self, path: str, writer: Writer, how: str) -> None:
         """Count a request that has ended, and say a line about it. how: "", "cancelled" or "slow"."""
         counts = self.metrics.counts
         counts["cancelled_total"] += how == "cancelled"
         counts["slow_clients_total"] += how == "slow"
-        results = [stream.result for stream in writer.job.streams if stream.result.new_tokens]
+        streams = [stream.result for stream in writer.job.streams]
+        results = [result for result in streams if result.new_tokens or result.stop_reason == "length"]
         self.metrics.decoded(results, writer.job.queue_seconds)
         figures = writer.timings()
         read = f"{figures['prompt_n']:,} + {figures['cache_n']:,} cached"
         rate = f"{figures['predicted_per_second']:.1f} tok/s   tau {figures['tau']:.2f}"
         made = sum(result.new_tokens for result in results)
-        self.say(f"{path}   prompt {read} tok   {made:,} tok   {rate}" + (f"   {how}" if how else ""))
+        notes = [f"ignored: {', '.join(writer.job.ignored)}"] if writer.job.ignored else []
+        self.say("   ".join([path, f"prompt {read} tok", f"{made:,} tok", rate, *notes, *([how] if how else [])]))
 
     async def chat(self, request: Request) -> Response:
         """GET /"""
@@ -262,8 +266,36 @@ class Api:
         return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
 
 
+def known_path(path: str) -> str:
+    """A path as the endpoints have it. Clients also write it without /v1, with it twice, and with more slashes."""
+    plain = f"/{'/'.join(filter(None, path.split('/')))}"
+    short = plain
+    while short.startswith("/v1/"):
+        short = short.removeprefix("/v1")
+    named = short.startswith("/models/")
+    return next((each for each in (f"/v1{short}", short) if named or each in PATHS), plain)
+
+
+def unpacked(data: bytes, coding: str, limit: int) -> bytes:
+    """A body as it was before its Content-Encoding. Raises ApiError if it has another one, or is damaged or too large."""
+    if coding in ("", "identity"):
+        return data
+    if coding not in ("gzip", "x-gzip", "deflate"):
+        why = f"the Content-Encoding {coding!r:.40} is not supported; allowed: gzip, deflate, or none"
+        raise ApiError(415, why, None, "unsupported_encoding")
+    for bits in (32 + zlib.MAX_WBITS, -zlib.MAX_WBITS):  # with a header, or as some clients send deflate
+        reader = zlib.decompressobj(bits)
+        with contextlib.suppress(zlib.error):
+            text = reader.decompress(data, limit + 1)
+            if len(text) > limit:
+                raise ApiError(413, f"the body unpacks to more than {limit:,} bytes", None, "request_too_large")
+            if reader.eof and not reader.unused_data:
+                return text
+    raise ApiError(400, f"the body is not what its Content-Encoding {coding} says", None, "invalid_encoding")
+
+
 async def read_body(request: Request, limit: int) -> bytes:
-    """A request's body. Raises ApiError if it is too large or takes too long."""
+    """A request's body, unpacked. Raises ApiError if it is too large, takes too long, or cannot be unpacked."""
     declared = request.headers.get("content-length", "")
     stated = int(declared) if declared.isdecimal() else 0
     large = ApiError(413, f"the body is larger than {limit:,} bytes", None, "request_too_large", close=True)
@@ -284,7 +316,7 @@ async def read_body(request: Request, limit: int) -> bytes:
         raise ApiError(408, why, None, "request_timeout", close=True) from None
     if total > limit:
         raise large
-    return b"".join(parts)
+    return unpacked(b"".join(parts), request.headers.get("content-encoding", "").strip().lower(), limit)
 
 
 async def _error(request: Request, error: Exception) -> Response:
@@ -292,6 +324,8 @@ async def _error(request: Request, error: Exception) -> Response:
     if isinstance(error, ClientDisconnect):
         return Response(status_code=CLIENT_LEFT)
     if isinstance(error, HTTPException):
+        if error.status_code == 405 and request.method == "OPTIONS":
+            return Response(status_code=204, headers=error.headers)
         code = {404: "unknown_url", 405: "method_not_allowed"}.get(error.status_code)
         what = f"{request.method} {request.scope['path']!r:.80}: {error.detail}"
         if error.status_code == 404:
@@ -322,14 +356,15 @@ class Guard:
 
         if scope["type"] != "http":
             return
-        app = self.app
+        app, scope = self.app, scope | {"path": known_path(scope["path"])}
         origin = dict(scope["headers"]).get(b"origin", b"")
         listed = self._is_listed(origin.decode("latin-1"))
         shared = [(b"access-control-allow-origin", origin), (b"vary", b"Origin")] if listed else []
         try:
             # A browser asks before it sends the request itself, and it asks without the key.
             if listed and scope["method"] == "OPTIONS":
-                app = Response(status_code=204, headers=PREFLIGHT)
+                asked = dict(scope["headers"]).get(b"access-control-request-headers", b"").decode("latin-1")
+                app = Response(status_code=204, headers=PREFLIGHT | {"Access-Control-Allow-Headers": asked})
             else:
                 self._check(scope)
         except ApiError as error:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+from engine.results import TokenLogprob
 from serving.answers import Part, TokenInfo, ToolCall, timings, usage_counts
 from serving.fields import ApiError
 from serving.scheduler import Job
@@ -65,8 +66,9 @@ class Writer:
 
     def timings(self) -> dict[str, Any]:
         """The figures of the request."""
-        dropped = {"dropped_messages": self.ask.dropped} if self.ask.dropped else {}
-        return timings(self.job.results, self.job.queue_seconds) | dropped
+        more: dict[str, Any] = {"dropped_messages": self.ask.dropped} if self.ask.dropped else {}
+        more |= {"ignored": self.job.ignored} if self.job.ignored else {}
+        return timings(self.job.results, self.job.queue_seconds) | more
 
     def thought_tokens(self) -> int:
         """How many tokens the text of the thoughts takes."""
@@ -96,6 +98,27 @@ class ChunkWriter(Writer):
     """What both endpoints share: chunks with choices, then the usage if it is asked for, then [DONE]."""
 
     whole_object = chunk_object = ""
+
+    def of_prompt(self, index: int) -> dict[str, Any]:
+        """vLLM's log-probabilities of a prompt, if they are asked for. index: of one of the answers to it."""
+        if self.ask.prompt_logprobs is None:
+            return {}
+        entries = self._prompt_tokens(index)
+        return {"prompt_logprobs": [chances and self._ranked(token, chances) for token, chances in entries]}
+
+    def _prompt_tokens(self, index: int) -> list[tuple[int, TokenLogprob | None]]:
+        """The tokens of the prompt of a choice, with log-probabilities where those are asked for."""
+        ids = self.ask.prompt_ids[index // self.ask.n]
+        return list(zip(ids, self.job.streams[index].result.prompt_logprobs, strict=True))
+
+    def _ranked(self, token: int, chances: TokenLogprob) -> dict[str, dict[str, Any]]:
+        """A token and the likeliest ones, by their ids. Ranks are known of these only."""
+        top = chances.top[: self.ask.prompt_logprobs]
+        ranks = {other: rank for rank, (other, _) in enumerate(chances.top, 1)}
+        return {
+            str(each): {"logprob": finite(logprob), "rank": ranks.get(each), "decoded_token": self.piece(each)[0]}
+            for each, logprob in {token: chances.logprob, **dict(top)}.items()
+        }
 
     def choice(self, index: int) -> dict[str, Any]:
         """A whole choice."""
@@ -141,6 +164,9 @@ class ChatWriter(ChunkWriter):
     def start(self) -> Iterator[Message]:
         for answer in self.job.answers:
             yield self.chunk(self._delta(answer.index, {"role": "assistant", "content": ""}))
+
+    def whole(self) -> dict[str, Any]:
+        return super().whole() | self.of_prompt(0)
 
     def part(self, part: Part) -> Iterator[Message]:
         if part.text or part.thought or part.tokens or part.seen:
@@ -189,45 +215,56 @@ class CompletionWriter(ChunkWriter):
     def __init__(self, job: Job):
         super().__init__(job)
         self._offsets = [0] * len(job.answers)  # where the next token's text begins
+        self._echoed: set[int] = set()  # choices whose prompt a stream has sent
 
-    def start(self) -> Iterator[Message]:
-        if self.ask.echo:
-            for answer in self.job.answers:
-                yield self.chunk(self._choice(answer.index, self._prompt(answer.index), []))
-
-    def _prompt(self, index: int) -> str:
-        """The prompt of a choice, as text."""
+    def _prompt(self, index: int) -> tuple[str, list[tuple[int, TokenLogprob | None]]]:
+        """What a choice begins with: the text of the prompt, and its tokens with log-probabilities, if asked for."""
+        if not self.ask.echo:
+            return "", []
         prompt = self.ask.prompts[index // self.ask.n]
-        if isinstance(prompt, str):
-            return prompt
-        return self.tokenizer.decode(prompt) if self.tokenizer else "".join(map(str, prompt))
+        if not isinstance(prompt, str):
+            prompt = self.tokenizer.decode(prompt) if self.tokenizer else "".join(map(str, prompt))
+        return prompt, self._prompt_tokens(index) if self.ask.logprobs is not None else []
 
     def part(self, part: Part) -> Iterator[Message]:
+        if self.ask.echo and part.index not in self._echoed:
+            self._echoed.add(part.index)
+            yield self.chunk(self._choice(part.index, *self._prompt(part.index)))
         if part.text or part.tokens or part.seen:
             yield self.chunk(self._choice(part.index, part.text, part.tokens), **part.seen)
         if part.finish:
             yield self.last_chunk(self._choice(part.index, "", [], part.finish))
 
     def choice(self, index: int) -> dict[str, Any]:
-        answer = self.job.answers[index]
-        text = self._prompt(index) + answer.text if self.ask.echo else answer.text
-        return self._choice(index, text, answer.tokens, answer.finish)
+        answer, (prompt, tokens) = self.job.answers[index], self._prompt(index)
+        chosen = self._choice(index, prompt + answer.text, [*tokens, *answer.tokens], answer.finish)
+        return chosen | self.of_prompt(index)
 
-    def _choice(self, index: int, text: str, tokens: Sequence[TokenInfo], finish: str | None = None) -> dict[str, Any]:
+    def _choice(
+        self, index: int, text: str, tokens: Sequence[tuple[int, TokenLogprob | None]], finish: str | None = None
+    ) -> dict[str, Any]:
         logprobs = None if self.ask.logprobs is None else self._columns(index, tokens)
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish}
 
-    def _columns(self, index: int, tokens: Sequence[TokenInfo]) -> dict[str, list]:
-        """Log-probabilities as this endpoint writes them: one list for each kind of figure."""
+    def _columns(self, index: int, tokens: Sequence[tuple[int, TokenLogprob | None]]) -> dict[str, list]:
+        """Log-probabilities as this endpoint writes them: one list for each kind of figure. The first token has none.
+
+        A token that is part of a character has its bytes for a name. Of tokens with the same name the likeliest counts.
+        """
         columns: dict[str, list] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for token, chances in tokens:
-            text = self.piece(token)[0]
-            columns["tokens"].append(text)
-            columns["token_logprobs"].append(finite(chances.logprob))
-            columns["top_logprobs"].append({self.piece(t)[0]: finite(p) for t, p in chances.top})
+            likeliest = [(token, chances.logprob), *reversed(chances.top)] if chances else []
+            top = {self._name(each): finite(logprob) for each, logprob in likeliest}
+            columns["tokens"].append(self._name(token))
+            columns["token_logprobs"].append(chances and finite(chances.logprob))
+            columns["top_logprobs"].append(top or None)
             columns["text_offset"].append(self._offsets[index])
-            self._offsets[index] += len(text)
+            self._offsets[index] += len(self.piece(token)[0])
         return columns
+
+    def _name(self, token: int) -> str:
+        text, data = self.piece(token)
+        return text if text.encode() == data else "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
 
 def new_id(prefix: str) -> str:

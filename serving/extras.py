@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from decoding.params import SamplingParams
 from engine.engine import Engine
 from kernels.memory import commit_text
 from model import chain_ancestors
@@ -23,25 +24,33 @@ CHUNK = 256  # tokens of one forward
 
 
 def tokenize(engine: Engine, settings: ServeSettings, body: dict[str, Any]) -> dict[str, Any]:
-    """POST /tokenize: the ids of a text. The text of control tokens in it stays text."""
-    fields = Fields(body)
+    """POST /tokenize: the ids of a text, in the form of llama.cpp (`content`) or of vLLM (`prompt`, or `messages`).
+
+    In llama.cpp's form the text of control tokens stays text.
+    """
+    fields, tokenizer = Fields(body), _tokenizer(engine)
     fields.refuse("parse_special", (False,), "the text of control tokens stays text.")
-    text = fields.required("content", str)
-    tokenizer = _tokenizer(engine)
-    if reason := why_too_long(len(text), engine.ctx):
-        raise wrong("content", reason)
-    ids = tokenizer.encode(text, add_bos=fields.get("add_special", bool, False))
+    name = "prompt" if fields.given("prompt") else "content"
+    if fields.given("messages"):
+        (ids,) = prompts_of(engine, chat_ask(body))
+    else:
+        text = fields.required(name, str)
+        if reason := why_too_long(len(text), engine.ctx):
+            raise wrong(name, reason)
+        begins = ("add_special_tokens", True) if name == "prompt" else ("add_special", False)
+        ids = tokenizer.encode(text, add_bos=fields.get(begins[0], bool, begins[1]), control=name == "prompt")
     if not fields.get("with_pieces", bool, False):
-        return {"tokens": ids}
+        return {"tokens": ids, "count": len(ids), "max_model_len": engine.ctx}
     return {"tokens": [{"id": i, "piece": _piece(tokenizer.pieces.get(i, b""))} for i in ids]}
 
 
 def detokenize(engine: Engine, settings: ServeSettings, body: dict[str, Any]) -> dict[str, Any]:
-    """POST /detokenize: the text of ids, with the text of control tokens."""
+    """POST /detokenize: the text of ids, with the text of control tokens, as llama.cpp and as vLLM call it."""
     ids = Fields(body).required("tokens", list)
     if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
         raise wrong("tokens", "must be a list of token ids")
-    return {"content": _tokenizer(engine).decode(ids, skip_special=False, continuation=True)}
+    text = _tokenizer(engine).decode(ids, skip_special=False, continuation=True)
+    return {"content": text, "prompt": text}
 
 
 def apply_template(engine: Engine, settings: ServeSettings, body: dict[str, Any]) -> dict[str, Any]:
@@ -111,8 +120,16 @@ def properties(engine: Engine, settings: ServeSettings) -> dict[str, Any]:
         "model_path": settings.model,
         "chat_template": tokenizer.chat_template if tokenizer else "",
         "modalities": {"vision": False, "audio": False},
-        "build_info": "eaglet",
+        "build_info": f"eaglet {settings.version}",
     }
+
+
+def tokenizer_facts(engine: Engine, settings: ServeSettings) -> dict[str, Any]:
+    """GET /tokenizer_info: what vLLM's clients, such as lm-evaluation-harness, ask of a tokenizer."""
+    tokenizer = _tokenizer(engine)
+    ids = {"bos_token": tokenizer.bos_id, "eos_token": next(iter(engine.stop_ids(SamplingParams())), None)}
+    names = {name: None if i is None else tokenizer.pieces[i].decode(errors="replace") for name, i in ids.items()}
+    return {"tokenizer_class": "eaglet", "chat_template": tokenizer.chat_template or None} | names
 
 
 def _tokenizer(engine: Engine) -> Tokenizer:
@@ -136,4 +153,10 @@ SMALL: dict[str, Deed] = {
     "/apply-template": apply_template,
     "/v1/embeddings": embeddings,
     "/v1/messages/count_tokens": count_tokens,
+}
+Facts = Callable[[Engine, ServeSettings], dict[str, Any]]
+FACTS: dict[str, Facts] = {
+    "/props": properties,
+    "/tokenizer_info": tokenizer_facts,
+    "/version": lambda engine, settings: {"version": settings.version},
 }

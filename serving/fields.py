@@ -9,9 +9,10 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from engine.grammar import GrammarError, checked_grammar, json_grammar
+from engine.grammar_text import GrammarError, checked_grammar, json_grammar
 from support.errors import UsageError, one_line
 from support.reader import NAMES, is_a, parse_json
 
@@ -94,6 +95,8 @@ class Fields:
         value = self.values.get(field)
         if value is None:
             return default
+        if kind is int and isinstance(value, float) and value.is_integer():  # as some languages write integers
+            value = int(value)
         if not is_a(value, kind):
             raise wrong(self.name(field), f"must be {KINDS[kind]}, not {KINDS[type(value)]}")
         return value
@@ -169,7 +172,6 @@ NOT_HERE: dict[str, tuple[tuple[Any, ...], str]] = {
     "include_stop_str_in_output": ((False,), "a stop string is never part of the text."),
     "skip_special_tokens": ((True,), "the text has no control tokens."),
     "truncate_prompt_tokens": ((), "shorten the prompt."),
-    "prompt_logprobs": ((), "only new tokens have log-probabilities."),
     "allowed_token_ids": ((), "use guided_choice or grammar."),
     "bad_words": (([],), "use guided_regex or grammar."),
     "logits_processors": (([],), "leave it out."),
@@ -223,8 +225,10 @@ def _response_format(fields: Fields, name: str) -> str | None:
     if kind != "json_schema":
         raise wrong(form.name("type"), f"is {kind!r:.40}; allowed: text, json_object, json_schema")
     # the endpoint for responses has its fields one level higher
-    schema = (form.inner(kind) if form.given(kind) else form).required("schema", dict)
-    return grammar_of(fields.name(name), json_grammar, schema)
+    held = form.inner(kind) if form.given(kind) else form
+    strict = held.get("strict", bool, False)
+    schema = held.values.get("schema") if held.values.get("schema") is True else held.required("schema", dict)
+    return grammar_of(fields.name(name), partial(json_grammar, strict=strict), schema)
 
 
 def _grammar(fields: Fields, name: str) -> str:
@@ -233,7 +237,9 @@ def _grammar(fields: Fields, name: str) -> str:
 
 def _schema(fields: Fields, name: str) -> str:
     value = fields.values[name]
-    return grammar_of(fields.name(name), json_grammar, value if isinstance(value, str) else fields.get(name, dict))
+    return grammar_of(
+        fields.name(name), json_grammar, value if isinstance(value, str | bool) else fields.get(name, dict)
+    )
 
 
 def _any_object(fields: Fields, name: str) -> str | None:

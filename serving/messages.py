@@ -48,9 +48,11 @@ def _read_tools(ask: Ask, fields: Fields) -> None:
     """The tools and which of them may or must be called."""
     tools = []
     for tool in fields.items("tools"):
-        if (kind := tool.get("type", str, "custom")) != "custom":
-            raise unsupported(tool.name("type"), f"{kind!r:.40}; tools must be the client's own.")
+        if (kind := tool.get("type", str, "custom")) != "custom":  # the server itself would run it
+            ask.ignored.append(f"tools of type {kind!r:.40}")
+            continue
         tools.append(tool_of(tool, "input_schema"))
+        ask.strict |= tool.get("strict", bool, False)
     choice = fields.inner("tool_choice")
     kind = choice.get("type", str, "auto")
     if kind not in (*MODES, "tool"):

@@ -11,13 +11,13 @@ from typing import Any
 
 from decoding.params import SettingError, Thought
 from engine.engine import Engine
-from engine.grammar import checked_grammar
+from engine.grammar_text import ReadGrammar, schemas_grammar
 from serving.fields import ApiError, grammar_of, quoted, wrong
 from serving.requests import Ask
 from support.errors import one_line
 from text.dialect import as_text, with_calls
 from text.splitter import TEXT, THOUGHT
-from text.template import answer_room, newest_turns
+from text.template import answer_room, in_turns, newest_turns
 from text.tokenizer import TOOL_KEYS, Tokenizer
 
 CHARACTERS = 16  # for each token of the context; no tokenizer makes so few tokens of a longer text
@@ -68,8 +68,33 @@ def prompts_of(engine: Engine, ask: Ask) -> list[Sequence[int]]:
         with blamed("tools"):
             tokenizer.check_tools([], tools)
         begun = messages[-1]["content"] if ask.goes_on else ""
-        ids = tokenizer.encode_chat(messages[: -1 if begun else None], tools=tools or None, variables=ask.variables)
+        ids = _chat_ids(tokenizer, messages[: -1 if begun else None], tools or None, ask.variables)
         return [_begin(tokenizer, ask, ids, begun)]
+
+
+def _chat_ids(
+    tokenizer: Tokenizer, messages: list[dict[str, Any]], tools: list | None, variables: dict[str, Any]
+) -> list[int]:
+    """The ids of a chat. Where the template refuses the order of its messages, or leaves out a system message, those are
+    put into an order that every template takes. Raises ValueError, with the first reason, where that does not help."""
+    refused: ValueError | None = None
+    forms: list[list[dict[str, Any]]] = []
+    for form in (messages, in_turns(messages, True), in_turns(messages, False)):
+        if form in forms:
+            continue
+        forms.append(form)
+        try:
+            ids = tokenizer.encode_chat(form, tools=tools, variables=variables)
+        except ValueError as error:
+            refused = refused or error
+            continue
+        # A tokenizer may change texts, so they are compared as it gives them back.
+        late = [tokenizer.encode(m["content"], continuation=True) for m in form[1:] if m["role"] == "system"]
+        text = tokenizer.decode(ids, skip_special=False) if late else ""
+        if all(tokenizer.decode(part, continuation=True).strip() in text for part in late):
+            return ids
+        refused = refused or ValueError("the chat template leaves out a system message.")
+    raise refused
 
 
 def _told(tokenizer: Tokenizer, ask: Ask) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
@@ -112,8 +137,7 @@ def settings_of(tokenizer: Tokenizer, ask: Ask) -> dict[str, Any]:
     dialect = tokenizer.dialect
     found: dict[str, Any] = {"shown_ids": tokenizer.shown_ids(bool(ask.tools))}
     if ask.forced:
-        written = dialect.call_grammar([tool["function"] for tool in ask.tools], partial(_literal, tokenizer))
-        found["grammar"] = grammar_of("tools", checked_grammar, written)
+        found["grammar"] = grammar_of("tools", partial(_calls, tokenizer), ask)
     thoughts, constrained = dialect.thoughts, ask.forced or "grammar" in ask.given
     may = ask.begun == THOUGHT or (not ask.begun and ask.think is not False)
     if thoughts and may and (constrained or ask.budget is not None):
@@ -122,6 +146,17 @@ def settings_of(tokenizer: Tokenizer, ask: Ask) -> dict[str, Any]:
         ids = [tuple(tokenizer.mark_ids(text)) for text in (begin, gap, f"\n{thoughts.end}{gap}")]
         found["thought"] = Thought(ids[0], thoughts.end, ids[1], ids[2], ask.budget)
     return found
+
+
+def _calls(tokenizer: Tokenizer, ask: Ask) -> ReadGrammar:
+    """The grammar of a call of one of the tools."""
+    functions = [tool["function"] for tool in ask.tools]
+
+    def write(schemas: Sequence[Any]) -> str:
+        told = [function | {"parameters": schema} for function, schema in zip(functions, schemas, strict=True)]
+        return tokenizer.dialect.call_grammar(told, partial(_literal, tokenizer))
+
+    return schemas_grammar([function["parameters"] for function in functions], write, ask.strict)
 
 
 def _literal(tokenizer: Tokenizer, text: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,9 +27,14 @@ SETTINGS = {
     "min_tokens": int,
 }
 SAME = {"repeat_penalty": "repetition_penalty", "min_tokens": "min_new_tokens"}  # names of others for settings
-NO_LIMIT = ("n_predict", -1)  # how llama.cpp asks for an answer of any length
+NO_LIMIT = -1  # how llama.cpp's and LM Studio's clients ask for an answer of any length
+MOST_TOKENS = 2**31
+RANDOM_SEED = -1  # how many clients ask for any seed
+LEAST_TOP_P = 1e-9  # what 0 stands for: the likeliest token alone
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+ROLES |= {"function": "tool"}  # before there were tools
 TOOL_NAME = 64  # characters
+CHOICES = ("none", "auto", "required")  # of tools
 NO_PARAMETERS = {"type": "object", "properties": {}}
 TEXT_PARTS = ("text", "input_text", "output_text")
 # How hard a model shall think, in OpenAI's API and in chat templates, "": it shall not.
@@ -49,6 +54,8 @@ class Ask:
     tools: list[dict[str, Any]] = field(default_factory=list)  # as chat templates take them
     one_call: bool = False  # return the first tool call only
     forced: bool = False  # the answer must be a call
+    ignored: list[str] = field(default_factory=list)  # what the request asks for in vain
+    strict: bool = False  # whose arguments must follow every keyword of the tool's schema
     think: bool | None = None  # whether the model shall think first, None: as its chat template has it
     budget: int | None = None  # tokens of a thought
     raw_thoughts: bool = False  # thoughts stay in the text
@@ -62,6 +69,8 @@ class Ask:
     stop_token_ids: tuple[int, ...] = ()  # ids that end the text, beside the model's own
     ignore_eos: bool = False  # the model's own stop ids do not end the text
     echo: bool = False  # the answer begins with the prompt
+    prompt_logprobs: int | None = None  # the same as `logprobs`, for the tokens of the prompt
+    prompt_ids: list[Sequence[int]] = field(default_factory=list)  # of every prompt, where they are needed again
     variables: dict[str, Any] = field(default_factory=dict)  # for the chat template
     drop_oldest: bool = False  # leave out the oldest turns of a chat that does not fit
     dropped: int = 0  # messages that were left out
@@ -106,7 +115,7 @@ def chat_ask(body: dict[str, Any]) -> Ask:
 def completion_ask(body: dict[str, Any]) -> Ask:
     """Read a request to /v1/completions."""
     fields = Fields(body)
-    ask = common(fields, "max_tokens")
+    ask = common(fields, "max_tokens", least=0)
     ask.given.setdefault("max_new_tokens", COMPLETION_TOKENS)
     ask.source = "prompt"
     ask.prompts = text_prompts(body.get("prompt"), "prompt")
@@ -116,7 +125,7 @@ def completion_ask(body: dict[str, Any]) -> Ask:
         ask.logprobs = fields.integer("logprobs", 0, MAX_LOGPROBS, 0)
     ask.echo = fields.get("echo", bool, False)
     if ask.echo and ask.logprobs is not None:
-        raise wrong("echo", "does not go with logprobs, which only new tokens have")
+        ask.given["prompt_logprobs"] = max(ask.logprobs, ask.prompt_logprobs or 0)
     fields.refuse("add_special_tokens", (True,), "send token ids to decide about them.")
     fields.refuse("suffix", ("",), "this server only continues text.")
     fields.refuse("best_of", (1, ask.n), "use n.")
@@ -144,20 +153,24 @@ def response_ask(body: dict[str, Any]) -> Ask:
     return ask
 
 
-def common(fields: Fields, *limits: str, holder: str = "") -> Ask:
+def common(fields: Fields, *limits: str, holder: str = "", least: int = 1) -> Ask:
     """What all endpoints share.
 
     Args:
         limits: the names of the token limit, the first one that is given counts.
+        least: the lowest limit.
         holder: the object with the output format. An endpoint that has one gives one answer and no steps.
     """
     model = fields.get("model", str, "")
     given = {
         SAME.get(name, name): value for name, kind in SETTINGS.items() if (value := fields.get(name, kind)) is not None
     }
-    limit = next((n for n in (*limits, "n_predict") if fields.given(n) and (n, fields.values[n]) != NO_LIMIT), None)
+    limit = next((n for n in (*limits, "n_predict") if fields.given(n)), None)
     if limit is not None:
-        given["max_new_tokens"] = fields.integer(limit, 1, 2**31, 1)
+        value = fields.get(limit, int)
+        if value != NO_LIMIT and not least <= value <= MOST_TOKENS:
+            raise wrong(fields.name(limit), f"is {value!r:.40}; allowed: {least} to {MOST_TOKENS}, or -1 for no limit")
+        given["max_new_tokens"] = MOST_TOKENS if value == NO_LIMIT else value
     if fields.given("stop"):
         stop = fields.values["stop"]
         stop = [stop] if isinstance(stop, str) else fields.get("stop", list)
@@ -166,6 +179,10 @@ def common(fields: Fields, *limits: str, holder: str = "") -> Ask:
         given["logit_bias"] = read_bias(fields)
     if given.get("top_k") == -1:  # how vLLM switches it off
         given["top_k"] = 0
+    if given.get("top_p") == 0:
+        given["top_p"] = LEAST_TOP_P
+    if given.get("seed") == RANDOM_SEED:
+        del given["seed"]
     grammar = read_constraint(fields, holder)
     if grammar is not None:
         given["grammar"] = grammar
@@ -175,6 +192,10 @@ def common(fields: Fields, *limits: str, holder: str = "") -> Ask:
     if ignore_eos and grammar is not None:
         raise wrong("ignore_eos", "does not go with a grammar or schema, whose text ends where it is complete")
     stream = fields.get("stream", bool, False)
+    if fields.given("prompt_logprobs"):
+        if holder or stream:
+            raise unsupported("prompt_logprobs", "use /v1/completions or /v1/chat/completions without stream.")
+        given["prompt_logprobs"] = fields.integer("prompt_logprobs", 0, MAX_LOGPROBS, 0)
     steps = fields.inner("eaglet").get("steps", bool, False)  # a field of this server only
     if steps and not stream:
         raise wrong("eaglet.steps", "needs stream to be true")
@@ -187,6 +208,7 @@ def common(fields: Fields, *limits: str, holder: str = "") -> Ask:
         stream=stream,
         include_usage=fields.inner("stream_options").get("include_usage", bool, False),
         steps=steps,
+        prompt_logprobs=given.get("prompt_logprobs"),
         stop_token_ids=tuple(fields.get("stop_token_ids", list, [])),
         ignore_eos=ignore_eos,
         raw=fields.values,
@@ -250,7 +272,7 @@ def _message(fields: Fields) -> dict[str, Any]:
         raise wrong(fields.name("role"), f"is {role!r:.40}; allowed: {', '.join(ROLES)}")
     message: dict[str, Any] = {"role": ROLES[role], "content": read_text(fields, "content")}
     fields.refuse("function_call", (), "use tool_calls.")
-    if role == "tool":
+    if message["role"] == "tool":
         message |= {name: fields.get(name, str) for name in ("tool_call_id", "name") if fields.given(name)}
     elif role == "assistant":
         if thought := next((text for name in THOUGHTS if (text := fields.get(name, str))), ""):
@@ -270,9 +292,9 @@ def read_text(fields: Fields, name: str) -> str:
     texts = []
     for part in fields.items(name):
         kind = part.required("type", str)
-        if kind not in TEXT_PARTS:
+        if kind not in (*TEXT_PARTS, "refusal"):
             raise unsupported(part.name("type"), f"{kind!r:.40}; this model reads text only.")
-        texts.append(part.required("text", str))
+        texts.append(part.required("refusal" if kind == "refusal" else "text", str))
     return "".join(texts)
 
 
@@ -310,7 +332,7 @@ def _input_messages(fields: Fields) -> list[dict[str, Any]]:
             else:
                 messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
         elif kind == "function_call_output":
-            output = {"role": "tool", "content": item.required("output", str)}
+            output = {"role": "tool", "content": read_text(item, "output")}
             messages.append(output | {"tool_call_id": item.get("call_id", str, "")})
         else:
             raise unsupported(item.name("type"), f"{kind!r:.40}; allowed: messages and function calls.")
@@ -331,9 +353,21 @@ def _read_tools(ask: Ask, fields: Fields, flat: bool = False) -> None:
     flat: as /v1/responses has them, where a function's fields stand in the tool itself, and in tool_choice.
     """
     ask.one_call = not fields.get("parallel_tool_calls", bool, True)
-    tools = [_tool(tool, flat) for tool in fields.items("tools")]
+    tools = []
+    for tool in fields.items("tools"):
+        kind = tool.get("type", str, "function")
+        if kind != "function" and not flat:
+            raise unsupported(tool.name("type"), f"{kind!r:.40}; tools must be functions.")
+        if kind != "function":  # the client offers what its server would run, too
+            ask.ignored.append(f"tools of type {kind!r:.40}")
+            continue
+        function = tool.inner("function") if tool.given("function") else tool
+        tools.append(tool_of(function, "parameters"))
+        ask.strict |= function.get("strict", bool, False)
     choice = fields.values.get("tool_choice") or "auto"
-    if choice in ("none", "auto", "required"):
+    if isinstance(choice, dict) and choice.get("type") in CHOICES:
+        choice = choice["type"]
+    if choice in CHOICES:
         return choose_tools(ask, tools, choice)
     named = fields.inner("tool_choice")
     if (kind := named.required("type", str)) not in ("function", "allowed_tools"):
@@ -368,14 +402,6 @@ def choose_tools(ask: Ask, tools: list[dict[str, Any]], choice: str, name: str |
     if "grammar" in ask.given or ask.ignore_eos:
         raise wrong("tool_choice", "asks for a call, which does not go with another format or ignore_eos")
     ask.tools, ask.forced = tools, True
-
-
-def _tool(fields: Fields, flat: bool) -> dict[str, Any]:
-    """A tool: {"type": "function", "function": {name, description, parameters}}."""
-    kind = fields.required("type", str)
-    if kind != "function":
-        raise unsupported(fields.name("type"), f"{kind!r:.40}; tools must be functions.")
-    return tool_of(fields if flat else fields.inner("function"), "parameters")
 
 
 def tool_of(function: Fields, parameters: str) -> dict[str, Any]:

@@ -18,7 +18,7 @@ import torch
 from cli.steps import StepRecorder
 from decoding.params import SamplingParams, per_row, with_suggestions
 from engine.engine import Engine
-from engine.grammar import GrammarError
+from engine.grammar_text import GrammarError, ReadGrammar
 from engine.ranks import RankLost
 from engine.results import GenerationResult
 from engine.streams import Stream
@@ -39,6 +39,7 @@ class ServeSettings:
     """Everything that `python -m scripts.serve` decides about the server, apart from the engine."""
 
     model: str = "model"  # what the API calls the model
+    version: str = "0"  # of this program
     api_keys: tuple[str, ...] = ()  # a client must send one of these; empty: none is needed
     cors_origins: tuple[str, ...] = ()  # pages of these sites may use the server; "*": of all sites
     allowed_hosts: tuple[str, ...] = ()  # names under which a server without a key answers, beside the local ones
@@ -73,6 +74,9 @@ class Job:
         self.tokenizer = engine.tokenizer
         self.ask = ask
         self.params = params
+        grammar = params.grammar
+        unenforced = grammar.unenforced if isinstance(grammar, ReadGrammar) else ()
+        self.ignored = [*ask.ignored, *(f"JSON schema: {name}" for name in unenforced)]  # what is asked for in vain
         self.streams = streams
         self.cancelled = False
         self.failure: Exception | None = None
@@ -241,7 +245,7 @@ def prepare(loop: asyncio.AbstractEventLoop, engine: Engine, settings: ServeSett
     ask = parse(parse_object(body))
     if ask.messages and (ask.drop_oldest or settings.drop_oldest):
         drop_oldest(engine, ask)
-    prompts = prompts_of(engine, ask)
+    ask.prompt_ids = prompts = prompts_of(engine, ask)
     given = {"seed": secrets.randbits(32)} | settings.defaults | ask.given
     if ask.messages:
         given |= settings_of(engine.tokenizer, ask)
@@ -253,7 +257,7 @@ def prepare(loop: asyncio.AbstractEventLoop, engine: Engine, settings: ServeSett
     streams: list[Stream] = []
     for ids in prompts:
         room = engine.ctx - len(ids)
-        if room < 1:
+        if room < min(1, given.get("max_new_tokens", 1)):
             held = f"the context holds {engine.ctx:,}"
             raise too_long(ask, f"the prompt has {len(ids):,} tokens, and {held}, with at least one new token")
         most = min(room, given.get("max_new_tokens", room), settings.max_tokens or room)

@@ -12,6 +12,7 @@ from serving.completions import Message, Writer
 from serving.fields import ApiError
 from serving.scheduler import engine_error
 
+HEADER_CHARACTERS = 500
 PING = b": waiting\n\n"  # a comment, which clients skip
 HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -48,10 +49,15 @@ class Reply:
             sender.cancel()
             self.ended(how)
 
+    @property
+    def _headers(self) -> dict[str, str]:
+        told = ", ".join(self.job.ignored).encode("ascii", "replace").decode()
+        return {"X-Ignored": told[:HEADER_CHARACTERS]} if told else {}
+
     async def _whole(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await self.job.complete()
-            response = JSONResponse(self.writer.whole())
+            response = JSONResponse(self.writer.whole(), headers=self._headers)
         except Exception as failure:
             response = error_response(engine_error(failure))
         await response(scope, receive, send)
@@ -67,7 +73,8 @@ class Reply:
                 messages: list[Message] = []
                 if not begun:
                     begun = True
-                    await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
+                    told = [(name.lower().encode(), value.encode()) for name, value in self._headers.items()]
+                    await send({"type": "http.response.start", "status": 200, "headers": [*HEADERS, *told]})
                     messages += self.writer.start()
                 if event is not None:
                     messages += self.writer.part(self.job.answers[event.index].take(event))

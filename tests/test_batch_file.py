@@ -50,7 +50,7 @@ def test_every_request_of_a_file_is_answered_as_alone_and_in_order(tmp_path, alo
     """Answers in the order in which they end, texts that depend on the others, and a wrong request that ends the run."""
     bodies = [{"prompt": f"x{i} = ", "max_tokens": 3 + 29 * i % 40, "temperature": float(i % 2)} for i in range(11)]
     lines = [line(i, body) for i, body in enumerate(bodies)]
-    lines.insert(4, line(99, {"prompt": "x", "max_tokens": 0}))
+    lines.insert(4, line(99, {"prompt": "x", "max_tokens": -2}))
     path = tmp_path / "in.jsonl"
     assert generate.main([*FLAGS, "--slots", "3", "--eagle", str(DEMO / "eagle1"), *written(path, lines)]) == 0
     found = answers(path)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.grammar import checked_grammar
+from engine.grammar_text import checked_grammar
 from loading.options import DEMO
 from serving.fields import quoted
 from text.dialect import CALLS, HARMONY, HERMES, THINK, Tags, as_text, dialect_of, with_calls

@@ -474,6 +474,22 @@ def test_stop_strings_across_tokens_and_steps():
         assert shown == result.text and consistent(result)
 
 
+def test_log_probabilities_of_a_prompt_are_those_of_its_steps():
+    """Another value than that with which a token was decoded, with a drafter and behind a text that is cached; a first
+    token that has one, and a prompt of one token."""
+    engine = eagle_engine(HEADS["eagle3"], TREES["chain4"])
+    for _ in range(2):
+        decoded = engine.generate(PROMPT, settings(1, max_new_tokens=20, logprobs=2)).run()[0]
+        asked = settings(1, max_new_tokens=3, prompt_logprobs=2)
+        scored = engine.generate(PROMPT + decoded.token_ids, asked).run()[0]
+        found = scored.prompt_logprobs
+        assert found[0] is None and len(found) == len(PROMPT) + 20 and scored.cached_tokens == 0
+        for entry, one in zip(found[len(PROMPT) :], decoded.logprobs, strict=True):
+            assert entry.logprob == pytest.approx(one.logprob, abs=1e-4) and entry.top[0][0] == one.top[0][0]
+    nothing = engine.generate(PROMPT[:1], settings(1, max_new_tokens=0, prompt_logprobs=0)).run()[0]
+    assert nothing.prompt_logprobs == [None] and not nothing.token_ids and nothing.stop_reason == "length"
+
+
 def test_nothing_follows_a_stop_string_in_its_own_token():
     """A token that holds a stop string and the beginning of a character ends the text before the stop string.
 

@@ -33,7 +33,8 @@ from test_tokenizer import json_dir, source_text, spm_dir  # noqa: F401
 from bench.records import read_lines
 from bench.suites import read_suite
 from decoding.params import with_suggestions
-from engine.grammar import Grammars, checked_grammar, json_grammar
+from engine.grammar import Grammars
+from engine.grammar_text import checked_grammar, json_grammar
 from engine.load import load
 from kernels.tuned import LinearConfig, read_tuned, write_tuned
 from loading.drafting import build_head
@@ -378,6 +379,11 @@ SCHEMA = {
         "c": {"anyOf": [{"const": 1}, {"enum": ["x", None]}]}, "d": {"type": "number", "minimum": 0},
     },
 }  # fmt: skip
+OPEN_FORMAT = {"name": "x", "strict": False, "schema": {
+    "$ref": "#/$defs/a", "$defs": {"a": {"properties": {"x": {"type": "integer", "minimum": 3}}, "required": ["x"]}},
+    "allOf": [{"properties": {"y": {"type": "array", "prefixItems": [True, {"type": "number"}], "uniqueItems": True}}}],
+    "anyOf": [{"type": "object", "propertyNames": {"enum": ["x", "z"]}}, {"patternProperties": {"^(?=k)": {}}}],
+}}  # fmt: skip
 GRAMMAR = """start: "a" | word ("," word)* tail?
 word: /[a-z]{2,5}/
 tail: NUMBER "!" | start
@@ -403,9 +409,10 @@ BODIES = {
     "/v1/chat/completions": [
         {**SETTINGS, "messages": TALK, "max_tokens": 2, "stop": ["x"], "n": 1, "tools": [TOOL], "tool_choice": "auto"},
         {**SETTINGS, "messages": TALK[:2], "max_completion_tokens": 2, "logprobs": True, "top_logprobs": 2},
-        {**SETTINGS, "messages": TALK[:2], "max_tokens": 2, "response_format": FORMAT},
+        {**SETTINGS, "messages": TALK[:2], "max_tokens": 2, "response_format": FORMAT, "prompt_logprobs": 2},
+        {"messages": TALK[:2], "max_tokens": 2, "response_format": {"type": "json_schema", "json_schema": OPEN_FORMAT}},
     ],
-    "/v1/completions": [{**SETTINGS, "prompt": "a", "max_tokens": 2, "stop": "x", "logprobs": 1, "echo": False}],
+    "/v1/completions": [{**SETTINGS, "prompt": "a", "max_tokens": 2, "stop": "x", "logprobs": 1, "echo": True}],
     "/v1/responses": [
         {"model": "demo", "input": "a", "max_output_tokens": 16, "instructions": "i", "temperature": 0.1, "tools": []},
         {"input": [{"role": "user", "content": [{"type": "input_text", "text": "a"}]}], "max_output_tokens": 16},
@@ -419,11 +426,14 @@ BODIES = {
     ],
     "/v1/messages/count_tokens": [{"messages": CLAUDE, "system": "s", "tools": [{"name": "f", "input_schema": SCHEMA}]}],
     "/v1/embeddings": [{"model": "m", "input": ["a", "b"], "encoding_format": "base64"}, {"input": [[1, 2], [3]]}],
+    "/v1/tokenize/": [{"prompt": "a </s> b", "add_special_tokens": False}, {"messages": TALK, "tools": [TOOL]}],
     "/tokenize": [{"content": "a b", "add_special": True, "with_pieces": True, "parse_special": False}],
     "/detokenize": [{"tokens": [1, 2, 300]}],
     "/apply-template": [{"messages": TALK, "tools": [TOOL], "chat_template_kwargs": {"a": True}}],
 }  # fmt: skip
 OTHERS = [  # fields of other servers
+    {"max_tokens": 0, "prompt_logprobs": 3, "seed": -1, "top_p": 0},
+    {"tools": [TOOL["function"]], "tool_choice": {"type": "auto"}},
     {"grammar": 'root ::= "a" | "b"'}, {"json_schema": SCHEMA}, {"guided_regex": "[a-z]+"}, {"guided_choice": ["a", "b"]},
     {"structured_outputs": {"json": SCHEMA}}, {"stop_token_ids": [3], "ignore_eos": True}, {"n_predict": -1},
     {"echo": True, "logprobs": None},
@@ -511,7 +521,8 @@ def test_damaged_grammars_are_followed_or_refused(kind):
         rng = random.Random(f"{kind} {case}")
         try:
             if kind == "schema":
-                grammar = json_grammar(altered_json(json.dumps(SCHEMA).encode(), rng).decode())
+                schema = rng.choice([SCHEMA, OPEN_FORMAT["schema"]])
+                grammar = json_grammar(altered_json(json.dumps(schema).encode(), rng).decode())
             else:
                 at, other, size = (rng.randrange(len(GRAMMAR)) for _ in range(3))
                 piece = rng.choice(["", GRAMMAR[other : other + size % 9], rng.choice('|*+?(){}[]/"\\%:.~\n\0é')])

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from test_engine import (  # noqa: F401 - they are run again, on the models below
     test_a_nan_on_the_accepted_path_is_an_error,
     test_a_rejected_nan_branch_changes_nothing,
+    test_log_probabilities_of_a_prompt_are_those_of_its_steps,
     test_oracle_is_accepted_whole_and_hostile_not_at_all,
     test_same_tokens_in_a_batch,
     test_wide_plain_forward_is_plain,

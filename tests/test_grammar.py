@@ -15,7 +15,8 @@ from tiny import TREES, PieceTokenizer, ScriptedDrafter, definitions, eagle_engi
 from decoding import sampling
 from decoding.params import SamplingParams, Thought
 from engine.engine import Engine, EngineConfig
-from engine.grammar import GrammarError, Grammars, checked_grammar, draft_forced, json_grammar
+from engine.grammar import Grammars, draft_forced
+from engine.grammar_text import GrammarError, checked_grammar, json_grammar
 from generate import load, main
 from scripts.demo import DEMO
 from support.errors import UsageError, exit_code
@@ -257,7 +258,7 @@ def test_errors_are_one_line_and_come_before_decoding(monkeypatch):
     unending = Engine(MODEL, PieceTokenizer(LETTERS.pieces))
     with pytest.raises(ValueError, match="names none; pass stop_ids"):
         unending.generate(PROMPTS[0], request(WORDS[0]))
-    for schema in ("[", {"type": "nonsense"}, {"type": "string", "pattern": "("}):
+    for schema in ("[", "3", {"type": "nonsense"}, {"type": "string", "minLength": -1}):
         with pytest.raises(ValueError, match="the JSON schema") as error:
             json_grammar(schema)
         assert "\n" not in str(error.value)

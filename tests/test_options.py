@@ -255,7 +255,7 @@ def test_the_tuned_tree_is_found_or_the_command_that_makes_it(tmp_path, monkeypa
 # ------------------------------------------------------------------ settings of a request
 
 FLOATS = "temperature=0.5 top_p=0.9 min_p=0.1 repetition_penalty=1.2 presence_penalty=0.3 frequency_penalty=-0.4"
-INTEGERS = "top_k=7 seed=-5 max_new_tokens=9 logprobs=0 min_new_tokens=6"
+INTEGERS = "top_k=7 seed=-5 max_new_tokens=9 logprobs=0 min_new_tokens=6 prompt_logprobs=2"
 SETTINGS = {name: (word, float(word)) for name, word in (item.split("=") for item in FLOATS.split())}
 SETTINGS |= {name: (word, int(word)) for name, word in (item.split("=") for item in INTEGERS.split())}
 SETTINGS |= {

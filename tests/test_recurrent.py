@@ -13,6 +13,7 @@ from engine_kit import on_model
 from test_engine import (  # noqa: F401 - they are run again, on the model below
     test_a_nan_on_the_accepted_path_is_an_error,
     test_a_rejected_nan_branch_changes_nothing,
+    test_log_probabilities_of_a_prompt_are_those_of_its_steps,
     test_oracle_is_accepted_whole_and_hostile_not_at_all,
     test_same_tokens_in_a_batch,
     test_stop_strings_across_tokens_and_steps,

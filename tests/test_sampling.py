@@ -57,7 +57,7 @@ def warp(logits: torch.Tensor, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) -
         ("presence_penalty", [-2.01, 2.01, math.nan, True]),
         ("frequency_penalty", [-2.01, 2.01, math.inf, False]),
         ("seed", [2**64, -(2**63) - 1, 0.0, True, "7"]),
-        ("max_new_tokens", [0, -5, 1.5, True, None]),
+        ("max_new_tokens", [-1, -5, 1.5, True, None]),
         ("stop_ids", [(True,), (-1,), (2.0,), 5, None, "12"]),
         ("stop", ["text", ("",), ("x" * 1025,), ("é" * 513,), ("a",) * 17, (b"x",), None]),
     ],

@@ -204,16 +204,15 @@ class Dialect:
             if isinstance(form.body, Tags):
                 rules += _tagged(f"arguments{i}", form.body, function["parameters"], literal)
             else:
-                rules.append(f"arguments{i}: {_json(function['parameters'])}")
+                rules.append(f"arguments{i}: {json_rule(function['parameters'])}")
         return "\n".join(rules)
 
 
-def _json(schema: dict[str, Any]) -> str:
-    """JSON that follows a schema. A model could otherwise write for ever, so there is no white space, and no key that an
-    object does not list."""
-    if "properties" in schema and not schema.keys() & {"allOf", "anyOf", "oneOf", "$ref"}:
-        schema = {"additionalProperties": False} | schema
-    return f"%json {json.dumps(schema | {'x-guidance': {'whitespace_flexible': False}})}"
+def json_rule(schema: Any) -> str:
+    """JSON that follows a schema, as a part of a grammar in Lark's syntax. It has no white space between its parts, with
+    which a model could go on for ever."""
+    schema = schema if isinstance(schema, dict) else {} if schema else {"enum": []}
+    return f"%json {json.dumps(schema | {'x-guidance': {'whitespace_flexible': False, 'lenient': True}})}"
 
 
 def _tagged(rule: str, tags: Tags, schema: dict[str, Any], literal: Callable[[str], str]) -> list[str]:
@@ -227,7 +226,7 @@ def _tagged(rule: str, tags: Tags, schema: dict[str, Any], literal: Callable[[st
         begin = literal(f"{tags.key}{key}{tags.then}{tags.line}")
         rules.append(f"{name}: {begin} {name}_value")
         if not is_text(value):
-            rules.append(f"{name}_value: {name}_json {written}\n{name}_json: {_json(value | shared)}")
+            rules.append(f"{name}_value: {name}_json {written}\n{name}_json: {json_rule(value | shared)}")
         elif "enum" in value:
             rules.append(f"{name}_value: ({' | '.join(map(literal, value['enum']))}) {written}")
         elif "<[" in written:  # a pattern has no special tokens, so it ends before one

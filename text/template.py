@@ -44,6 +44,27 @@ def newest_turns(messages: list[dict], fits: Callable[[list[dict]], bool]) -> li
     return messages[:system] + messages[starts[at] :]
 
 
+def in_turns(messages: list[dict], with_system: bool) -> list[dict]:
+    """The same chat for a template that wants the user and the assistant in turn.
+
+    What the same one says twice is one message. System messages are the user's, but for those at the beginning, which
+    stay with `with_system`. Where a turn is missing there is one of white space.
+    """
+    made: list[dict] = []
+    for message in messages:
+        before = made[-1] if made else {"role": ""}
+        if message["role"] == "system" and not (with_system and before["role"] in ("", "system")):
+            message = message | {"role": "user"}
+        role = message["role"]
+        if role == before["role"] != "tool" and "tool_calls" not in before.keys() | message.keys():
+            made[-1] = before | message | {"content": f"{before['content']}\n\n{message['content']}"}
+            continue
+        if (role, before["role"]) in (("user", "tool"), ("assistant", ""), ("assistant", "system")):
+            made.append({"role": "user" if role == "assistant" else "assistant", "content": " "})
+        made.append(message)
+    return made
+
+
 class TemplateWorker:
     """Renders one model's templates in a child process. It may be used from several threads, which wait for each other.
 

@@ -220,14 +220,14 @@ class Tokenizer:
         self._template = "default"
         self.worker = TemplateWorker()
 
-    def encode(self, text: str, add_bos: bool = True, continuation: bool = False) -> list[int]:
-        """Ids of a user's text. `</s>` in the text stays text.
+    def encode(self, text: str, add_bos: bool = True, continuation: bool = False, control: bool = False) -> list[int]:
+        """Ids of a user's text. `</s>` in the text stays text, unless control tokens count in it (`control`).
 
         add_bos: with what `transformers` puts around a text, which is BOS if the model has one, and EOS for the rare
         model that asks for it. continuation: the text goes on from another one, so nothing is put around it, not even
         the space of sentencepiece. ValueError for text that is not valid Unicode.
         """
-        ids = self._text_ids(text, first=not continuation)
+        ids = self._piece_ids([text], continuation) if control else self._text_ids(text, first=not continuation)
         return [*self._prefix, *ids, *self._suffix] if add_bos and not continuation else ids
 
     def decode(self, ids: Iterable[int], skip_special: bool = True, continuation: bool = False) -> str:

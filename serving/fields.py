@@ -101,10 +101,14 @@ class Fields:
             raise wrong(self.name(field), f"must be {KINDS[kind]}, not {KINDS[type(value)]}")
         return value
 
-    def required(self, field: str, kind: type) -> Any:
-        """The same for a field that must be there."""
+    def demand(self, field: str) -> None:
+        """Refuse an object without this field."""
         if not self.given(field):
             raise ApiError(400, f"{self.name(field)} is missing", self.name(field), "missing_required_parameter")
+
+    def required(self, field: str, kind: type) -> Any:
+        """The value of a field that must be there."""
+        self.demand(field)
         return self.get(field, kind)
 
     def integer(self, field: str, low: int, high: int, default: int) -> int:
@@ -227,7 +231,8 @@ def _response_format(fields: Fields, name: str) -> str | None:
     # the endpoint for responses has its fields one level higher
     held = form.inner(kind) if form.given(kind) else form
     strict = held.get("strict", bool, False)
-    schema = held.values.get("schema") if held.values.get("schema") is True else held.required("schema", dict)
+    schema = held.values.get("schema")
+    schema = schema if schema is True else held.required("schema", dict)
     return grammar_of(fields.name(name), partial(json_grammar, strict=strict), schema)
 
 
@@ -237,9 +242,8 @@ def _grammar(fields: Fields, name: str) -> str:
 
 def _schema(fields: Fields, name: str) -> str:
     value = fields.values[name]
-    return grammar_of(
-        fields.name(name), json_grammar, value if isinstance(value, str | bool) else fields.get(name, dict)
-    )
+    schema = value if isinstance(value, str | bool) else fields.get(name, dict)
+    return grammar_of(fields.name(name), json_grammar, schema)
 
 
 def _any_object(fields: Fields, name: str) -> str | None:

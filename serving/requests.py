@@ -332,6 +332,7 @@ def _input_messages(fields: Fields) -> list[dict[str, Any]]:
             else:
                 messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
         elif kind == "function_call_output":
+            item.demand("output")
             output = {"role": "tool", "content": read_text(item, "output")}
             messages.append(output | {"tool_call_id": item.get("call_id", str, "")})
         else:

@@ -358,6 +358,12 @@ def test_requests_in_other_words(post, server, name):
         assert asked.headers["x-ignored"] == ", ".join(kinds)
 
 
+def test_a_result_that_is_missing_is_an_error(post):
+    """A model that is told that its tool gave nothing, because the client's field has another name."""
+    answer = post(RESPONSES, 400, input=[*CALLED, {"type": "function_call_output", "call_id": "c", "content": "2"}])
+    assert answer["error"]["param"] == "input[2].output" and answer["error"]["code"] == "missing_required_parameter"
+
+
 def test_what_is_not_enforced_is_told(post, server):
     """A keyword that is dropped silently: it stands in a header, in the figures, and in the server's line."""
     schema = {"type": "array", "items": {"enum": [1, 2]}, "uniqueItems": True, "maxItems": 3}

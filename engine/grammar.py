@@ -21,7 +21,7 @@ from torch import Tensor
 from decoding.drafter import Draft, Drafter, StepParts
 from decoding.params import SamplingMode, Thought
 from decoding.step import DecodeState, StepOutput, draft_phase, verify_phase
-from engine.grammar_text import GrammarError, llguidance_package, one_line, ready_grammar
+from engine.grammar_text import GrammarError, in_one_line, llguidance_package, ready_grammar
 from engine.runner import Runner
 from model import Transformer
 from text.tokenizer import Tokenizer
@@ -70,7 +70,7 @@ class Grammars:
         grammar = ready_grammar(grammar)
         matcher = package.LLMatcher(self._tables[key], grammar, log_level=0)
         if matcher.is_error():
-            raise GrammarError(f"the grammar has an error: {one_line(matcher.get_error())}")
+            raise GrammarError(f"the grammar has an error: {in_one_line(matcher.get_error())}")
         numbers = self._numbers if grammar.is_json else None
         return Constraint(matcher, self.vocab_size, frozenset(key), self.tokenizer, numbers)
 
@@ -134,6 +134,7 @@ class Constraint:
         self.stop_ids = stop_ids
         self.numbers = numbers
         self._digits = 0  # at the end of the text
+        self._now: _Now | None = None  # where the text is, if a thought comes first
 
     def take(self, token_ids: Sequence[int]) -> None:
         """Go on behind emitted tokens. A stop id ends the text, so what comes behind it does not count.
@@ -160,7 +161,7 @@ class Constraint:
         return bits if self.numbers is None else self.numbers.shortened(bits, self._digits)
 
     def _refuse(self) -> NoReturn:
-        raise GrammarError(f"the grammar cannot be followed further: {one_line(self.matcher.get_error())}")
+        raise GrammarError(f"the grammar cannot be followed further: {in_one_line(self.matcher.get_error())}")
 
     def forced(self) -> list[int]:
         """The tokens of the text that must come next, because the grammar leaves no choice.
@@ -184,13 +185,21 @@ class Constraint:
 
     def _below(self, node: int, tokens: Sequence[int], children: dict[int, list[int]], out: Tensor) -> None:
         out[node] = self.allowed()
-        digits = self._digits
+        before = self._digits, self._now
         for child in children.get(node, ()):
-            if tokens[child] not in self.stop_ids and self.matcher.try_consume_tokens([tokens[child]]):
-                self._count(tokens[child])
+            taken = None if tokens[child] in self.stop_ids else self._enter(tokens[child])
+            if taken is not None:
                 self._below(child, tokens, children, out)
-                self.matcher.rollback(1)
-                self._digits = digits
+                if taken:
+                    self.matcher.rollback(taken)
+            self._digits, self._now = before
+
+    def _enter(self, token: int) -> int | None:
+        """Go on behind a drafted token. Returns how many tokens the matcher took, None if the token may not come next."""
+        if not self.matcher.try_consume_tokens([token]):
+            return None
+        self._count(token)
+        return 1
 
 
 class _Now(NamedTuple):
@@ -242,21 +251,11 @@ class AfterThought(Constraint):
             return list(now.forced)
         return super().forced()
 
-    def _below(self, node: int, tokens: Sequence[int], children: dict[int, list[int]], out: Tensor) -> None:
-        out[node] = self.allowed()
-        now, digits = self._now, self._digits
-        for child in children.get(node, ()):
-            token = tokens[child]
-            if token in self.stop_ids or (now.forced and token != now.forced[0]):
-                continue
-            inside = self._step(token) and self.matcher is not None
-            if not inside or self.matcher.try_consume_tokens([token]):
-                if inside:
-                    self._count(token)
-                self._below(child, tokens, children, out)
-                if inside:
-                    self.matcher.rollback(1)
-            self._now, self._digits = now, digits
+    def _enter(self, token: int) -> int | None:
+        forced = self._now.forced
+        if forced and token != forced[0]:
+            return None
+        return super()._enter(token) if self._step(token) and self.matcher is not None else 0
 
     def _step(self, token: int) -> bool:
         """Go on behind a token. Returns whether it belongs to the text behind the thought."""

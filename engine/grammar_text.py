@@ -13,6 +13,7 @@ from typing import Any
 
 from engine.schemas import doubtful, followable
 from support.errors import UsageError
+from support.reader import parse_json
 from text.dialect import json_rule
 
 MISSING = "grammars need the package llguidance: pip install llguidance"
@@ -45,9 +46,9 @@ def json_grammar(schema: Mapping[str, Any] | bool | str | None = None, strict: b
     """
     if isinstance(schema, str):
         try:
-            schema = json.loads(schema)
-        except (ValueError, RecursionError) as error:
-            raise GrammarError(f"the JSON schema cannot be read: {one_line(error)}") from None
+            schema = parse_json(schema, "the JSON schema", advice=False)
+        except ValueError as error:
+            raise GrammarError(str(error)) from None
     asked = {"type": "object"} if schema is None else schema
     if not isinstance(asked, dict | bool):
         raise GrammarError("the JSON schema must be an object or a boolean.")
@@ -64,14 +65,13 @@ def schemas_grammar(schemas: Sequence[Any], write: Callable[[list[Any]], str], s
         refused = _ask("schemas", json.dumps(list(tried.values())), UNREADABLE)["refused"] if tried else []
         parts = [followable(schema, refused) for schema in schemas]
         text = write([part for part, _ in parts])
-        # Whether only one part of a oneOf can hold is a question to the schema as it was written.
-        written = write([followable(schema, refused, closed=False)[0] for schema in schemas])
     except RecursionError:
         raise GrammarError("the JSON schema is nested too deeply.") from None
     grammar = ReadGrammar(checked := _checked("ready", text, UNREADABLE))
     grammar.is_json = True
     unenforced = set(checked.unenforced).union(*(names for _, names in parts))
-    if '"oneOf"' in written:
+    if '"oneOf"' in text:  # whether only one part of it can hold is a question to the schema as it was written
+        written = write([followable(schema, refused, closed=False)[0] for schema in schemas])
         unenforced |= {"oneOf"} & {*_checked("ready", written, UNREADABLE).unenforced}
     grammar.unenforced = tuple(sorted(unenforced))
     if strict and grammar.unenforced:
@@ -123,7 +123,7 @@ def _ask(kind: str, text: str, words: str) -> dict[str, Any]:
         raise GrammarError(f"{words}: it is too large, or nested too deeply, to be read.") from None
     if "error" in answer:
         why = re.sub(r"^at \d+\(\d+\): failed to compile JSON schema: ([^\n]*).*", r"\1", answer["error"], flags=re.S)
-        raise GrammarError(f"{words}: {one_line(why)}")
+        raise GrammarError(f"{words}: {in_one_line(why)}")
     return answer
 
 
@@ -136,6 +136,6 @@ def llguidance_package() -> Any:
     return llguidance
 
 
-def one_line(error: object) -> str:
+def in_one_line(said: str) -> str:
     """What llguidance says, in one line."""
-    return " ".join(str(error).split())[:300]
+    return " ".join(said.split())[:300]

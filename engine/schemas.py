@@ -21,7 +21,7 @@ PARTLY = dict.fromkeys((*LIMITS, "multipleOf"), NUMBER) | {"pattern": "string", 
 ABOUT = {"type", "title", "description"}  # what says nothing of a name, which is always a text
 MOST_REFERENCES = 100  # one behind the other
 MOST_STEPS = 100_000  # of reading a schema, since references can make it grow without end
-Names = dict[str, None] | None  # of properties, in order; None: any name
+Names = tuple[str, ...] | None  # of properties; None: any name
 
 
 def doubtful(value: Any) -> Iterator[dict[str, Any]]:
@@ -33,6 +33,7 @@ def doubtful(value: Any) -> Iterator[dict[str, Any]]:
 
 
 def _alone(key: str, schema: dict[str, Any]) -> dict[str, Any]:
+    """A schema that has one keyword of another one, with the type that the keyword belongs to."""
     value, kind = schema[key], PARTLY[key]
     if key == "patternProperties" and isinstance(value, dict):
         value = dict.fromkeys(value, True)
@@ -50,6 +51,8 @@ def followable(schema: Any, refused: Collection[dict[str, Any]] = (), closed: bo
 
 
 class _Follower:
+    """Makes one schema followable."""
+
     def __init__(self, root: Any, refused: Collection[dict[str, Any]], closed: bool):
         self.root = root
         self.refused = refused
@@ -57,7 +60,7 @@ class _Follower:
         self.left_out: set[str] = set()
         self.steps = 0
 
-    def follow(self, schema: Any, others: Names | tuple = (), inside: tuple[str, ...] = ()) -> Any:
+    def follow(self, schema: Any, others: Names = (), inside: tuple[str, ...] = ()) -> Any:
         """The same schema, with closed objects.
 
         others: the properties that other schemas of the same object list. inside: the references that led here from it.
@@ -171,7 +174,7 @@ class _Follower:
 
     def _names(self, schemas: list[Any], inside: tuple[str, ...]) -> Names:
         """The properties that any of these schemas lists."""
-        found: Names = {}
+        found: Names = ()
         for schema in schemas:
             if isinstance(schema, dict):
                 others = [schema.get(key, False) for key in ("additionalProperties", "unevaluatedProperties")]
@@ -183,20 +186,23 @@ class _Follower:
         return found
 
 
-def _own_names(schema: dict[str, Any]) -> dict[str, None]:
+def _own_names(schema: dict[str, Any]) -> tuple[str, ...]:
     """The properties that a schema itself lists or requires."""
     listed = schema.get("properties")
     names = [*(listed if isinstance(listed, dict) else ()), *_listed(schema.get("required"))]
-    return dict.fromkeys(name for name in names if isinstance(name, str))
+    return tuple(name for name in names if isinstance(name, str))
 
 
 def _listed(value: Any) -> list[Any]:
+    """A list, or nothing for what should have been one."""
     return value if isinstance(value, list) else []
 
 
 def _union(*parts: Names) -> Names:
-    return None if None in parts else dict.fromkeys(name for part in parts for name in part)
+    """The names of all parts, each once, in order."""
+    return None if None in parts else tuple(dict.fromkeys(name for part in parts for name in part))
 
 
 def _each(value: Any, change: Callable[[Any], Any]) -> Any:
+    """A value after a change, or a list of values, each after it."""
     return [change(part) for part in value] if isinstance(value, list) else change(value)

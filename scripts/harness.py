@@ -17,7 +17,7 @@ from engine.results import GenerationResult
 from support.errors import UsageError, run_command
 
 ANSWER_TOKENS = 256  # where a task does not say how long an answer may be
-AT_ONCE = 64  # prompts that are queued together
+AT_ONCE = 64  # prompts that are queued together, whose log-probabilities are held until they are added up
 
 
 def model_class() -> type:

@@ -1,4 +1,4 @@
-// What cpu.cpp, cpu_delta.cpp, cpu_draft.cpp and cpu_step.cpp share: vectors of eight floats, and the memory of tensors.
+// What the C++ files share: vectors of eight floats, and the memory of tensors.
 
 #pragma once
 
@@ -111,7 +111,7 @@ const T& object_of(const Tensor& tensor) {
   return *(const T*)mark;
 }
 
-// ---- layers (cpu.cpp) ------------------------------------------------------------------------------------------------
+// ---- layers ----------------------------------------------------------------------------------------------------------
 
 constexpr int64_t BLOCK = 32;  // columns that share a scale of the activations
 constexpr int64_t TILE = 8;    // output rows of a tile
@@ -209,6 +209,12 @@ struct Nodes {
   int64_t first(int64_t b, int64_t head) const { return (b * cache.apart + head) * S + (segments ? segments[2 * b] : 0); }
   int64_t trash(int64_t b) const { return segments ? segments[2 * b + 1] : S - 1; }
 };
+
+// qkv [B,T,heads,hd] -> rotated q [B,T,Hq,hd]. Rotated keys, and values, go to their slots. norms: of q, k and v, or null.
+void rotate_and_write(const Nodes& n, const float* qkv, const float* const norms[3], float* q);
+
+// out [B,T,Hq,hd]: the attention of q, with the scores' scale and cap, and a score for each head without a value, or null.
+void attend(const Nodes& n, const float* q, float scale, float cap, const float* sinks, float* out);
 
 // The weights of a decoder layer. Norms are null where the layer has none.
 struct Layer {

@@ -1,6 +1,6 @@
 """The CPU backend: C++ kernels that are built once for this machine, and the layout of their weights.
 
-They are in cpu.cpp (linear layers, attention, whole decoder layers), cpu_step.cpp (the small work of a step),
+They are in cpu_linear.cpp, cpu_attention.cpp, cpu.cpp (whole decoder layers), cpu_step.cpp (the small work of a step),
 cpu_draft.cpp (draft trees), cpu_delta.cpp (recurrent layers) and cpu_pack.cpp (codes from a file's rows to tiles).
 
 For int4 and int8 weights a row of activations is rounded to int8 with one scale per 32 columns, and products are summed
@@ -20,8 +20,8 @@ from torch import Tensor
 from kernels.records import header
 from support import native
 
-FILES = ("cpu.cpp", "cpu_delta.cpp", "cpu_draft.cpp", "cpu_pack.cpp", "cpu_step.cpp", "cpu.h", "team.h")
-SOURCES = [Path(__file__).with_name(name) for name in FILES]
+FILES = "cpu.cpp cpu_linear.cpp cpu_attention.cpp cpu_delta.cpp cpu_draft.cpp cpu_pack.cpp cpu_step.cpp"
+SOURCES = [Path(__file__).with_name(name) for name in f"{FILES} cpu.h registers.h team.h".split()]
 BLOCK, TILE = 32, 8  # columns that share a scale of the activations; output rows of a tile. As in cpu.cpp
 NEEDED = ("avx2", "fma", "f16c")
 

@@ -10,12 +10,12 @@
 
 #include <torch/csrc/stable/ops.h>
 
-#include <time.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <cmath>
 #include <cstdint>
 #include <exception>
 #include <memory>
@@ -141,29 +141,20 @@ class Team {
   }
 
   // Callers compare working together with working alone: two short trials of each in turn, and then a long window of what was
-  // faster. The windows of an unchanged winner grow longer. On a busy machine a trial together looks better than it is, because
-  // the system favours threads that have slept. The caller sees that the machine is busy by the time that it had no processor.
+  // faster. The windows of an unchanged winner grow longer. While a caller works alone, a trial together looks better than it is
+  // on a busy machine, because the system favours threads that have slept. So it must be clearly better.
   bool alone() const { return trial_ < TRIALS ? trial_ % 2 == 1 : faster_alone_; }
 
   // Count a job, which is as large as so many grains, and end the window where its time is over.
   void measure(double work, Clock::time_point started) {
-    const auto now = Clock::now();
-    const double between = std::chrono::duration<double>(started - last_).count();
-    const double passed = std::chrono::duration<double>(now - started).count() + (between < PAUSE ? between : 0);
-    seconds_ += passed;  // without the time in which nobody asked for work
-    cycle_ += passed;
-    last_ = now;
+    seconds_ += std::chrono::duration<double>(Clock::now() - started).count();
     work_ += work;
     if (seconds_ < (trial_ < TRIALS ? TRIAL : window_)) return;
     if (trial_ < TRIALS) {
       rates_[trial_ % 2] += work_ / seconds_;
       if (++trial_ == TRIALS) {
-        timespec time;
-        clock_gettime(CLOCK_THREAD_CPUTIME_ID, &time);
-        const double processor = time.tv_sec + 1e-9 * time.tv_nsec;
-        const bool busy = processor - processor_ < BUSY * cycle_, faster_alone = rates_[1] > (busy ? 0.7 : 1.4) * rates_[0];
-        processor_ = processor;
-        cycle_ = 0;
+        ratio_ = std::sqrt(ratio_ * rates_[1] / rates_[0]);  // half of it from the trials before
+        const bool faster_alone = ratio_ > (faster_alone_ ? 0.88 : 0.93);
         window_ = faster_alone == faster_alone_ ? std::min(2 * window_, LONGEST) : SHORTEST;
         faster_alone_ = faster_alone;
       }
@@ -175,8 +166,7 @@ class Team {
     seconds_ = work_ = 0;
   }
   static constexpr int TRIALS = 4;
-  static constexpr double TRIAL = 0.015, SHORTEST = 0.2, LONGEST = 1, PAUSE = 0.02;  // seconds
-  static constexpr double BUSY = 0.9;  // the share of a processor below which the machine is busy
+  static constexpr double TRIAL = 0.015, SHORTEST = 0.2, LONGEST = 2;  // seconds
 
   const pid_t process_ = getpid();
   std::mutex callers_, failing_;
@@ -188,11 +178,10 @@ class Team {
   std::atomic<int> sleeping_{0};
   std::atomic<int> workers_{0};
   std::exception_ptr error_;
-  Clock::time_point last_{};
   int trial_ = 0;  // the trials that are done since the last long window
   bool faster_alone_ = false;
   double seconds_ = 0, work_ = 0, rates_[2] = {}, window_ = SHORTEST;  // of the window that goes on
-  double cycle_ = 0, processor_ = 0;  // seconds since the last comparison, and the caller's time on a processor until then
+  double ratio_ = 0.5;  // of the rate alone to that together
   std::atomic<double> seconds_alone_{0};
 };
 

@@ -23,7 +23,8 @@ try:
 except ImportError:  # Windows has no such module
     resource = None
 
-VECTORS = {"avx512_vnni": "AVX512-VNNI", "avx2": "AVX2"}  # by the names of /proc/cpuinfo, the best first
+# by the names of /proc/cpuinfo, the best first
+VECTORS = {"avx512_vnni": "AVX512-VNNI", "avx_vnni": "AVX-VNNI", "avx2": "AVX2"}
 
 
 def size_text(count: float) -> str:
@@ -91,8 +92,10 @@ def describe_device(device: torch.device) -> str:
     names = [line for line in _lines_of("/proc/cpuinfo") if line.startswith("model name")]
     name = names[0].split(":", 1)[1].strip() if names else platform.processor() or platform.machine()
     flags = cpu_flags()
-    vectors = next((f" ({kind})" for flag, kind in VECTORS.items() if flag in flags), "")
-    return f"{name}{vectors}, {torch.get_num_threads()} threads"
+    best = next((kind for flag, kind in VECTORS.items() if flag in flags), "")
+    asked = os.environ.get("EAGLET_ISA")  # what the C++ kernels are compiled for (`support.native`)
+    kinds = ", ".join(filter(None, (best, asked and f"kernels for {asked}")))
+    return f"{name}{f' ({kinds})' if kinds else ''}, {torch.get_num_threads()} threads"
 
 
 def cpu_flags() -> set[str]:

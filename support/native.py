@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
 import platform
@@ -12,6 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
 import torch
@@ -21,6 +21,7 @@ from support.files import written_whole
 from support.machine import cpu_flags
 
 BUILD_SECONDS = 300  # of a machine that is busy; 30 s of one processor
+FLAGS = "-O3 -fno-tree-reassoc -fno-tree-ter -std=c++20 -fPIC".split()  # the second and third spare registers
 SAY_SECONDS = 1  # between two signs that a build goes on
 
 
@@ -40,8 +41,9 @@ def build(sources: Sequence[Path], needed: Sequence[str], records: str = "") -> 
     flags = cpu_flags()
     if missing := [name for name in needed if name not in flags]:
         raise ValueError(f"this processor ({platform.machine()}) has no {missing[0]}")
+    processor = os.environ.get("EAGLET_ISA", "native")
     identity = b"".join(source.read_bytes() for source in sources)
-    identity += records.encode() + torch.__version__.encode() + " ".join(sorted(flags)).encode()
+    identity += " ".join([*FLAGS, records, torch.__version__, processor, *sorted(flags)]).encode()
     name = f"{sources[0].stem}-{hashlib.sha256(identity).hexdigest()[:16]}.so"
     library = cache.folder() / "kernels" / name
     if cache.sealed(library):  # a library that the disk has damaged would end the process
@@ -49,11 +51,11 @@ def build(sources: Sequence[Path], needed: Sequence[str], records: str = "") -> 
     try:
         library.parent.mkdir(parents=True, exist_ok=True)
         with written_whole(library) as part:
-            compile_library(sources, part, records)
+            compile_library(sources, part, records, processor)
         cache.seal(library)
     except OSError:
         library = Path(tempfile.mkdtemp(prefix="eaglet-")) / name
-        compile_library(sources, library, records)
+        compile_library(sources, library, records, processor)
     return library
 
 
@@ -66,32 +68,48 @@ def compile_library(sources: Sequence[Path], target: Path, records: str, process
     if not compiler:
         raise ValueError("there is no C++ compiler (g++ or clang++)")
     root = Path(torch.__file__).parent
-    files = [str(source) for source in sources if source.suffix == ".cpp"]
-    command = [compiler, "-O3", f"-march={processor}", "-std=c++20", "-shared", "-fPIC", f"-I{root / 'include'}"]
-    command += [*files, "-o", str(target), f"-L{root / 'lib'}", "-ltorch_cpu", "-lc10"]
     with tempfile.TemporaryDirectory(prefix="eaglet-") as folder:
         Path(folder, "records.h").write_text(records, encoding="utf-8")
-        command.append(f"-I{folder}")
-        code, errors = _run(command)
-    if code:
-        lines = [line for line in errors.splitlines() if "error" in line] or ["no message"]
-        raise ValueError(f"{compiler} failed: {lines[0]}")
+        command = [compiler, *FLAGS, f"-march={processor}", f"-I{root / 'include'}", f"-I{folder}"]
+        files = [source for source in sources if source.suffix == ".cpp"]
+        files.sort(key=lambda file: file.stat().st_size, reverse=True)  # the last one to end should be a short one
+        objects = [str(Path(folder, f"{file.stem}.o")) for file in files]
+        compiling = [[*command, "-c", str(file), "-o", name] for file, name in zip(files, objects, strict=True)]
+        libraries = [f"-L{root / 'lib'}", "-ltorch_cpu", "-lc10"]
+        _run(compiling, [compiler, "-shared", *objects, "-o", str(target), *libraries])
 
 
-def _run(command: Sequence[str]) -> tuple[int, str]:
-    """The compiler's exit code and what it wrote on stderr. After a second, a line on ours says what is waited for."""
+def _run(commands: Sequence[list[str]], last: list[str]) -> None:
+    """Commands side by side, one for each processor, and then the last one. After a second, a line on stderr says what is
+    waited for."""
     said, started = "", time.monotonic()
-    try:
-        with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as compiler:
-            while time.monotonic() - started < BUILD_SECONDS:
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    errors = compiler.communicate(timeout=SAY_SECONDS)[1]
-                    return compiler.returncode, errors
-                said = "." if said else "note    building the C++ kernels, once for this machine: about 10 to 50 s ."
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool, ThreadPoolExecutor(1) as linker:
+        jobs = [pool.submit(_compile, command) for command in commands]
+
+        def finish() -> None:
+            for job in jobs:
+                job.result()
+            _compile(last)
+
+        end = linker.submit(finish)
+        try:
+            while wait([end], SAY_SECONDS).not_done:
+                said = "." if said else "note    building the C++ kernels, once for this machine: about 10 to 30 s ."
                 print(said, end="", file=sys.stderr, flush=True)
-            compiler.kill()
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+            print(f" {time.monotonic() - started:.0f} s\n" if said else "", end="", file=sys.stderr, flush=True)
+        end.result()
+
+
+def _compile(command: list[str]) -> None:
+    """Raise ValueError in one line if the compiler does not start, fails, or takes too long."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=BUILD_SECONDS)
     except OSError as error:
         raise ValueError(f"the compiler {command[0]} does not start ({error.strerror})") from error
-    finally:
-        print(f" {time.monotonic() - started:.0f} s\n" if said else "", end="", file=sys.stderr, flush=True)
-    raise ValueError(f"{command[0]} took more than {BUILD_SECONDS} seconds")
+    except subprocess.TimeoutExpired as error:
+        raise ValueError(f"{command[0]} took more than {BUILD_SECONDS} seconds") from error
+    if done.returncode:
+        lines = [line for line in done.stderr.splitlines() if "error" in line] or ["no message"]
+        raise ValueError(f"{command[0]} failed: {lines[0]}")

@@ -942,13 +942,13 @@ def test_a_build_says_what_is_waited_for(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("CXX", str(slow))
     monkeypatch.setenv("CODE", "0")
     monkeypatch.setattr(native, "SAY_SECONDS", 0.2)
-    native.compile_library(cpu.SOURCES, tmp_path / "library.so", "")
+    native.compile_library(cpu.SOURCES[:1], tmp_path / "library.so", "")
     error = capsys.readouterr().err
     assert error.startswith("note    building the C++ kernels, once for this machine") and error.count("\n") == 1
-    assert " .. " in error and error.endswith(" s\n")
+    assert ".. " in error and error.endswith(" s\n")
     monkeypatch.setattr(native, "BUILD_SECONDS", 0.1)
     with pytest.raises(ValueError, match="took more than 0.1 seconds"):
-        native.compile_library(cpu.SOURCES, tmp_path / "library.so", "")
+        native.compile_library(cpu.SOURCES[:1], tmp_path / "library.so", "")
 
 
 def test_another_processor_is_named(monkeypatch):

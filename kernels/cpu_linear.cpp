@@ -1,0 +1,864 @@
+// Linear layers on x86 CPUs with AVX2. kernels/cpu.py says what they compute.
+//
+// No bit of a row's result depends on the other rows, on their number, or on the number of threads.
+//
+// A tile holds 8 output rows of a weight. Floats lie column by column, and are multiplied in float32.
+//
+// The codes of int4 and int8 lie in blocks of 32 columns, so that every 32-bit lane of a register belongs to one output row
+// and holds 4 neighbouring columns. Activations are rounded to int8 with one scale per row and block. The integer sum of a
+// block is exact, and blocks are added up in float32 in the order of the columns, lane by lane.
+
+#include "registers.h"
+
+#include <bit>
+#include <cstring>
+
+namespace {
+
+using namespace eaglet;
+
+// Activation rows that share a loaded weight: as many as fit into the registers. More than FEW are MANY.
+constexpr int FLOAT_ROWS = LANES == 2 ? 8 : 6, CODE_ROWS = LANES == 2 ? 8 : 4, MANY_ROWS = LANES == 2 ? 6 : 4, FEW = 8;
+constexpr int SIDES = 2 / LANES;  // registers of a pair of tiles
+
+// One value of each of eight registers: what `both` makes of all its lanes, in one fixed order.
+template <class Both>
+inline __m256 lanes_of(const __m256 v[8], Both both) {
+  auto pairs = [&](__m256 a, __m256 b) { return both(_mm256_shuffle_ps(a, b, 0x88), _mm256_shuffle_ps(a, b, 0xDD)); };
+  const __m256 a = pairs(pairs(v[0], v[1]), pairs(v[2], v[3])), b = pairs(pairs(v[4], v[5]), pairs(v[6], v[7]));
+  return both(_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31));
+}
+
+// Activations, rounded, in panels of rows that are multiplied at once. Of a panel, the block of all rows comes before the next
+// block, and there one kind of number of all rows before the next kind. A block of NaN or infinity gets a scale of NaN, which
+// reaches the result.
+struct Rows {
+  enum { SCALE, SUM, START, KINDS };  // SUM: scale * sum of codes. START: as an integer, what `start_of` needs of that sum
+  const int64_t M, blocks, most;       // most: rows of a panel; only the last one may have fewer
+  std::unique_ptr<int8_t[]> codes;
+  std::unique_ptr<float[]> numbers;
+  std::unique_ptr<float[]> halves;  // scale * sum of 16 codes, of both halves of a block, if it is wanted
+
+  Rows(const float* x, int64_t M, int64_t K, int64_t most, bool with_halves)
+      : M(M), blocks(K / BLOCK), most(most), codes(new int8_t[M * K]), numbers(new float[M * blocks * KINDS]),
+        halves(with_halves ? new float[M * blocks * 2] : nullptr) {
+    parallel_for(0, M * blocks, 2048, [&](int64_t first, int64_t last) {
+      for (int64_t b = first; b < last; b += 8) round(x, b, std::min<int64_t>(8, last - b));
+    });
+  }
+
+  // `count` blocks from block `first` on, at most eight, of all rows one behind the other.
+  void round(const float* x, int64_t first, int64_t count) {
+    const __m256i size = _mm256_set1_epi32(0x7FFFFFFF);  // as integers, sizes of floats have the same order, NaN above infinity
+    __m256 largest[8], sums[8];
+    __m256i codes_of[8];
+    for (int b = 0; b < 8; ++b) {
+      const float* from = x + (first + std::min<int64_t>(b, count - 1)) * BLOCK;
+      __m256i most = _mm256_setzero_si256();
+      for (int i = 0; i < BLOCK; i += 8) most = _mm256_max_epi32(most, _mm256_and_si256(size, _mm256_loadu_si256((const __m256i*)(from + i))));
+      largest[b] = _mm256_castsi256_ps(most);
+    }
+    const auto larger = [](__m256 a, __m256 b) {
+      return _mm256_castsi256_ps(_mm256_max_epi32(_mm256_castps_si256(a), _mm256_castps_si256(b)));
+    };
+    const __m256 none = _mm256_setzero_ps();
+    __m256 top = lanes_of(largest, larger);
+    top = _mm256_fmadd_ps(top, none, top);  // infinity becomes NaN
+    alignas(32) float inverse[8];
+    _mm256_store_ps(inverse, _mm256_and_ps(_mm256_cmp_ps(top, none, _CMP_GT_OQ), _mm256_div_ps(_mm256_set1_ps(127.f), top)));
+    for (int b = 0; b < count; ++b) {
+      const __m256 factor = _mm256_set1_ps(inverse[b]);
+      __m256i parts[4];
+      for (int i = 0; i < 4; ++i) parts[i] = _mm256_cvtps_epi32(_mm256_mul_ps(_mm256_loadu_ps(x + (first + b) * BLOCK + 8 * i), factor));
+      __m256i packed =
+          _mm256_packs_epi16(_mm256_packs_epi32(parts[0], parts[1]), _mm256_packs_epi32(parts[2], parts[3]));
+      codes_of[b] = _mm256_permutevar8x32_epi32(packed, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
+      const __m256i pairs = _mm256_maddubs_epi16(_mm256_set1_epi8(1), codes_of[b]);
+      sums[b] = _mm256_cvtepi32_ps(_mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+    }
+    for (int b = count; b < 8; ++b) sums[b] = none;
+    const __m256 scales = _mm256_div_ps(top, _mm256_set1_ps(127.f));
+    const __m256 totals = lanes_of(sums, [](__m256 a, __m256 b) { return _mm256_add_ps(a, b); });  // whole numbers
+    alignas(32) float found[KINDS][8];
+    _mm256_store_ps(found[SCALE], scales);
+    _mm256_store_ps(found[SUM], _mm256_mul_ps(scales, totals));
+    __m256i integers = _mm256_sub_epi32(_mm256_setzero_si256(), _mm256_cvtps_epi32(totals));
+    if (!VNNI) {
+      integers = _mm256_slli_epi32(integers, 2);
+      integers = _mm256_or_si256(_mm256_slli_epi32(integers, 16), _mm256_and_si256(integers, _mm256_set1_epi32(0xFFFF)));
+    }
+    _mm256_store_si256((__m256i*)found[START], integers);
+    int64_t row = first / blocks, block = first % blocks;
+    for (int b = 0; b < count; ++b) {
+      const int64_t panel = row / most * most, rows = std::min(most, M - panel), at = panel * blocks + block * rows;
+      _mm256_storeu_si256((__m256i*)codes.get() + at + row - panel, codes_of[b]);
+      for (int kind = 0; kind < KINDS; ++kind) numbers[at * KINDS + kind * rows + row - panel] = found[kind][b];
+      if (halves) {
+        alignas(32) float four[8];
+        _mm256_store_ps(four, sums[b]);
+        for (int h = 0; h < 2; ++h)
+          halves[2 * at + h * rows + row - panel] =
+              found[SCALE][b] * (four[4 * h] + four[4 * h + 1] + four[4 * h + 2] + four[4 * h + 3]);
+      }
+      if (++block == blocks) block = 0, ++row;
+    }
+  }
+};
+
+inline __m256 load_eight(const void* values, bool half, int64_t at) {
+  if (!half) return _mm256_loadu_ps((const float*)values + at);
+  return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)((const uint16_t*)values + at)));
+}
+
+// The sum of a block begins with `start_of`, which lowers all codes by OFFSET, takes the products of 4 codes and 4 activations in
+// every 32 bits, and ends. start: of one row and block, `Rows::START`.
+#if defined(WIDE_REGISTERS) || defined(__AVXVNNI__)
+template <int OFFSET>
+inline Ints start_of(const float* start) {
+  return OFFSET ? times_power<OFFSET ? __builtin_ctz(OFFSET | 1 << 30) : 0>(same_bits(every(*start))) : every(0);
+}
+template <int BITS>
+constexpr int FIT = 1;
+template <int BITS>
+inline Ints prepared(Ints w) {
+  return w;
+}
+template <int BITS, int COUNT>
+inline Ints add_products(Ints sum, const Ints w[], const Ints x[]) {
+  for (int i = 0; i < COUNT; ++i) sum = add_byte_products(sum, w[i], x[i]);
+  return sum;
+}
+template <int BITS>
+inline Ints end_sum(Ints sum) {
+  return sum;
+}
+#else
+// Without products of bytes that are added up in 32 bits, they are added up in 16 bits as far as they fit. Of up to 4 bits all do:
+// 16 * 15 * 127 is less than 2^15. So does their sum with -4 times the total of the block, with which each half of a lane begins
+// so that together they lower the codes by 8: at most 16 * 11 * 127 + 4 * 16 * 127, even if the sum passes the bounds on its way.
+// Of 5 bits the products of four registers fit, 4 * 2 * 31 * 127, and of 6 bits those of two, 2 * 2 * 63 * 127. The codes of int8
+// are made signed here, so that their offset of 128 is gone (`OFFSET` of `Plain`): pairs of unsigned products would overflow.
+template <int BITS>
+constexpr int FIT = BITS == 5 ? 4 : BITS == 6 ? 2 : 1;  // registers of products that are added up before they are widened
+template <int OFFSET>
+inline Ints start_of(const float* start) {
+  static_assert(OFFSET == 0 || OFFSET == 8);
+  return OFFSET ? same_bits(every(*start)) : every(0);
+}
+template <int BITS>
+inline Ints prepared(Ints w) {
+  return BITS < 8 ? w : _mm256_xor_si256(w, _mm256_set1_epi8((char)128));
+}
+template <int BITS, int COUNT>
+inline Ints add_products(Ints sum, const Ints w[], const Ints x[]) {
+  Ints products = BITS < 8 ? _mm256_maddubs_epi16(w[0], x[0]) : _mm256_maddubs_epi16(_mm256_abs_epi8(w[0]), _mm256_sign_epi8(x[0], w[0]));
+  for (int i = 1; i < COUNT; ++i) products = _mm256_add_epi16(products, _mm256_maddubs_epi16(w[i], x[i]));
+  return BITS <= 4 ? _mm256_add_epi16(sum, products) : _mm256_add_epi32(sum, _mm256_madd_epi16(products, _mm256_set1_epi16(1)));
+}
+template <int BITS>
+inline Ints end_sum(Ints sum) {
+  return BITS <= 4 ? _mm256_madd_epi16(sum, _mm256_set1_epi16(1)) : sum;
+}
+#endif
+
+inline Ints four_columns(const int8_t* x) {
+  int32_t word;
+  __builtin_memcpy(&word, x, 4);
+  return every(word);
+}
+
+// The codes of a part: LOW bits of every column in the first runs of a block, HIGH more in the runs behind them, as numbers or as
+// places in a table of bytes. GROUP columns share their factors.
+template <int LOW_, int HIGH_, int GROUP_, bool TABLE_>
+struct Codes {
+  static constexpr int LOW = LOW_, HIGH = HIGH_, GROUP = GROUP_, GROUPS = BLOCK / GROUP_, BITS = TABLE_ ? 8 : LOW_ + HIGH_;
+  static constexpr int64_t BYTES = 32 * (LOW_ + HIGH_);  // of a block of a tile
+  static constexpr bool TABLE = TABLE_;
+};
+
+// Calls call(the Codes of a part).
+template <class Call>
+void with_codes(const Part& part, Call call) {
+  if (part.table[0]) return call(Codes<4, 0, 32, true>());
+  if (part.low == 8) return call(Codes<8, 0, 32, false>());
+  if (part.low == 2 && part.high == 0) return call(Codes<2, 0, 16, false>());
+  if (part.low == 2) return call(Codes<2, 1, 16, false>());
+  if (part.high == 2) return call(Codes<4, 2, 16, false>());
+  if (part.high == 1) return call(Codes<4, 1, 32, false>());
+  return call(Codes<4, 0, 32, false>());
+}
+
+// The codes of a block of a pair of tiles, in the order of the columns. `take` needs to be called for j from 0 to 7, for all sides.
+template <class C>
+struct Packed {
+  const uint8_t* const* codes;  // of the two tiles
+  const int64_t at;
+  const Ints table;
+  Ints low[SIDES], high[SIDES];
+
+  // Columns 4 j to 4 j + 3 of LANES tiles.
+  template <int J>
+  [[gnu::always_inline]] Ints take(int side) {
+    constexpr int PER = 8 / C::LOW, ABOVE = C::HIGH ? 8 / (C::HIGH | !C::HIGH) : 1;
+    if (J % PER == 0) low[side] = load_codes(codes + side * LANES, at + 32 * (J / PER));
+    if (C::HIGH && J % ABOVE == 0) high[side] = load_codes(codes + side * LANES, at + 32 * (C::LOW + J / ABOVE));
+    Ints code = PER == 1 ? low[side] : moved<-(J % PER) * C::LOW>(low[side], (1 << C::LOW) - 1);
+    if (C::HIGH) code = both(code, moved<C::LOW - J % ABOVE * C::HIGH>(high[side], ((1 << C::HIGH) - 1) << C::LOW));
+    return prepared<C::BITS>(C::TABLE ? look_up(table, code) : code);
+  }
+};
+
+// What one code of a tile's rows stands for, and what code 0 does, in the groups of a unit of columns.
+struct Factors {
+  const Part& part;
+  const uint8_t* at;
+  __m256 scale, min;
+
+  Factors(const Part& part, int64_t tile, int64_t unit) : part(part) { load(tile, unit); }
+
+  void load(int64_t tile, int64_t unit) {
+    at = part.factors + tile * part.tile_factors + unit * part.unit_bytes;
+    scale = load_eight(at, true, 0);
+    min = part.minima ? load_eight(at, true, 8) : _mm256_setzero_ps();
+  }
+
+  template <class C>
+  void of_group(int64_t group, __m256& group_scale, __m256& group_min) const {
+    group_scale = scale;
+    group_min = min;
+    if (!part.nested) return;
+    const uint8_t* small = at + 16 * (1 + part.minima) + group * part.small_bytes;
+    const auto wide = [](__m128i bytes) { return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(bytes)); };
+    const __m128i eight = _mm_loadl_epi64((const __m128i*)small), low = _mm_set1_epi8(15);
+    if (C::BITS == 2) {
+      group_scale = _mm256_mul_ps(scale, wide(_mm_and_si128(eight, low)));
+      group_min = _mm256_mul_ps(min, wide(_mm_and_si128(_mm_srli_epi16(eight, 4), low)));
+      return;
+    }
+    group_scale = _mm256_mul_ps(scale, _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(eight)));
+    if (part.minima) group_min = _mm256_mul_ps(min, wide(_mm_loadl_epi64((const __m128i*)(small + 8))));
+  }
+};
+
+// A pair of tiles of a weight whose blocks share one or no factor each. Its codes are those of a part without high bits.
+template <int BITS, bool MINS_>
+struct Plain {
+  using C = Codes<BITS, 0, BLOCK, false>;
+  static constexpr bool MINS = MINS_;  // whether sums of the activations count
+  static constexpr int OFFSET = MINS ? 0 : BITS == 4 ? 8 : VNNI ? 128 : 0;
+  const Weight& w;
+  const int64_t* tiles;
+  const int64_t units = w.groups, per_unit = w.blocks / w.groups;  // factors are loaded for units of blocks
+  Floats scale[SIDES], min[SIDES];
+
+  const uint8_t* codes(int64_t tile) const { return w.codes + tile * w.blocks * C::BYTES; }
+  Ints table() const { return every(0); }
+  void begin(int64_t unit) {
+    __m256 scales[2], mins[2];
+    for (int t = 0; t < 2; ++t) {
+      scales[t] = load_eight(w.scales, w.half, (tiles[t] * w.groups + unit) * TILE);
+      if (MINS) mins[t] = load_eight(w.mins, w.half_mins, (tiles[t] * w.groups + unit) * TILE);
+    }
+    for (int s = 0; s < SIDES; ++s) {
+      scale[s] = side_by_side(scales + s * LANES);
+      if (MINS) min[s] = side_by_side(mins + s * LANES);
+    }
+  }
+  void of_group(int64_t, Floats scales[SIDES], Floats mins[SIDES]) const {
+    std::copy_n(scale, SIDES, scales);
+    if (MINS) std::copy_n(min, SIDES, mins);
+  }
+};
+
+// A pair of tiles of a part. A min, and what code 0 stands for, multiply the sums of the activations. Bytes lose their offset in the
+// integer sum instead, as those of int8 do.
+template <class C_>
+struct Nested {
+  using C = C_;
+  static constexpr bool MINS = C::BITS < 8;
+  static constexpr int OFFSET = !MINS && VNNI ? 128 : 0;
+  const Part& part;
+  const int64_t* tiles;
+  const int64_t units = part.k / part.unit, per_unit = part.unit / BLOCK;
+  Factors factors[2] = {Factors(part, tiles[0], 0), Factors(part, tiles[1], 0)};
+
+  const uint8_t* codes(int64_t tile) const { return part.codes + tile * part.tile_codes; }
+  Ints table() const { return four_times(_mm_loadu_si128((const __m128i*)part.table)); }
+  void begin(int64_t unit) {
+    for (int t = 0; t < 2; ++t) factors[t].load(tiles[t], unit);
+  }
+  void of_group(int64_t group, Floats scales[SIDES], Floats mins[SIDES]) const {
+    __m256 scale[2], min[2];
+    for (int t = 0; t < 2; ++t) {
+      factors[t].template of_group<C>(group, scale[t], min[t]);
+      min[t] = _mm256_fnmadd_ps(_mm256_set1_ps(part.offset), scale[t], min[t]);
+    }
+    for (int s = 0; s < SIDES; ++s) {
+      scales[s] = side_by_side(scale + s * LANES);
+      if (MINS) mins[s] = side_by_side(min + s * LANES);
+    }
+  }
+};
+
+// acc += what R rows of a panel and group G of a block add. take(j, s): the codes of columns 4 j to 4 j + 3 of a register of tiles.
+template <class F, int R, int S, int G, class Take>
+[[gnu::always_inline]] inline void add_group(const Rows& x, int64_t place, Take take, const Floats* scales, const Floats* mins,
+                                             Floats (*acc)[S]) {
+  using C = typename F::C;
+  constexpr int SPAN = R > 2 ? std::min(FIT<C::BITS>, 2) : FIT<C::BITS>;  // as many as there are registers for
+  const int8_t* codes = x.codes.get() + place * BLOCK;
+  const float* numbers = x.numbers.get() + place * Rows::KINDS;
+  const float* total = C::GROUPS == 1 ? numbers + Rows::SUM * R : x.halves.get() + 2 * place + G * R;
+  Ints sums[R][S];
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 2
+    for (int s = 0; s < S; ++s) sums[r][s] = start_of<F::OFFSET>(numbers + Rows::START * R + r);
+  for_each<C::GROUP / 4 / SPAN>([&](auto span) __attribute__((always_inline)) {
+    constexpr int FIRST = G * C::GROUP / 4 + span * SPAN;
+    Ints columns[S][SPAN];
+    for_each<SPAN>([&](auto i) __attribute__((always_inline)) {
+#pragma GCC unroll 2
+      for (int s = 0; s < S; ++s) columns[s][i] = take(std::integral_constant<int, FIRST + i>(), s);
+    });
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) {
+      Ints four[SPAN];
+#pragma GCC unroll 4
+      for (int i = 0; i < SPAN; ++i) four[i] = four_columns(codes + r * BLOCK + 4 * (FIRST + i));
+#pragma GCC unroll 2
+      for (int s = 0; s < S; ++s) sums[r][s] = add_products<C::BITS, SPAN>(sums[r][s], columns[s], four);
+    }
+  });
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 2
+    for (int s = 0; s < S; ++s) {
+      const Floats scaled = times(scales[s], every(numbers[Rows::SCALE * R + r]));
+      acc[r][s] = times_plus(to_floats(end_sum<C::BITS>(sums[r][s])), scaled, acc[r][s]);
+      if (F::MINS) acc[r][s] = times_plus(mins[s], every(total[r]), acc[r][s]);
+    }
+}
+
+// A panel of R rows from `row` on times a pair of tiles -> out[2][R][8]. left: tiles that the thread reads from here on, which lie
+// one behind the other; 0 if they are in the cache already.
+template <class F, int R>
+[[gnu::noinline]] void multiply(F f, const Rows& x, int64_t row, int64_t left, float (*out)[CODE_ROWS][TILE]) {
+  using C = typename F::C;
+  // Few rows wait for memory. The second cache level has room for more requests than the first one. (Measured on Zen 4.)
+  constexpr bool FAR = R <= 4;
+  constexpr int64_t AHEAD = FAR ? 8192 : 4096;
+  const int64_t last = left * x.blocks * C::BYTES - AHEAD;
+  const Ints table = f.table();
+  const uint8_t* const codes[2] = {f.codes(f.tiles[0]), f.codes(f.tiles[1])};
+  Floats acc[R][SIDES];
+  for (int r = 0; r < R; ++r)
+    for (int s = 0; s < SIDES; ++s) acc[r][s] = every(0.f);
+  for (int64_t b = 0, unit = 0; b < x.blocks; ++unit) {
+    f.begin(unit);
+    for (int64_t i = 0; i < f.per_unit; ++i, ++b) {
+      const int64_t at = b * C::BYTES, place = row * x.blocks + b * R, ahead = !FAR || at < last ? AHEAD : 0;
+      for (int64_t line = 0; line < C::BYTES; line += 64)
+        for (int t = 0; t < 2; ++t) _mm_prefetch((const char*)codes[t] + at + line + ahead, FAR ? _MM_HINT_T1 : _MM_HINT_T0);
+      Packed<C> packed{codes, at, table};
+      for_each<C::GROUPS>([&](auto g) __attribute__((always_inline)) {
+        Floats scales[SIDES], mins[SIDES];
+        f.of_group(i * C::GROUPS + g, scales, mins);
+        add_group<F, R, SIDES, g>(x, place, [&](auto j, int s) __attribute__((always_inline)) { return packed.template take<j>(s); }, scales, mins, acc);
+      });
+    }
+  }
+  for (int t = 0; t < 2; ++t)
+    for (int r = 0; r < R; ++r) _mm256_storeu_ps(out[t][r], lane(acc[r][t / LANES], t % LANES));
+}
+
+// Two registers of tiles with a byte for every code, and all their factors as floats: for many rows.
+template <class F>
+struct Expanded {
+  using C = typename F::C;
+  const std::unique_ptr<Ints[][2]> columns;         // [blocks, 8]
+  const std::unique_ptr<Floats[][2]> scales, mins;  // [blocks, GROUPS]
+
+  explicit Expanded(int64_t blocks)
+      : columns(new Ints[blocks * 8][2]), scales(new Floats[blocks * C::GROUPS][2]),
+        mins(new Floats[F::MINS ? blocks * C::GROUPS : 0][2]) {}
+
+  // Expands pair number `pair`. The thread's next tiles lie right behind it, and are asked for already.
+  void fill(F f, int pair) {
+    const int64_t next = LANES * f.units * f.per_unit * C::BYTES;
+    const Ints table = f.table();
+    const uint8_t* const codes[2] = {f.codes(f.tiles[0]), f.codes(f.tiles[1])};
+    for (int64_t unit = 0, b = 0; unit < f.units; ++unit) {
+      f.begin(unit);
+      for (int64_t i = 0; i < f.per_unit; ++i, ++b) {
+        for (int64_t line = 0; line < C::BYTES; line += 64)
+          for (int t = 0; t < 2; ++t) _mm_prefetch((const char*)codes[t] + b * C::BYTES + line + next, _MM_HINT_T1);
+        Packed<C> packed{codes, b * C::BYTES, table};
+        for_each<8>([&](auto j) __attribute__((always_inline)) {
+          for (int s = 0; s < SIDES; ++s) columns[b * 8 + j][pair * SIDES + s] = packed.template take<j>(s);
+        });
+        for (int g = 0; g < C::GROUPS; ++g) {
+          Floats scale[SIDES], min[SIDES];
+          f.of_group(i * C::GROUPS + g, scale, min);
+          std::copy_n(scale, SIDES, scales[b * C::GROUPS + g] + pair * SIDES);
+          if (F::MINS) std::copy_n(min, SIDES, mins[b * C::GROUPS + g] + pair * SIDES);
+        }
+      }
+    }
+  }
+
+  // A panel of R rows from `row` on -> out[2 LANES][R][8].
+  template <int R>
+  void multiply(const Rows& x, int64_t row, float (*out)[MANY_ROWS][TILE]) const {
+    Floats acc[R][2];
+    for (int r = 0; r < R; ++r) acc[r][0] = acc[r][1] = every(0.f);
+    for (int64_t b = 0; b < x.blocks; ++b)
+      for_each<C::GROUPS>([&](auto g) __attribute__((always_inline)) {
+        const Ints(*const from)[2] = &columns[b * 8];
+        const int64_t group = b * C::GROUPS + g;
+        add_group<F, R, 2, g>(x, row * x.blocks + b * R, [&](auto j, int s) __attribute__((always_inline)) { return from[j][s]; },
+                              scales[group], F::MINS ? mins[group] : nullptr, acc);
+      });
+    // The tiles of a pair lie side by side, or one register behind the other.
+    for (int t = 0; t < 2 * LANES; ++t)
+      for (int r = 0; r < R; ++r) _mm256_storeu_ps(out[t][r], lane(acc[r][t / LANES], t % LANES));
+  }
+};
+
+// The values of one block of a tile -> out[column][row]. Products are exact, so a value is rounded once, with its min.
+template <class C>
+[[gnu::noinline]] void decode_block(const Part& part, int64_t tile, int64_t block, float (*out)[TILE]) {
+  const int64_t per_unit = part.unit / BLOCK;
+  const Factors factors(part, tile, block / per_unit);
+  const uint8_t* const codes[2] = {part.codes + tile * part.tile_codes, part.codes + tile * part.tile_codes};
+  Packed<C> packed{codes, block * C::BYTES, four_times(_mm_loadu_si128((const __m128i*)part.table))};
+  const __m256 offset = _mm256_set1_ps(part.offset);
+  for_each<8>([&](auto j) {
+    alignas(64) uint8_t lanes[LANES * 32];
+    __m256 scale, min;
+    store(lanes, prepared<C::BITS>(packed.template take<j>(0)));  // twice prepared: the stored codes
+    factors.of_group<C>(block % per_unit * C::GROUPS + j * 4 / C::GROUP, scale, min);
+    const __m256i four = _mm256_load_si256((const __m256i*)lanes);
+    for (int c = 0; c < 4; ++c) {
+      const __m256i code = _mm256_and_si256(_mm256_srli_epi32(four, 8 * c), _mm256_set1_epi32(255));
+      const __m256 level = _mm256_sub_ps(_mm256_cvtepi32_ps(code), offset);
+      _mm256_storeu_ps(out[4 * j + c], part.minima ? _mm256_fmadd_ps(level, scale, min) : _mm256_mul_ps(level, scale));
+    }
+  });
+}
+
+// R activation rows x [R][K], which are not rounded, times one tile of a part -> out[R][8].
+template <int R>
+[[gnu::noinline]] void multiply_part_exact(const Part& part, const float* x, int64_t tile, float (*out)[TILE]) {
+  __m256 acc[R];
+  for (int r = 0; r < R; ++r) acc[r] = _mm256_setzero_ps();
+  for (int64_t b = 0; b < part.k / BLOCK; ++b) {
+    float values[BLOCK][TILE];
+    with_codes(part, [&](auto codes) { decode_block<decltype(codes)>(part, tile, b, values); });
+    for (int64_t k = 0; k < BLOCK; ++k)
+      for (int r = 0; r < R; ++r)
+        acc[r] = _mm256_fmadd_ps(_mm256_loadu_ps(values[k]), _mm256_set1_ps(x[r * part.k + b * BLOCK + k]), acc[r]);
+  }
+  for (int r = 0; r < R; ++r) _mm256_storeu_ps(out[r], acc[r]);
+}
+
+template <Kind KIND>
+inline __m256 eight_floats(const uint8_t* codes, int64_t at) {
+  if (KIND == FP32) return _mm256_loadu_ps((const float*)codes + at);
+  const __m128i v = _mm_loadu_si128((const __m128i*)((const uint16_t*)codes + at));
+  return KIND == FP16 ? _mm256_cvtph_ps(v) : _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(v), 16));
+}
+
+// R activation rows x [R][K] times tiles a and b of a float weight, added up in the order of the columns.
+template <Kind KIND, int R>
+void multiply_floats(const uint8_t* a, const uint8_t* b, const float* x, int64_t K, float (*out)[FLOAT_ROWS][TILE]) {
+  __m256 sum_a[R], sum_b[R];
+  for (int r = 0; r < R; ++r) sum_a[r] = sum_b[r] = _mm256_setzero_ps();
+  constexpr int64_t BYTES = TILE * (KIND == FP32 ? 4 : 2), AHEAD = 4096;
+  for (int64_t k = 0; k < K; ++k) {
+    if (k * BYTES % 64 == 0) {  // the tiles of a thread lie one behind the other
+      _mm_prefetch((const char*)a + k * BYTES + AHEAD, _MM_HINT_T0);
+      _mm_prefetch((const char*)b + k * BYTES + AHEAD, _MM_HINT_T0);
+    }
+    const __m256 wa = eight_floats<KIND>(a, k * TILE), wb = eight_floats<KIND>(b, k * TILE);
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) {
+      const __m256 value = _mm256_set1_ps(x[r * K + k]);
+      sum_a[r] = _mm256_fmadd_ps(wa, value, sum_a[r]);
+      sum_b[r] = _mm256_fmadd_ps(wb, value, sum_b[r]);
+    }
+  }
+  for (int r = 0; r < R; ++r) {
+    _mm256_storeu_ps(out[0][r], sum_a[r]);
+    _mm256_storeu_ps(out[1][r], sum_b[r]);
+  }
+}
+
+// The same for codes, with activations that are not rounded: R rows x [R][K] times one tile -> out[R][8].
+template <int BITS, int R, bool MINS>
+void multiply_exact(const Weight& w, const float* x, int64_t tile, float (*out)[TILE]) {
+  constexpr int64_t BYTES = BLOCK * TILE * BITS / 8;
+  const __m256 offset = _mm256_set1_ps(MINS ? 0 : BITS == 4 ? 8 : 128);
+  const __m256i low = _mm256_set1_epi32(BITS == 4 ? 15 : 255);
+  const int64_t K = w.blocks * BLOCK, per_group = w.blocks / w.groups;
+  __m256 scales, mins, acc[R];
+  for (int r = 0; r < R; ++r) acc[r] = _mm256_setzero_ps();
+  for (int64_t b = 0; b < w.blocks; ++b) {
+    if (b % per_group == 0) {
+      const int64_t at = (tile * w.groups + b / per_group) * TILE;
+      scales = load_eight(w.scales, w.half, at);
+      if (MINS) mins = load_eight(w.mins, w.half_mins, at);
+    }
+    const uint8_t* codes = w.codes + (tile * w.blocks + b) * BYTES;
+    for (int i = 0; i < BYTES / 32; ++i) {
+      const __m256i v = _mm256_loadu_si256((const __m256i*)codes + i);
+      for (int part = 0; part < 8 / BITS; ++part)  // the low halves hold 4 columns, the high halves the next 4
+        for (int j = 0; j < 4; ++j) {
+          const __m256i code = _mm256_and_si256(_mm256_srli_epi32(v, 8 * j + 4 * part), low);
+          const __m256 level = _mm256_sub_ps(_mm256_cvtepi32_ps(code), offset);
+          const __m256 value = MINS ? _mm256_fmadd_ps(level, scales, mins) : _mm256_mul_ps(level, scales);
+          const int64_t k = b * BLOCK + (i * 8 / BITS + part) * 4 + j;
+          for (int r = 0; r < R; ++r) acc[r] = _mm256_fmadd_ps(value, _mm256_set1_ps(x[r * K + k]), acc[r]);
+        }
+    }
+  }
+  for (int r = 0; r < R; ++r) _mm256_storeu_ps(out[r], acc[r]);
+}
+
+// One of GATES in kernels/linear.py of eight values, times `up`.
+inline __m256 gate_eight(int64_t kind, __m256 value, __m256 up) {
+  const __m256 one = _mm256_set1_ps(1.f), limit = _mm256_set1_ps(7.f);
+  __m256 factor = one;
+  if (kind == 2) {  // GELU: (1 + tanh(u)) / 2 = 1 / (1 + e^-2u)
+    const __m256 square = _mm256_mul_ps(value, value);
+    factor = _mm256_mul_ps(_mm256_set1_ps(1.59576912f), _mm256_fmadd_ps(square, _mm256_set1_ps(0.044715f), one));
+  }
+  if (kind == 3) {  // clamped; a NaN is the second operand, and stays
+    value = _mm256_min_ps(limit, value);
+    up = _mm256_add_ps(_mm256_max_ps(_mm256_set1_ps(-7.f), _mm256_min_ps(limit, up)), one);
+    factor = _mm256_set1_ps(1.702f);
+  }
+  const __m256 negative = _mm256_sub_ps(_mm256_setzero_ps(), _mm256_mul_ps(value, factor));
+  return _mm256_mul_ps(_mm256_div_ps(value, _mm256_add_ps(one, exponential(negative))), up);
+}
+
+struct Epilogue {
+  const float *bias, *residual;
+  float* out;
+  int64_t n;  // columns of out
+  int64_t gated;
+  int64_t M;
+  int64_t tiles = n / TILE;  // that are multiplied; fewer than there are columns where `out` is one part of the outputs
+
+  // Finishes 8 columns of one row, from column `first` on. up: the second half of a gated product.
+  void finish(int64_t row, int64_t first, const float* y, const float* up) const {
+    __m256 value = _mm256_loadu_ps(y);
+    if (bias) value = _mm256_add_ps(value, _mm256_loadu_ps(bias + first));
+    if (gated) {
+      __m256 other = _mm256_loadu_ps(up);
+      if (bias) other = _mm256_add_ps(other, _mm256_loadu_ps(bias + n + first));
+      value = gate_eight(gated, value, other);
+    }
+    const int64_t at = row * n + first;
+    if (residual) value = _mm256_add_ps(value, _mm256_loadu_ps(residual + at));
+    _mm256_storeu_ps(out + at, value);
+  }
+
+  int64_t pairs() const { return gated ? tiles : (tiles + 1) / 2; }
+
+  // `count` rows from `row` on of two tiles, one of each half; of the last one alone.
+  template <int ROWS>
+  void finish_pair(int64_t row, int64_t count, const int64_t* pair, const float (*y)[ROWS][TILE]) const {
+    for (int64_t r = 0; r < count; ++r) {
+      finish(row + r, pair[0] * TILE, y[0][r], y[1][r]);
+      if (!gated && pair[1] > pair[0]) finish(row + r, pair[1] * TILE, y[1][r], nullptr);
+    }
+  }
+};
+
+// Rows of a pass, so that passes of at most MOST rows are about equally large.
+int64_t rows_at_once(int64_t M, int64_t most) {
+  const int64_t passes = (M + most - 1) / most;
+  return (M + passes - 1) / passes;
+}
+
+// All activation rows times all tiles, two tiles at a time, one of each half (the last one may be alone). So a thread reads
+// two streams without gaps, which the processor fetches ahead. multiply(R, row, tiles, left, out) computes R rows from `row`
+// on, at most ROWS. The two tiles stay in the first cache level until all rows are done.
+template <int ROWS, class Multiply>
+void run_pairs(int64_t K, const Epilogue& end, Multiply multiply) {
+  const int64_t pairs = end.pairs(), all = end.gated ? 2 * end.tiles : end.tiles, work = 2 * K * TILE * end.M, most = rows_at_once(end.M, ROWS);
+  parallel_for(0, pairs, std::max<int64_t>(1, 100000 / work), [&](int64_t first, int64_t last) {
+    for (int64_t pair = first; pair < last; ++pair) {
+      const int64_t both[2] = {pair, pair + pairs < all ? pair + pairs : pair};
+      for (int64_t row = 0; row < end.M; row += most) {
+        float y[2][ROWS][TILE];
+        const int64_t count = std::min(most, end.M - row);
+        with_constant<ROWS>(count, [&](auto rows) { multiply(rows, row, both, row == 0 ? pairs - pair : 0, y); });
+        end.finish_pair(row, count, both, y);
+      }
+    }
+  });
+}
+
+template <Kind KIND>
+void run_floats(const uint8_t* codes, const float* x, int64_t K, const Epilogue& end) {
+  const int64_t bytes = K * TILE * (KIND == FP32 ? 4 : 2);
+  run_pairs<FLOAT_ROWS>(K, end, [&](auto rows, int64_t row, const int64_t* tiles, int64_t, auto y) {
+    multiply_floats<KIND, decltype(rows)::value>(codes + tiles[0] * bytes, codes + tiles[1] * bytes, x + row * K, K, y);
+  });
+}
+
+// Rows of a panel of rounded activations.
+int64_t panel_rows(int64_t M) { return rows_at_once(M, M <= FEW ? CODE_ROWS : MANY_ROWS); }
+
+// Rows times all tiles of a weight. Few rows read its codes as they are stored, many share codes that are expanded once.
+template <class F, class Source>
+void run_rounded(const Source& source, const Rows& x, const Epilogue& end) {
+  if (end.M <= FEW)
+    return run_pairs<CODE_ROWS>(x.blocks * BLOCK, end, [&](auto rows, int64_t row, const int64_t* tiles, int64_t left, auto y) {
+      multiply<F, decltype(rows)::value>(F{source, tiles}, x, row, left, y);
+    });
+  const int64_t pairs = end.pairs(), all = end.gated ? 2 * end.tiles : end.tiles;
+  parallel_for(0, (pairs + LANES - 1) / LANES, 1, [&](int64_t first, int64_t last) {
+    Expanded<F> expanded(x.blocks);
+    for (int64_t pair = first * LANES; pair < std::min(pairs, last * LANES); pair += LANES) {
+      int64_t tiles[2 * LANES];
+      for (int i = 0; i < LANES; ++i) {
+        tiles[2 * i] = std::min(pair + i, pairs - 1);
+        tiles[2 * i + 1] = tiles[2 * i] + pairs < all ? tiles[2 * i] + pairs : tiles[2 * i];
+      }
+      for (int i = 0; i < LANES; ++i) expanded.fill(F{source, tiles + 2 * i}, i);
+      for (int64_t row = 0; row < end.M; row += x.most) {
+        float y[2 * LANES][MANY_ROWS][TILE];
+        const int64_t count = std::min(x.most, end.M - row);
+        with_constant<MANY_ROWS>(count, [&](auto rows) { expanded.template multiply<decltype(rows)::value>(x, row, y); });
+        for (int i = 0; i < LANES && pair + i < pairs; ++i) end.finish_pair(row, count, tiles + 2 * i, y + 2 * i);
+      }
+    }
+  });
+}
+
+// rounded: the activations as codes, or null to compute with `x` as it is.
+template <int BITS, bool MINS>
+void run_codes(const Weight& w, const Rows* rounded, const float* x, const Epilogue& end) {
+  if (rounded) return run_rounded<Plain<BITS, MINS>>(w, *rounded, end);
+  const int64_t K = w.blocks * BLOCK;
+  run_pairs<CODE_ROWS>(K, end, [&](auto rows, int64_t row, const int64_t* tiles, int64_t, auto y) {
+    for (int l = 0; l < 2; ++l) multiply_exact<BITS, decltype(rows)::value, MINS>(w, x + row * K, tiles[l], y[l]);
+  });
+}
+
+void run_part(const Part& part, const Rows* rounded, const float* x, const Epilogue& end) {
+  if (rounded) return with_codes(part, [&](auto codes) { run_rounded<Nested<decltype(codes)>>(part, *rounded, end); });
+  run_pairs<CODE_ROWS>(part.k, end, [&](auto rows, int64_t row, const int64_t* tiles, int64_t, auto y) {
+    for (int l = 0; l < 2; ++l) multiply_part_exact<decltype(rows)::value>(part, x + row * part.k, tiles[l], y[l]);
+  });
+}
+
+// The parts of a weight that kernels/blocks.py packed, from their bytes and their table.
+std::vector<Part> parts_of(const Tensor& codes, const Tensor& table) {
+  std::vector<Part> parts;
+  const uint8_t* at = (const uint8_t*)codes.data_ptr();
+  const uint8_t* const end = at + codes.numel();
+  for (int64_t i = 0; i < table.size(0); ++i) {
+    parts.emplace_back(integers(table) + i * table.size(1), at);
+    const Part& part = parts.back();
+    STD_TORCH_CHECK(!part.minima || (part.low < 8 && !part.table[0]), "the C++ kernels know no bytes with minima");
+    at = part.end();
+  }
+  STD_TORCH_CHECK(at == end, "the parts of a weight do not fill its bytes");
+  return parts;
+}
+
+int64_t rows_of(const std::vector<Part>& parts) {
+  int64_t rows = 0;
+  for (const Part& part : parts) rows += part.n;
+  return rows;
+}
+
+Kind kind_of(const Tensor& codes) {
+  using torch::headeronly::ScalarType;
+  const ScalarType type = codes.scalar_type();
+  if (codes.dim() == 1) return PARTS;
+  if (type == ScalarType::Byte) return codes.size(2) == BLOCK * TILE / 2 ? INT4 : INT8;
+  return type == ScalarType::Half ? FP16 : type == ScalarType::BFloat16 ? BF16 : FP32;
+}
+
+// One row of a weight of codes -> out[K]. A code times a scale of 16 bits is exact in a float, so a value is rounded once.
+template <int BITS, bool MINS>
+void decode_row(const Weight& w, int64_t row, float* out) {
+  constexpr int64_t BYTES = BLOCK * TILE * BITS / 8;
+  const int64_t tile = row / TILE, lane = row % TILE, per_group = w.blocks / w.groups;
+  alignas(32) float scales[TILE], mins[TILE];
+  for (int64_t b = 0; b < w.blocks; ++b) {
+    if (b % per_group == 0) {
+      const int64_t at = (tile * w.groups + b / per_group) * TILE;
+      _mm256_store_ps(scales, load_eight(w.scales, w.half, at));
+      if (MINS) _mm256_store_ps(mins, load_eight(w.mins, w.half_mins, at));
+    }
+    const uint8_t* codes = w.codes + (tile * w.blocks + b) * BYTES + lane * 4;
+    for (int i = 0; i < BYTES / 32; ++i)
+      for (int part = 0; part < 8 / BITS; ++part)
+        for (int j = 0; j < 4; ++j) {
+          const int code = codes[i * 32 + j] >> (4 * part) & (BITS == 4 ? 15 : 255);
+          *out++ = MINS ? code * scales[lane] + mins[lane] : (code - (BITS == 4 ? 8 : 128)) * scales[lane];
+        }
+  }
+}
+
+const Tensor* given(const Tensor& t) { return t.numel() ? &t : nullptr; }
+
+}  // namespace
+
+namespace eaglet {
+
+Part::Part(const int64_t* number, const uint8_t* bytes)
+    : n(number[0]), k(number[1]), low(number[2]), high(number[3]), group(number[4]), unit(number[5]), offset(number[6]),
+      nested(number[7]), minima(number[8]), codes(bytes), tile_codes(k * (low + high)) {
+  std::copy_n((const uint8_t*)(number + 9), 16, table);
+  factors = codes + n / TILE * tile_codes;
+  small_bytes = !nested ? 0 : minima && low + high > 2 ? 2 * TILE : TILE;
+  unit_bytes = 2 * TILE * (1 + minima) + small_bytes * unit / group;
+  tile_factors = k / unit * unit_bytes;
+}
+
+Linear::Linear(const Tensor& codes, const Tensor* scales, const Tensor* mins, const float* bias) : bias(bias), kind(kind_of(codes)) {
+  if (kind == PARTS) {
+    STD_TORCH_CHECK(scales && scales->size(1) == 11, "parts of a weight need their table");
+    parts = parts_of(codes, *scales);
+    n = rows_of(parts);
+    k = parts[0].k;
+    return;
+  }
+  weight = {(const uint8_t*)codes.data_ptr(), scales ? scales->data_ptr() : nullptr, scales && is_half(*scales),
+            mins ? mins->data_ptr() : nullptr, mins && is_half(*mins), codes.size(1), scales ? scales->size(1) : 0};
+  n = codes.size(0) * TILE;
+  k = codes.size(1) * (scales ? BLOCK : 1);
+}
+
+Linear::Linear(const tensors::LinearWeights& t) : Linear(t.codes, given(t.scales), given(t.mins), values_or_null(t.bias)) {}
+
+void Linear::operator()(const float* x, int64_t M, const float* residual, int64_t gated, bool round, float* out) const {
+  if (kind == PARTS) return multiply_parts(x, M, residual, gated, round, out);
+  const Epilogue end{bias, residual, out, gated ? n / 2 : n, gated, M};
+  if (kind == FP32) return run_floats<FP32>(weight.codes, x, k, end);
+  if (kind == BF16) return run_floats<BF16>(weight.codes, x, k, end);
+  if (kind == FP16) return run_floats<FP16>(weight.codes, x, k, end);
+  std::optional<Rows> rounded;
+  if (round) rounded.emplace(x, M, k, panel_rows(M), false);
+  const Rows* rows = round ? &*rounded : nullptr;
+  if (kind == INT8) return run_codes<8, false>(weight, rows, x, end);
+  return weight.mins ? run_codes<4, true>(weight, rows, x, end) : run_codes<4, false>(weight, rows, x, end);
+}
+
+// One product for every part, which writes its own columns. Only where all rows share a format is the gate in the product.
+void Linear::multiply_parts(const float* x, int64_t M, const float* residual, int64_t gated, bool round, float* out) const {
+  std::optional<Rows> rounded;
+  if (round) rounded.emplace(x, M, k, panel_rows(M), std::any_of(parts.begin(), parts.end(), [](const Part& part) { return part.group == 16; }));
+  const Rows* rows = round ? &*rounded : nullptr;
+  const bool apart = gated && parts.size() > 1;
+  const Epilogue whole{bias, residual, out, gated ? n / 2 : n, gated, M};
+  if (parts.size() == 1) return run_part(parts[0], rows, x, whole);
+  const std::unique_ptr<float[]> memory(apart ? new float[M * n] : nullptr);
+  int64_t first = 0;
+  for (const Part& part : parts) {
+    Epilogue end{bias && !apart ? bias + first : nullptr, residual && !apart ? residual + first : nullptr,
+                 (apart ? memory.get() : out) + first, n, false, M};
+    end.tiles = part.n / TILE;
+    run_part(part, rows, x, end);
+    first += part.n;
+  }
+  if (!apart) return;
+  parallel_for(0, M, std::max<int64_t>(1, 16384 / n), [&](int64_t a, int64_t b) {
+    for (int64_t row = a; row < b; ++row)
+      for (int64_t at = 0; at < n / 2; at += TILE) whole.finish(row, at, &memory[row * n + at], &memory[row * n + n / 2 + at]);
+  });
+}
+
+void Linear::row(int64_t id, float* out) const {
+  STD_TORCH_CHECK(0 <= id && id < n, "row ", id, " of a weight with ", n);
+  for (const Part& part : parts) {
+    if (id >= part.n) {
+      id -= part.n;
+      continue;
+    }
+    return with_codes(part, [&](auto codes) {
+      float values[BLOCK][TILE];
+      for (int64_t b = 0; b < part.k / BLOCK; ++b) {
+        decode_block<decltype(codes)>(part, id / TILE, b, values);
+        for (int64_t i = 0; i < BLOCK; ++i) out[b * BLOCK + i] = values[i][id % TILE];
+      }
+    });
+  }
+  if (kind == INT4) return weight.mins ? decode_row<4, true>(weight, id, out) : decode_row<4, false>(weight, id, out);
+  if (kind == INT8) return decode_row<8, false>(weight, id, out);
+  const int64_t first = id / TILE * k * TILE + id % TILE;  // floats lie column by column
+  const uint16_t* half = (const uint16_t*)weight.codes + first;
+  const float* whole = (const float*)weight.codes + first;
+  for (int64_t i = 0; i < k; ++i)
+    out[i] = kind == FP32 ? whole[i * TILE]
+           : kind == FP16 ? _cvtsh_ss(half[i * TILE])
+                          : std::bit_cast<float>((uint32_t)half[i * TILE] << 16);
+}
+
+void norm_rows(const float* x, const float* weight, int64_t rows, int64_t size, float eps, float* out) {
+  parallel_for(0, rows, std::max<int64_t>(1, 65536 / size), [&](int64_t a, int64_t b) {
+    for (int64_t row = a; row < b; ++row) norm_row(x + row * size, weight, size, eps, out + row * size);
+  });
+}
+
+}  // namespace eaglet
+
+namespace {
+
+Tensor linear(const Tensor& x, const Tensor& codes, const std::optional<Tensor>& scales, const std::optional<Tensor>& mins,
+              const std::optional<Tensor>& bias, const std::optional<Tensor>& residual, int64_t gated, bool round) {
+  const Linear layer(codes, scales ? &*scales : nullptr, mins ? &*mins : nullptr, floats(bias));
+  Tensor out = torch::stable::new_empty(x, {x.size(0), gated ? layer.n / 2 : layer.n});
+  layer(floats(x), x.size(0), floats(residual), gated, round, floats(out));
+  return out;
+}
+
+// y [M, 2 I] -> [M, I]: the gate of the first half times the second half.
+Tensor gate(const Tensor& y, int64_t kind) {
+  const int64_t M = y.size(0), I = y.size(1) / 2;
+  Tensor out = torch::stable::new_empty(y, {M, I});
+  const float* const from = floats(y);
+  float* const to = floats(out);
+  parallel_for(0, M, std::max<int64_t>(1, 16384 / std::max<int64_t>(1, I)), [&](int64_t a, int64_t b) {
+    for (int64_t row = a; row < b; ++row)
+      for (int64_t at = 0; at < I; at += 8) {
+        alignas(32) float values[3][8] = {};
+        const int64_t count = std::min<int64_t>(8, I - at);
+        std::copy_n(from + row * 2 * I + at, count, values[0]);
+        std::copy_n(from + row * 2 * I + I + at, count, values[1]);
+        _mm256_store_ps(values[2], gate_eight(kind, _mm256_load_ps(values[0]), _mm256_load_ps(values[1])));
+        std::copy_n(values[2], count, to + row * I + at);
+      }
+  });
+  return out;
+}
+
+// Rows ids[count] of a weight, as floats [count, K]: of a tied LM head, whose rows are the embedding.
+Tensor rows(const Tensor& ids, const Tensor& codes, const std::optional<Tensor>& scales, const std::optional<Tensor>& mins) {
+  const Linear layer(codes, scales ? &*scales : nullptr, mins ? &*mins : nullptr, nullptr);
+  Tensor out = torch::stable::new_empty(ids, {ids.size(0), layer.k}, torch::headeronly::ScalarType::Float);
+  for (int64_t i = 0; i < ids.size(0); ++i) layer.row(integers(ids)[i], floats(out) + i * layer.k);
+  return out;
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_FRAGMENT(eaglet_cpu, m) {
+  m.def("linear(Tensor x, Tensor codes, Tensor? scales, Tensor? mins, Tensor? bias, Tensor? residual, int gated, "
+        "bool round) -> Tensor");
+  m.def("gate(Tensor y, int kind) -> Tensor");
+  m.def("rows(Tensor ids, Tensor codes, Tensor? scales, Tensor? mins) -> Tensor");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(eaglet_cpu, CPU, m) {
+  m.impl("linear", TORCH_BOX(&linear));
+  m.impl("gate", TORCH_BOX(&gate));
+  m.impl("rows", TORCH_BOX(&rows));
+}

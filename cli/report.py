@@ -209,16 +209,21 @@ def _acceptance(engine: Engine, result: GenerationResult) -> Iterator[str]:
         depth = " ".join(f"{share:.2f}"[1:] if share < 1 else "1.0" for share in result.accepted_by_depth)
         which = f" over {len(result.drafted)} of {result.steps} steps" if result.plain_steps else ""
         yield f"accepted tau {result.tau:.2f} tokens/step{which}   by depth {depth or '-'} (1 + sum = tau)"
+        if engine.drafter.p_min and result.nodes_per_step:
+            nodes = f"{result.drafted_nodes:.1f} of {engine.drafter.N - 1} nodes drafted a step"
+            yield f"{'':9}{nodes}, those above {engine.drafter.p_min:.0%} acceptance; --prune 0 tells the tau of the head"
         if len(result.n_alpha) > 1:  # one would repeat the line above
             yield " " * 9 + "  ".join(f"{k}-alpha {alpha:.2f}" for k, alpha in enumerate(result.n_alpha))
-    if engine.step_seconds:
+    went = f"   {result.plain_tokens} tokens decoded plainly" if result.plain_tokens else ""
+    if engine.break_even_tau:
         plain, speculative = (seconds * 1e3 for seconds in engine.step_seconds)
-        went = f"   {result.plain_tokens} tokens decoded plainly" if result.plain_tokens else ""
         times = f"(plain {plain:.1f} ms, speculative {speculative:.1f} ms)"
         yield f"drafting pays above break-even tau {engine.break_even_tau:.2f} {times}{went}"
-    elif drafts and engine.always_on != ASKED_FOR:
-        pruned = f"drafting skips nodes below {engine.drafter.p_min:.0%} acceptance"
-        yield f"drafting always on: {engine.always_on}" if engine.always_on else pruned
+    elif drafts and engine.always_on and engine.always_on != ASKED_FOR:
+        yield f"drafting always on: {engine.always_on}"
+    elif engine.step_seconds:
+        ms = engine.step_seconds[0] * 1e3
+        yield f"drafting pays while a step wins more tokens than it costs plain steps of {ms:.1f} ms{went}"
 
 
 def _speed(engine: Engine, result: GenerationResult, bandwidth: float) -> Iterator[str]:

@@ -434,9 +434,10 @@ class Batch:
             for observer in list(engine.observers):
                 observer.step(launched.output, results)
         plain = not launched.speculative and engine.fallback is not None
+        nodes = launched.output.draft.tokens.shape[1] - 1
         for b, request in there:
             logprobs = launched.output.logprobs
-            part = ring[b], launched.speculative, plain, logprobs and logprobs.row(b), seconds
+            part = ring[b], nodes, launched.speculative, plain, logprobs and logprobs.row(b), seconds
             self._take(request, partial(self._step, request, *part))
 
     def _step(self, request: Request, *part: Any) -> None:

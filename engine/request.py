@@ -109,11 +109,11 @@ class Request:
         self._hand_out(self.output.push([first], logprobs and logprobs.row(0), step=False))
 
     def take(
-        self, ring: list[int], speculative: bool, plain: bool, logprobs: Logprobs | None, seconds: float
+        self, ring: list[int], nodes: int, speculative: bool, plain: bool, logprobs: Logprobs | None, seconds: float
     ) -> int | None:
         """Take this row's part of a step, as the ring holds it. Returns where the logits were not finite, if anywhere.
 
-        speculative: whether the step drafted. plain: whether it stood in for one that drafts.
+        nodes: drafted ones. speculative: whether the step drafted. plain: whether it stood in for one that drafts.
         """
         count, done, emitted, finite = ring[0], ring[1], ring[2::2], ring[3::2]
         usable = [*finite, 0].index(0)  # an unusable token is an error, unless a stop comes before it
@@ -125,6 +125,8 @@ class Request:
         chunk = self.output.push(emitted[: min(usable, count)], logprobs)
         if plain and chunk.token_ids:
             self.result.plain_steps.append(self.result.steps - 1)
+        elif chunk.token_ids:
+            self.result.nodes_per_step.append(nodes)
         if self.finished or usable > 0:
             self._hand_out(chunk)
         if not self.finished and usable < count:

@@ -64,6 +64,7 @@ class GenerationResult:
     decode_seconds: float = 0.0
     tokens_per_step: list[list[int]] = field(default_factory=list)
     plain_steps: list[int] = field(default_factory=list)  # steps without a draft, because drafting did not pay
+    nodes_per_step: list[int] = field(default_factory=list)  # drafted by the other steps
     chain: int = 0  # depth of the chain that was drafted, 0 for another tree or none
     cached_tokens: int = 0
     logprobs: list[TokenLogprob] = field(default_factory=list)
@@ -94,6 +95,11 @@ class GenerationResult:
         return acceptance(self.drafted)[0]
 
     @property
+    def drafted_nodes(self) -> float:
+        """The mean number of nodes that those steps drafted, of all sequences in one step the largest number."""
+        return sum(self.nodes_per_step) / max(1, len(self.nodes_per_step))
+
+    @property
     def accepted_by_depth(self) -> list[float]:
         """The share of those steps that emitted more than d tokens, for d = 1, 2, ... tau is 1 + their sum."""
         return acceptance(self.drafted)[1]
@@ -110,7 +116,7 @@ class GenerationResult:
         return (self.new_tokens - 1) / self.decode_seconds if self.decode_seconds > 0 else 0.0
 
     def to_dict(self) -> dict[str, Any]:
-        names = ("new_tokens", "steps", "tau", "accepted_by_depth", "n_alpha", "plain_tokens", "tokens_per_second")
+        names = "new_tokens steps tau drafted_nodes accepted_by_depth n_alpha plain_tokens tokens_per_second".split()
         values = asdict(self) | {name: getattr(self, name) for name in names}
         told = {name: getattr(self, name) for name in ("logprobs", "prompt_logprobs")}
         return values | {name: [entry and entry._asdict() for entry in entries] for name, entries in told.items()}

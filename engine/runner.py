@@ -5,6 +5,7 @@ This file knows neither models nor text. A step is a function without arguments 
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
@@ -118,26 +119,27 @@ class Runner:
 
 
 class Pacer:
-    """Decides whether to draft: not while tau is below break-even.
+    """Decides whether to draft: not where drafting loses against plain steps.
 
-    It looks at the last WINDOW steps, or at fewer where several sequences tell more in each. While decoding is plain it
-    lets PLAIN steps pass, and then a few speculative steps decide whether drafting comes back. Where it does not, the
-    next try waits twice as long.
+    It adds up what drafting loses, in plain steps. Gains make up for losses, but no gain is saved up, so that it notices
+    a text that is not foreseen any more (Page's cumulative sum). A loss of LOSS ends drafting. While decoding is plain it
+    lets PLAIN steps pass, and then tries again: until drafting has lost TRY, or won as much and stays. Each time that a
+    try fails, the next one waits twice as long.
     """
 
-    WINDOW = 16  # steps of one sequence
-    PROBE = 8  # the same for a try
+    LOSS, TRY = 5.0, 2.0  # plain steps
     PLAIN, LONGEST = 64, 512  # plain steps between two tries
+    RECENT = 16  # steps whose times say which ones are hiccups
 
     def __init__(self, break_even: float, plain_seconds: float = 0.0):
-        """plain_seconds: of a plain step, where speculative ones differ too much to be measured before: then the times of
-        the last steps say what break-even is."""
+        """plain_seconds: of a plain step, where speculative ones differ too much to be measured before: then their own
+        times say what they cost. Otherwise all of them cost `break_even` plain steps."""
         self.break_even = break_even
         self.plain_seconds = plain_seconds
         self.speculating = True
-        self.counts: list[float] = []
+        self.loss = self.gain = 0.0
+        self.trying = False
         self.seconds: list[float] = []
-        self.needed = self.WINDOW
         self.plain = 0
         self.pause = self.PLAIN
 
@@ -151,17 +153,19 @@ class Pacer:
         if not speculative:
             self.plain += 1
             if self.plain >= self.pause:
-                self.speculating = True
-                self.counts, self.seconds = [], []
-                self.needed = self.PROBE
+                self.speculating = self.trying = True
+                self.loss = self.gain = 0.0
             return
-        self.counts = [*self.counts[1 - self.WINDOW :], statistics.fmean(counts)]
-        self.seconds = [*self.seconds[1 - self.WINDOW :], seconds]
-        if len(self.counts) >= max(2, self.needed // len(counts)):
-            even = statistics.median(self.seconds) / self.plain_seconds if self.plain_seconds else self.break_even
-            if statistics.fmean(self.counts) < even:
-                self.speculating = False
-                self.plain = 0
-                self.pause = min(2 * self.pause, self.LONGEST) if self.needed == self.PROBE else self.PLAIN
-            else:
-                self.needed = self.WINDOW
+        cost = self.break_even
+        if self.plain_seconds:
+            self.seconds = [*self.seconds[1 - self.RECENT :], seconds]
+            cost = min(seconds, 2 * statistics.median(self.seconds)) / self.plain_seconds
+        won = (statistics.fmean(counts) - cost) * math.sqrt(len(counts))  # the mean of several varies less
+        self.loss = max(0.0, self.loss - won)
+        self.gain += won
+        if self.trying and self.gain >= self.TRY:
+            self.trying = False
+        if self.loss >= (self.TRY if self.trying else self.LOSS):
+            self.speculating = False
+            self.plain = 0
+            self.pause = min(2 * self.pause, self.LONGEST) if self.trying else self.PLAIN

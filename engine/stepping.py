@@ -278,11 +278,12 @@ class Stepper:
         rows = self._rounded(view.rows)
         if view.drafter.unpriced and rows not in self.prices:
             self.prices[rows] = self._measure_price(mode, self.view(rows))
-        paced = self.fallback is not None and (view.rows > 1 or not view.drafter.prunes(mode))
-        if paced and (mode, rows) not in self.timings:
-            # a pruned tree has as many nodes as the text allows, so its steps are timed while they decode
-            known = view.drafter.prunes(mode) and rows in self.prices
-            self.timings[mode, rows] = (self.prices[rows][0], 0.0) if known else self._measure(mode, self.view(rows))
+        if self.fallback is not None and (mode, rows) not in self.timings:
+            if view.drafter.prunes(mode):  # its trees follow the text, so that its steps are timed while they decode
+                known = self.prices.get(rows) or self._measure(mode, self.view(rows))
+                self.timings[mode, rows] = (known[0], 0.0)
+            else:
+                self.timings[mode, rows] = self._measure(mode, self.view(rows))
 
     def _measure_price(self, mode: SamplingMode, view: View) -> tuple[float, float]:
         """Seconds of a plain step, and the extra time of one node as a share of that."""

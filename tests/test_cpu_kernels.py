@@ -792,7 +792,7 @@ def test_nodes_are_pruned_by_their_measured_price(monkeypatch):
         for seed in range(2):
             engine.generate([1, 2, 3], SamplingParams(max_new_tokens=3, seed=seed)).run()
         assert drafter.p_min == pytest.approx(p_min)
-    assert measured == [[1, 5]]
+    assert measured == [[1, 5], [1, 26]]  # without a price, a plain step is timed beside the whole tree
     for share, wanted in ((0.0, 0.05), (9.0, 0.5)):
         drafter.price(share)
         assert drafter.p_min == wanted
@@ -812,9 +812,15 @@ def test_pruned_trees_of_a_batch_keep_what_one_of_them_needs():
         params = SamplingParams(temperature=temperature, max_new_tokens=60)
         plain, *drafted = ([r.token_ids for r in e.generate_batch([[1, 5, 9], [4, 2]], params).run()] for e in engines)
         assert all(ids == plain for ids in drafted)
-    for settings, paced in ((params, False), (replace(params, top_k=5), True)):  # with top-k the whole tree is checked
-        engines[1].generate([1, 5, 9], settings).run()
-        assert engines[1].fallback is not None and (engines[1].step_seconds is not None) == paced
+    for settings, measured in (
+        (params, False),
+        (replace(params, top_k=5), True),
+    ):  # with top-k the whole tree is checked
+        (result,) = engines[1].generate([1, 5, 9], settings).run()
+        assert len(result.nodes_per_step) == len(result.drafted) and set(result.nodes_per_step) <= set(range(34))
+        assert result.drafted_nodes == 25 or not measured
+        plain_step, speculative = engines[1].step_seconds
+        assert engines[1].fallback is not None and plain_step > 0 and (speculative > 0) == measured
 
 
 @needs_kernels

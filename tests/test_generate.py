@@ -35,8 +35,8 @@ HEADS = sorted(p.name for p in DEMO.glob("eagle*") if p.is_dir())
 EAGLE = ["--eagle", str(DEMO / "eagle1")]
 # The keys of --json. Other programs read them: one may be added, none renamed or dropped.
 ROW = """text token_ids prompt_tokens cached_tokens new_tokens stop_reason prefill_seconds decode_seconds
-tokens_per_second steps tokens_per_step plain_steps plain_tokens tau accepted_by_depth chain n_alpha temperature
-seed logprobs prompt_logprobs""".split()
+tokens_per_second steps tokens_per_step plain_steps plain_tokens nodes_per_step drafted_nodes tau accepted_by_depth
+chain n_alpha temperature seed logprobs prompt_logprobs""".split()
 RUN = """template settings settings_of_model
 checkpoint quant lora dtype device drafter tree eagle draft_checkpoint medusa ngram_nodes verify kernels compile
 compile_mode break_even_tau compile_seconds graphs_reused graphs_compiled peak_memory_bytes versions

@@ -300,7 +300,10 @@ SCHEMAS = {
 
 @pytest.fixture(scope="module")
 def demo_engines():
-    return [load(DEMO, ctx=512, device="cpu"), load(DEMO, eagle=DEMO / "eagle3", ctx=512, device="cpu")]
+    return [
+        load(DEMO, ctx=512, device="cpu"),
+        load(DEMO, eagle=DEMO / "eagle3", ctx=512, device="cpu", eagle_always=True),
+    ]
 
 
 @pytest.mark.parametrize("name", SCHEMAS)

@@ -446,7 +446,7 @@ def test_the_engine_survives_every_injection_point(owner, point, after, monkeypa
     Catches what Ctrl-C, a bug or a lack of memory leaves behind. A point that no request reaches fails here, because its
     error is not raised. After the work of a place only Ctrl-C is tried.
     """
-    for name, value in (("WINDOW", 2), ("PLAIN", 4), ("PROBE", 2)):
+    for name, value in (("LOSS", 90), ("PLAIN", 4), ("TRY", 90)):
         monkeypatch.setattr(Pacer, name, value)
     monkeypatch.setattr(runner_module, "capture_graph", functools.partial(capture_graph, warm_up=1))
     params, real, graphs = (accident_params(), getattr(owner, point), point in ("_capture", "launch"))
@@ -533,14 +533,14 @@ def test_an_interrupt_between_any_two_writes():
 # ------------------------------------------------------------------ never slower
 
 
-def test_pacer_gives_up_after_a_window_and_probes_again():
+def test_pacer_gives_up_after_a_loss_and_tries_again():
     """Catches a request that stays slow because the decision is made never or only once, and one that flickers
     because of one bad step."""
     pacer = Pacer(2.0)
-    for _ in range(15):
+    for _ in range(4):  # each loses one plain step
         pacer.take(True, [1], 1.0)
         assert pacer.speculating
-    pacer.take(True, [2], 1.0)
+    pacer.take(True, [1], 1.0)
     assert not pacer.speculating
     pacer.take(True, [5], 1.0)  # this step was under way, so it belongs to no phase
     for _ in range(63):
@@ -548,24 +548,38 @@ def test_pacer_gives_up_after_a_window_and_probes_again():
         assert not pacer.speculating
     pacer.take(False, [1], 1.0)
     assert pacer.speculating
-    for i in range(8):
+    for count in (1, 3, 1):  # a try may lose less, and what it wins in between counts
         pacer.take(False, [1], 1.0)
+        pacer.take(True, [count], 1.0)
         assert pacer.speculating
-        pacer.take(True, [2 if i < 4 else 1], 1.0)  # tau 1.5; a try is 8 steps, not 16
+    pacer.take(True, [1], 1.0)
     assert not pacer.speculating
     for _ in range(127):  # the next try waits twice as long
         pacer.take(False, [1], 1.0)
         assert not pacer.speculating
     pacer.take(False, [1], 1.0)
-    for i in range(100):
-        pacer.take(True, [3 if i % 16 else 1], 1.0)
+    for i in range(200):
+        pacer.take(True, [3 if i % 16 < 12 else 1], 1.0)
         assert pacer.speculating
-    for _ in range(16):
+    for _ in range(5):  # nothing is saved up of 200 good steps
+        assert pacer.speculating
         pacer.take(True, [1], 1.0)
     assert not pacer.speculating and pacer.pause == 64
 
 
-@pytest.mark.parametrize("rows, steps", [(2, 8), (8, 2), (16, 2)])
+def test_pacer_takes_no_hiccup_for_the_price_of_a_step():
+    """Where the times of the steps say what they cost, one step that waited for other programs ends nothing, and dearer
+    steps do."""
+    pacer = Pacer(0.0, plain_seconds=1.0)
+    for i in range(60):
+        pacer.take(True, [2], 90.0 if i % 20 == 7 else 1.5)
+        assert pacer.speculating
+    for _ in range(20):
+        pacer.take(True, [2], 2.5)
+    assert not pacer.speculating
+
+
+@pytest.mark.parametrize("rows, steps", [(1, 5), (2, 4), (8, 2), (16, 2)])
 def test_many_sequences_tell_soon_whether_drafting_pays(rows, steps):
     """Sixteen steps of a tree in eight sequences cost as much as a hundred plain ones: tries that slow everybody down."""
     pacer = Pacer(0.0, plain_seconds=1.0)
@@ -609,10 +623,10 @@ def test_plain_steps_while_speculation_does_not_pay(shifts, lag):
     sizes = [len(step) for step in result.tokens_per_step]
     assert result.new_tokens == 1 + sum(sizes) and result.drafted != sizes
     assert result.tau == (sum(sizes) - result.plain_tokens) / (len(sizes) - result.plain_tokens)
-    if shifts == (1, 0):  # wrong for 16 steps, plain for 64, then right
-        assert sizes[:80] == [1] * 80 and result.plain_tokens == 64 + lag
-        assert set(sizes[80 + 2 * lag : -1]) == {5}
-    else:  # right, then wrong: the window notices
+    if shifts == (1, 0):  # wrong for 5 steps, plain for 64, then right
+        assert sizes[:69] == [1] * 69 and result.plain_tokens == 64 + lag
+        assert set(sizes[69 + 2 * lag : -1]) == {5}
+    else:  # right, then wrong, which is noticed
         assert sizes[:8] == [5] * 8 and result.plain_tokens >= 40 and set(sizes[30:]) == {1}
     assert engine.generate(PROMPT, params).run()[0].tokens_per_step == result.tokens_per_step  # per request
 
@@ -638,7 +652,7 @@ def test_a_drafter_catches_up_after_plain_steps(kind, lag, monkeypatch):
     Acceptance would be lost silently. Tokens and all later draft rows must be those of an engine that never stopped,
     also in the next turn."""
     # 37: more than one chunk of catching up
-    for name, value in (("WINDOW", 3), ("PLAIN", 37), ("LONGEST", 37), ("PROBE", 3)):
+    for name, value in (("LOSS", 250), ("PLAIN", 37), ("LONGEST", 37), ("TRY", 250)):
         monkeypatch.setattr(Pacer, name, value)
     params = settings(2, max_new_tokens=90)
     always = Engine(MODEL, drafter=drafter_of(kind, 2), config=EngineConfig(batch_size=2))
@@ -736,7 +750,7 @@ def test_what_cannot_catch_up_says_so():
 def test_plain_steps_and_catching_up_do_not_recompile(monkeypatch):
     """Catches a switch between the two kinds of step that compiles anew in the middle of a request."""
     torch._dynamo.reset()
-    for name, value in (("WINDOW", 2), ("PLAIN", 5), ("PROBE", 2)):
+    for name, value in (("LOSS", 150), ("PLAIN", 5), ("TRY", 150)):
         monkeypatch.setattr(Pacer, name, value)
     monkeypatch.setattr(Engine, "_measure", lambda *_: (1.0, 99.0))
     monkeypatch.setattr(stepping, "compiled_blocks", lambda: compiled_blocks("eager"))

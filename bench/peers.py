@@ -1,22 +1,23 @@
-"""Other engines as arms of a benchmark: transformers, llama.cpp, and torch by itself. They promise nothing about their
-tokens."""
+"""Other engines as arms of a benchmark: transformers, llama.cpp, ik_llama.cpp, and torch by itself. They promise
+nothing about their tokens."""
 
 from __future__ import annotations
 
 import argparse
 import copy
-import ctypes
 import importlib.metadata
 import importlib.util
-import itertools
-import tempfile
+import json
+import subprocess
+import sys
+import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -30,15 +31,15 @@ from model import Transformer, apply_rope
 from support.errors import NotEnoughMemory, UsageError
 from support.machine import default_device, free_memory, shapes_only, size_text, synchronize
 from weights.checkpoint import Checkpoint
-from weights.gguf import GGUFFile
 from weights.hf import config_to_hf, hf_views, unpacked
 from weights.quantized import QuantLinear
 
 # What --baseline takes, and what each is imported and installed as.
 LIBRARIES = {
-    "hf": ("transformers", "transformers"), "llama.cpp": ("llama_cpp", "llama-cpp-python"), "torch": ("torch", "torch"),
+    "hf": ("transformers", "transformers"), "torch": ("torch", "torch"),
+    "llama.cpp": ("xllamacpp", "xllamacpp"), "ik_llama.cpp": ("ik_llama_cpp", "ik-llama-cpp-python"),
 }  # fmt: skip
-Q4_0, Q4_1 = 2, 3  # llama.cpp's numbers of files that are mostly of these types
+NATIVE = ("llama.cpp", "ik_llama.cpp")  # those of `bench.native_peers`
 
 
 def need_library(baseline: str) -> None:
@@ -55,10 +56,11 @@ def check_peers(baselines: Sequence[str], gguf: bool, device: str | None) -> Non
     """
     for baseline in baselines:
         need_library(baseline)
-    if "llama.cpp" in baselines and not gguf:
-        raise UsageError("--baseline llama.cpp reads GGUF files only; add --checkpoint FILE.gguf.")
-    if "llama.cpp" in baselines and (device or default_device()) != "cpu":
-        raise UsageError("--baseline llama.cpp is measured on CPUs only; add --device cpu.")
+    for baseline in [name for name in NATIVE if name in baselines]:
+        if not gguf:
+            raise UsageError(f"--baseline {baseline} reads GGUF files only; add --checkpoint FILE.gguf.")
+        if (device or default_device()) != "cpu":
+            raise UsageError(f"--baseline {baseline} is measured on CPUs only; add --device cpu.")
 
 
 def is_gguf(checkpoint: str) -> bool:
@@ -73,13 +75,11 @@ def peers_of(args: argparse.Namespace, base: Engine, ctx: int) -> list[Arm]:
         model = floats_of(base, None if args.shape else args.checkpoint)
         twin, copied = hf_model(model), bool(base.model.quant)
         arms += [HFArm(kind, twin, base.tokenizer, copied) for kind in ("hf", "hf-static")]
-    if "llama.cpp" in args.baseline:
-        arms.append(LlamaCppArm(args.checkpoint, ctx))
-        if GGUFFile.open(Path(args.checkpoint)).metadata.get("general.file_type") == Q4_1:
-            arms.append(repacked_llama_cpp(args.checkpoint, ctx))
-    if "torch" in args.baseline:
+    for greedy in {"ik_llama.cpp", "torch"}.intersection(args.baseline):
         if any(args.temperature):
-            raise UsageError("--baseline torch decodes greedily; add --temperature 0.")
+            raise UsageError(f"--baseline {greedy} decodes greedily; add --temperature 0.")
+    arms += [NativeArm(name, args.checkpoint, ctx) for name in NATIVE if name in args.baseline]
+    if "torch" in args.baseline:
         arms.append(TorchArm(base.model, ctx, base.model.quant == "int4", base.model.device.type == "cuda"))
     return arms
 
@@ -182,98 +182,68 @@ def hf_model(model: Transformer):
     return twin.eval().requires_grad_(False)
 
 
-# ---- llama.cpp --------------------------------------------------------------------------------------------
+# ---- llama.cpp and ik_llama.cpp ---------------------------------------------------------------------------
 
 
-class LlamaCppArm:
-    """llama.cpp on a GGUF file, through llama-cpp-python, with as many threads as torch. It does not draft."""
+class NativeArm:
+    """llama.cpp or ik_llama.cpp in a process of its own (`bench.native_peers`), with as many threads as torch.
+
+    It does not draft. llama.cpp tells no ids, so all of them are -1.
+    """
 
     label = OTHER_ENGINE
 
-    def __init__(self, file: str, ctx: int, name: str = "llama.cpp"):
-        import llama_cpp
-
-        self.name = name
+    def __init__(self, name: str, file: str, ctx: int, clients: int = 1):
+        self.name, self.file = name, file
         threads = torch.get_num_threads()
-        options = {"n_threads": threads, "n_threads_batch": threads, "n_gpu_layers": 0}
-        self.llama = llama_cpp.Llama(file, n_ctx=ctx, logits_all=False, verbose=False, **options)
-        built = llama_cpp.llama_print_system_info().decode().strip(" |")
-        self.options = {"llama-cpp-python": llama_cpp.__version__, "threads": threads, "built with": built}
+        command = [sys.executable, "-m", "bench.native_peers", name, file, *map(str, (ctx, threads, clients))]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        folder = Path(__file__).parents[1]
+        self.process = subprocess.Popen(command, cwd=folder, **pipes)  # it ends when its stdin does
+        # it would wait forever for a reader of what its library prints
+        self.errors: deque[str] = deque(maxlen=1)
+        threading.Thread(target=self.errors.extend, args=(self.process.stderr,), daemon=True).start()
+        self.options = self._read() | {"threads": threads}
+
+    def _read(self) -> Any:
+        line = self.process.stdout.readline()
+        if not line:
+            code = self.process.wait()
+            raise UsageError(f"--baseline {self.name} ended with code {code}: {' '.join(self.errors).strip()[:300]}")
+        return json.loads(line)
+
+    def _ask(self, prompts: Sequence[list[int]], params: SamplingParams) -> tuple[list[list[int]], list[list[float]]]:
+        """The ids of each prompt, and when they arrived, in seconds. Nothing of an earlier request is reused."""
+        sampling = {name: vars(params)[name] for name in ("temperature", "top_k", "top_p", "seed")}
+        stops = [i for i in params.stop_ids if i not in NO_STOP]
+        request = {"prompts": prompts, "tokens": params.max_new_tokens, "stops": stops, "sampling": sampling}
+        print(json.dumps(request), file=self.process.stdin, flush=True)
+        answer = self._read()
+        return answer["ids"], answer["arrivals"]
 
     def run(self, prompt: list[int], params: SamplingParams) -> Sample:
         """One request from an empty cache."""
-        self.llama.reset()  # otherwise it reuses the prefix that the prompt shares with the last request
-        self.llama.set_seed(params.seed % (2**32 - 1))  # the last number of 32 bits means a random seed
-        ids: list[int] = []
-        times: list[float] = []
-        started = time.perf_counter()
-        stream = self.llama.generate(
-            prompt, temp=params.temperature, top_k=params.top_k, top_p=params.top_p, min_p=0.0, repeat_penalty=1.0
-        )
-        for token in itertools.islice(stream, params.max_new_tokens):
-            times.append(time.perf_counter())
-            ids.append(token)
-            if token in params.stop_ids:
-                break
-        stream.close()
-        return Sample(ids, times[0] - started, times[-1] - times[0])
+        (ids,), (times,) = self._ask([prompt], params)
+        return Sample(ids, times[0], times[-1] - times[0])
 
-    def together(self, clients: int, tokens: int) -> Callable[[Sequence[list[int]], SamplingParams], Timing]:
-        """What decodes so many prompts together, greedily, in one context with a sequence for each.
+    def together(self, clients: int, tokens: int) -> Callable[[Sequence[list[int]], SamplingParams], Timing] | None:
+        """What decodes so many prompts together, greedily, in a process with a slot for each; None if it cannot.
 
-        tokens: that each of them needs. The prompts are read one after another, each in one batch.
+        tokens: that each of them needs.
         """
-        import llama_cpp as lib
-
-        options = lib.llama_context_default_params()
-        options.n_ctx, options.n_seq_max, options.kv_unified = tokens * clients, clients, True
-        options.n_batch = max(512, tokens)
-        options.n_threads = options.n_threads_batch = torch.get_num_threads()
-        context = lib.llama_init_from_model(self.llama.model, options)
-        vocabulary = self.llama.n_vocab()
-        batch = lib.llama_batch_init(max(tokens, clients), 0, 1)
-
-        def decode(rows: Sequence[tuple[int, int, int, bool]]) -> list[int]:
-            """Run tokens (id, position, sequence, whether its next token is wanted). Returns the likeliest next ones."""
-            batch.n_tokens = len(rows)
-            for i, (token, position, sequence, wanted) in enumerate(rows):
-                batch.token[i], batch.pos[i], batch.n_seq_id[i] = token, position, 1
-                batch.seq_id[i][0], batch.logits[i] = sequence, wanted
-            if lib.llama_decode(context, batch):
-                raise RuntimeError("llama.cpp could not decode a batch.")
-            chosen = [i for i, row in enumerate(rows) if row[3]]
-            logits = [lib.llama_get_logits_ith(context, i) for i in chosen]
-            return [int(np.ctypeslib.as_array(row, (vocabulary,)).argmax()) for row in logits]
+        if clients > 1 and self.name == "ik_llama.cpp":
+            return None
+        arm = NativeArm(self.name, self.file, tokens * clients, clients)
 
         def run(prompts: Sequence[list[int]], params: SamplingParams) -> Timing:
-            lib.llama_memory_clear(lib.llama_get_memory(context), True)
-            started, firsts, last = time.perf_counter(), [], []
-            for sequence, prompt in enumerate(prompts):
-                end = len(prompt) - 1
-                last += decode([(token, i, sequence, i == end) for i, token in enumerate(prompt)])
-                firsts.append(time.perf_counter() - started)
-            for step in range(params.max_new_tokens - 1):
-                last = decode([(last[s], len(prompt) + step, s, True) for s, prompt in enumerate(prompts)])
-            seconds, late = time.perf_counter() - started, len(prompts) * (params.max_new_tokens - 1)
-            return Timing(len(prompts) + late, seconds, firsts, late / (seconds - firsts[-1]))
+            arrivals = arm._ask(prompts, params)[1]
+            firsts, ends = [times[0] for times in arrivals], [times[-1] for times in arrivals]
+            ready, end = max(firsts), min(ends)
+            late = sum(ready < t <= end for times in arrivals for t in times)
+            rate = late / (end - ready) if end > ready else 0.0
+            return Timing(sum(map(len, arrivals)), max(ends), firsts, rate)
 
         return run
-
-
-def repacked_llama_cpp(file: str, ctx: int) -> LlamaCppArm:
-    """llama.cpp on a Q4_1 file that its own library has rounded to Q4_0.
-
-    llama.cpp rearranges Q4_0 for the processor, and not Q4_1, so this is its fastest form of such weights.
-    """
-    import llama_cpp as lib
-
-    options = lib.llama_model_quantize_default_params()
-    options.ftype, options.allow_requantize, options.nthread = Q4_0, True, torch.get_num_threads()
-    with tempfile.TemporaryDirectory() as folder:  # the mapped file stays readable after its name is gone
-        rounded = str(Path(folder, "q4_0.gguf"))
-        if lib.llama_model_quantize(file.encode(), rounded.encode(), ctypes.byref(options)):
-            raise UsageError(f"--baseline llama.cpp cannot round {file} to Q4_0; leave it out.")
-        return LlamaCppArm(rounded, ctx, "llama.cpp Q4_0")
 
 
 # ---- torch by itself --------------------------------------------------------------------------------------

@@ -164,7 +164,7 @@ def source() -> dict[str, Any]:
 
 def environment(device: torch.device) -> dict[str, Any]:
     """Everything about the machine that moves the numbers."""
-    known = dict.fromkeys(("torch", "triton", "transformers", "llama-cpp-python", "numpy"))
+    known = dict.fromkeys(("torch", "triton", "transformers", "xllamacpp", "ik-llama-cpp-python", "numpy"))
     for name in known:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             known[name] = importlib.metadata.version(name)

@@ -8,6 +8,7 @@ runs a few more steps and says which kernels the time went to.
 from __future__ import annotations
 
 import argparse
+import random
 import statistics
 import time
 import traceback
@@ -19,13 +20,14 @@ import torch
 
 from bench.arms import NO_STOP, Arm, EngineArm, Timing, build_engine
 from bench.measure import step_bytes
-from bench.peers import LlamaCppArm
+from bench.peers import NativeArm
 from bench.records import Line
 from decoding.params import SamplingParams
 from engine.engine import Engine
 from engine.runner import capture_graph
 from support.machine import synchronize
 
+QUIET = 0.05  # seconds in which the threads of the engine before fall asleep
 CLIENT_ROUNDS = 5
 SLACK = 8  # free tokens behind the context
 ROUNDS = 15
@@ -151,19 +153,22 @@ def client_lines(
 ) -> Iterator[Line]:
     """A line per arm, number of clients and length of their prompts: their tokens per second, and when their text begins.
 
-    All begin at once. The cases are timed in turn, CLIENT_ROUNDS times, and medians count. The ratio is to the first arm
-    with the first number of clients, behind prompts of the same length. Arms that cannot decode together are left out.
+    All begin at once. The cases are timed in random order, CLIENT_ROUNDS times, and medians count. The ratio is to the
+    first arm with the first number of clients, behind prompts of the same length. Arms that cannot decode together are
+    left out.
 
     lengths: tokens of each client's prompt. text: ids of which every client gets a part of its own.
     """
-    together = [arm for arm in arms if isinstance(arm, EngineArm | LlamaCppArm)]
+    together = [arm for arm in arms if isinstance(arm, EngineArm | NativeArm)]
     longest = max(lengths) + params.max_new_tokens
-    runs = {(arm.name, count): arm.together(count, longest) for arm in together for count in clients}
+    found = {(arm.name, count): arm.together(count, longest) for arm in together for count in clients}
+    runs = {pair: run for pair, run in found.items() if run is not None}
     cases = [(*pair, length) for length in lengths for pair in runs]
     timings: dict[tuple[str, int, int], list[Timing]] = {case: [] for case in cases}
     for number in range(CLIENT_ROUNDS + 1):
-        for name, count, length in cases:
+        for name, count, length in random.sample(cases, len(cases)):
             whole = text * (1 + length * count // len(text))
+            time.sleep(QUIET)
             timing = runs[name, count]([whole[length * i : length * (i + 1)] for i in range(count)], params)
             if number:  # the first one warms up
                 timings[name, count, length].append(timing)

@@ -57,7 +57,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--head", **many, metavar="DIR", help="with --suite: an EAGLE head (default: those beside the checkpoint)")
     only = "of the default arms only these (plain is always in; without it, --arm replaces them)"
     add("--only", default="", metavar="A,B", help=only)
-    what = "hf: transformers, dynamic and static cache; llama.cpp: on the same GGUF file; torch: on its int4 kernel"
+    what = "hf: transformers, two caches; llama.cpp, ik_llama.cpp: on the same GGUF file; torch: on its int4 kernel"
     add("--baseline", **many, choices=tuple(LIBRARIES), help=what)
     add_questions(parser.add_argument_group("questions"), "--limit")
     add_sampling(parser, "top_k", "top_p", "seed", "max_new_tokens", max_new_tokens=64)

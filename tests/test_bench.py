@@ -717,64 +717,79 @@ def real_engine(real_file):
     return load(real_file, dtype="float32", device="cpu", ctx=256, kernels="reference")
 
 
-class FakeLlama:
-    """Yields 5, 6, 7, ... and keeps how it was built and called."""
-
-    def __init__(self, file, **options):
-        self.file, self.options, self.calls = file, options, []
-
-    def reset(self):
-        self.calls.append("reset")
-
-    def set_seed(self, seed):
-        self.calls.append(seed)
-
-    def generate(self, prompt, **options):
-        self.calls.append((prompt, options))
-        yield from range(5, 100)
-
-
-@pytest.fixture
-def fake_llama_cpp(monkeypatch):
-    built = SimpleNamespace(Llama=FakeLlama, __version__="1.2", llama_print_system_info=lambda: b"CPU : AVX2 = 1 | ")
-    monkeypatch.setitem(sys.modules, "llama_cpp", built)
+FAKE_XLLAMACPP = """
+import json, sys, types
+__version__ = "1.2"
+get_system_info = lambda: "CPU : AVX2 = 1 | "
+space = types.SimpleNamespace
+CommonParams = lambda: space(model=space(), cpuparams=space(), cpuparams_batch=space())
+class Server:
+    def __init__(self, how):
+        print("noise")
+        self.how = how.model.path, how.n_ctx, how.n_parallel, how.cpuparams.n_threads, how.cpuparams_batch.n_threads
+    def handle_completions(self, request, take):
+        if request["prompt"] == [0]:
+            sys.exit("no memory for 3 clients")
+        with open(self.how[0], "a") as file:
+            print(json.dumps([self.how, request]), file=file)
+        for _ in range(request["n_predict"]):
+            assert not take({"choices": [{"text": "a"}]})
+        take({"timings": {"predicted_n": request["n_predict"]}})
+"""
 
 
-def test_llama_cpp_gets_the_same_request_as_the_others(fake_llama_cpp):
-    """More threads than ours, its own top-k 40 and min-p 0.05, a reused prefix, ids past a stop or past the limit."""
-    arm = peers.LlamaCppArm("m.gguf", 192)
-    options, threads = arm.llama.options, torch.get_num_threads()
-    assert (arm.llama.file, arm.name, arm.label) == ("m.gguf", "llama.cpp", bench_arms.OTHER_ENGINE)
-    assert options["n_threads"] == options["n_threads_batch"] == threads and options["n_ctx"] == 192
-    assert options["verbose"] is False and options["logits_all"] is False
-    assert arm.options == {"llama-cpp-python": "1.2", "threads": threads, "built with": "CPU : AVX2 = 1"}
-    off = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "repeat_penalty": 1.0}
-    sample = arm.run([1, 2, 3], SamplingParams(max_new_tokens=9, stop_ids=(8,)))
-    assert sample.token_ids == [5, 6, 7, 8] and sample.tokens_per_step is None
-    assert arm.llama.calls == ["reset", 0, ([1, 2, 3], {"temp": 0.0, **off})]
-    params = SamplingParams(temperature=1.0, seed=11, max_new_tokens=2, stop_ids=bench_arms.NO_STOP)
-    assert arm.run([4], params).token_ids == [5, 6]
-    assert arm.llama.calls[3:] == ["reset", 11, ([4], {"temp": 1.0, **off})]
-    assert measure.arm_facts([arm])[0]["options"] == arm.options
+def test_llama_cpp_gets_the_same_request_as_the_others(tmp_path, monkeypatch):
+    """More threads than ours, its own top-k 40 and min-p 0.05, a reused prefix, what its library prints taken for an
+    answer, and a process that ends without a word."""
+    (tmp_path / "xllamacpp.py").write_text(FAKE_XLLAMACPP)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    log, threads = tmp_path / "log", torch.get_num_threads()
+    arm = peers.NativeArm("llama.cpp", str(log), 192)
+    assert arm.options == {"xllamacpp": "1.2", "threads": threads, "built with": "CPU : AVX2 = 1"}
+    assert measure.arm_facts([arm])[0]["options"] == arm.options and arm.label == bench_arms.OTHER_ENGINE
+    sample = arm.run([1, 2, 3], SamplingParams(max_new_tokens=9, stop_ids=bench_arms.NO_STOP))
+    assert sample.token_ids == [-1] * 9 and sample.tokens_per_step is None and sample.decode_seconds > 0
+    params = SamplingParams(temperature=1.0, seed=11, max_new_tokens=2, stop_ids=(7,))
+    timing = arm.together(3, 50)([[4], [5], [6]], params)
+    assert timing.tokens == 6 and len(timing.first_seconds) == 3 and timing.seconds >= timing.ready
+    (built, first), *more = map(json.loads, log.read_text().splitlines())
+    assert built == [str(log), 192, 1, threads, threads] and more[0][0] == [str(log), 150, 3, threads, threads]
+    off = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "repeat_penalty": 1.0, "cache_prompt": False, "stream": True}
+    own = {"prompt": [1, 2, 3], "n_predict": 9, "ignore_eos": True, "temperature": 0.0, "seed": 0}
+    assert first == off | own
+    assert sorted(r["prompt"][0] for _, r in more) == [4, 5, 6]
+    assert more[0][1] == off | {
+        "prompt": more[0][1]["prompt"],
+        "n_predict": 2,
+        "ignore_eos": False,
+        "temperature": 1.0,
+        "seed": 11,
+    }
+    with pytest.raises(UserError, match="^--baseline llama.cpp ended with code 1: no memory for 3 clients$"):
+        arm.run([0], params)
 
 
 @needs_gguf
-def test_llama_cpp_decodes_every_prompt_from_an_empty_cache(real_file, real_engine, monkeypatch):
-    """A second run that skips the prompt because llama.cpp still holds it, or a seed that changes nothing."""
-    pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
-    arm = peers.LlamaCppArm(real_file, 256)
-    evaluated, evaluate_ = [], arm.llama.eval
-    monkeypatch.setattr(arm.llama, "eval", lambda ids: (evaluated.append(len(ids)), evaluate_(ids)))
-    prompt = real_engine.tokenizer.encode("The capital of France is")
+@pytest.mark.parametrize("name", peers.NATIVE)
+def test_the_native_engines_decode_every_prompt_from_an_empty_cache(name, real_file, real_engine):
+    """A second run that goes on from the caches of the first; another number of tokens than asked for; other tokens than
+    ours where ids are known."""
+    pytest.importorskip(peers.LIBRARIES[name][0], reason=f"{peers.LIBRARIES[name][1]} is not installed")
+    arm = peers.NativeArm(name, real_file, 256)
+    prompt = real_engine.tokenizer.encode("The capital of France is") * 20
     greedy = SamplingParams(max_new_tokens=6, stop_ids=bench_arms.NO_STOP)
-    ours = real_engine.generate(prompt, greedy).run()[0].token_ids
     first, again = arm.run(prompt, greedy), arm.run(prompt, greedy)
-    assert evaluated == [len(prompt), 1, 1, 1, 1, 1] * 2
     assert first.token_ids == again.token_ids and len(first.token_ids) == 6
-    assert first.token_ids[0] == ours[0]  # Paris; later tokens may fork, because its activations are int8
-    assert arm.run(prompt, replace(greedy, stop_ids=(first.token_ids[2],))).token_ids == first.token_ids[:3]
-    sampled = [arm.run(prompt, replace(greedy, temperature=1.5, seed=seed)).token_ids for seed in (1, 1, 2, 3)]
-    assert sampled[0] == sampled[1] and len({tuple(ids) for ids in sampled}) > 1
+    one = arm.together(1, 150)([prompt], greedy)
+    assert one.tokens == 6 and one.decoding > 0
+    several = arm.together(2, 150)
+    if name == "ik_llama.cpp":
+        assert several is None
+        ours = real_engine.generate(prompt, greedy).run()[0].token_ids
+        assert first.token_ids[0] == ours[0]  # later tokens may fork, because its activations are int8
+        assert arm.run(prompt, replace(greedy, stop_ids=(first.token_ids[2],))).token_ids == first.token_ids[:3]
+    else:
+        assert several([prompt, prompt[:50]], greedy).tokens == 12
 
 
 @needs_gguf
@@ -815,17 +830,18 @@ def test_transformers_runs_the_weights_of_the_folder_beside_an_engine_that_round
 @needs_gguf
 def test_command_with_baselines_on_a_gguf_file(real_file, capsys):
     """A GGUF file taken for a folder of drafters; an arm, a version or the note on other weights missing on the page."""
-    pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
+    for name in peers.NATIVE:
+        pytest.importorskip(peers.LIBRARIES[name][0], reason=f"{peers.LIBRARIES[name][1]} is not installed")
     pytest.importorskip("transformers")
     flags = f"--checkpoint {real_file} --device cpu --dtype float32 --kernels reference -q --limit 1".split()
     flags += "--reps 1 --warmup-runs 1 --max-new-tokens 3 --temperature 0 --only plain --json -".split()
-    assert bench.main([*flags, "--baseline", "hf", "--baseline", "llama.cpp"]) == 0
+    assert bench.main([*flags, *"--baseline hf --baseline llama.cpp --baseline ik_llama.cpp".split()]) == 0
     page = capsys.readouterr().out
     summary = json.loads(page.splitlines()[-1])
-    arms = ["plain", "hf bf16", "hf-static bf16", "llama.cpp", "llama.cpp Q4_0"]
+    arms = ["plain", "hf bf16", "hf-static bf16", "llama.cpp", "ik_llama.cpp"]
     assert [r["arm"] for r in summary["rows"]] == arms
     assert all(r["label"] == bench_arms.OTHER_ENGINE and r["speedup"] and r["tau"] is None for r in summary["rows"][1:])
-    assert "llama-cpp-python " in page and "hf bf16: its weights are a copy" in page
+    assert "xllamacpp " in page and "hf bf16: its weights are a copy" in page
 
 
 def test_no_drafter_is_looked_for_beside_a_gguf_file(tmp_path):
@@ -837,7 +853,7 @@ def test_no_drafter_is_looked_for_beside_a_gguf_file(tmp_path):
     assert [name for name, _ in arms] == ["plain", "n-gram"]
 
 
-@pytest.mark.parametrize(("name", "module"), [("hf", "transformers"), ("llama.cpp", "llama_cpp")])
+@pytest.mark.parametrize(("name", "module"), [("hf", "transformers"), ("llama.cpp", "xllamacpp")])
 def test_a_missing_library_is_one_line_before_the_model_is_loaded(name, module, capsys, monkeypatch):
     """An ImportError at the end of a long load, without the name of the package to install."""
     monkeypatch.setitem(sys.modules, module, None)

@@ -57,7 +57,8 @@ def test_the_wheel_has_one_package(wheel):
     assert wheel.name == f"eaglet_decoder-{generate.VERSION}-py3-none-any.whl"
     needed = "__init__.py __main__.py py.typed engine/load.py model.py demo/config.json "
     needed += "kernels/cpu.cpp kernels/cpu_delta.cpp kernels/cpu_draft.cpp kernels/cpu_step.cpp "
-    needed += "kernels/cpu_linear.cpp kernels/cpu_attention.cpp kernels/cpu.h kernels/registers.h kernels/team.h cli/page.html cli/drawings.js cli/drawings.css "
+    needed += "kernels/cpu_linear.cpp kernels/cpu_attention.cpp kernels/cpu.h kernels/registers.h kernels/team.h "
+    needed += "cli/page.html cli/drawings.js cli/drawings.css "
     needed += "serving/page.html serving/page.css serving/page.js serving/answer.js serving/markdown.js "
     needed += "serving/vendor/markdown-it.min.js serving/vendor/LICENSE"
     assert {f"eaglet/{name}" for name in needed.split()} <= set(names)

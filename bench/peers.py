@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from bench.arms import NO_STOP, OTHER_ENGINE, Arm, Sample, Timing
+from bench.native_peers import ENGINES as NATIVE
 from decoding.params import SamplingParams
 from engine.engine import Engine
 from loading.memory import float_bytes
@@ -39,7 +40,6 @@ LIBRARIES = {
     "hf": ("transformers", "transformers"), "torch": ("torch", "torch"),
     "llama.cpp": ("xllamacpp", "xllamacpp"), "ik_llama.cpp": ("ik_llama_cpp", "ik-llama-cpp-python"),
 }  # fmt: skip
-NATIVE = ("llama.cpp", "ik_llama.cpp")  # those of `bench.native_peers`
 
 
 def need_library(baseline: str) -> None:
@@ -75,8 +75,8 @@ def peers_of(args: argparse.Namespace, base: Engine, ctx: int) -> list[Arm]:
         model = floats_of(base, None if args.shape else args.checkpoint)
         twin, copied = hf_model(model), bool(base.model.quant)
         arms += [HFArm(kind, twin, base.tokenizer, copied) for kind in ("hf", "hf-static")]
-    for greedy in {"ik_llama.cpp", "torch"}.intersection(args.baseline):
-        if any(args.temperature):
+    for greedy in ("ik_llama.cpp", "torch"):
+        if greedy in args.baseline and any(args.temperature):
             raise UsageError(f"--baseline {greedy} decodes greedily; add --temperature 0.")
     arms += [NativeArm(name, args.checkpoint, ctx) for name in NATIVE if name in args.baseline]
     if "torch" in args.baseline:

@@ -22,7 +22,7 @@ from support import native
 
 FILES = "cpu.cpp cpu_linear.cpp cpu_attention.cpp cpu_delta.cpp cpu_draft.cpp cpu_pack.cpp cpu_step.cpp"
 SOURCES = [Path(__file__).with_name(name) for name in f"{FILES} cpu.h registers.h team.h".split()]
-BLOCK, TILE = 32, 8  # columns that share a scale of the activations; output rows of a tile. As in cpu.cpp
+BLOCK, TILE = 32, 8  # columns that share a scale of the activations; output rows of a tile. As in cpu.h
 NEEDED = ("avx2", "fma", "f16c")
 
 

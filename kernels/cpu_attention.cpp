@@ -35,7 +35,7 @@ constexpr int NARROW = 3, FEW_QUERIES = 12;  // so many read keys and values as 
 // Neighbouring values of a row of the cache from column `at` on: eight, and a register of them. Bytes are multiplied by the scale
 // of their row.
 template <Stored AS>
-inline __m256 load_eight(const char* row, int64_t at, int64_t hd) {
+inline __m256 eight_stored(const char* row, int64_t at, int64_t hd) {
   if (AS == Stored::FLOAT) return _mm256_loadu_ps((const float*)row + at);
   if (AS == Stored::HALF) return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(row + 2 * at)));
   float scale;
@@ -47,7 +47,7 @@ inline Floats load_stored(const char* row, int64_t at, int64_t hd) {
 #ifdef WIDE_REGISTERS
   if (AS == Stored::HALF) return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)(row + 2 * at)));
 #endif
-  const __m256 parts[2] = {load_eight<AS>(row, at, hd), LANES == 2 ? load_eight<AS>(row, at + 8, hd) : _mm256_setzero_ps()};
+  const __m256 parts[2] = {eight_stored<AS>(row, at, hd), LANES == 2 ? eight_stored<AS>(row, at + 8, hd) : _mm256_setzero_ps()};
   return side_by_side(parts);
 }
 
@@ -129,7 +129,7 @@ struct CacheRows {
   const int64_t* rows;
   int64_t first;
   Floats operator()(int64_t row, int64_t at) const { return load_stored<AS>(from + rows[row] * cache.row, first + at, cache.hd); }
-  __m256 eight(int64_t row, int64_t at) const { return load_eight<AS>(from + rows[row] * cache.row, first + at, cache.hd); }
+  __m256 eight(int64_t row, int64_t at) const { return eight_stored<AS>(from + rows[row] * cache.row, first + at, cache.hd); }
   [[gnu::always_inline]] void ask_ahead(int64_t row, int64_t count) const { ask_for<AS>(from + (rows[row] + CHUNK) * cache.row, first, count); }
 };
 
@@ -203,10 +203,7 @@ template <int R, int W, class Source>
 [[gnu::noinline]] void add_product(const float* a, int64_t stride_a, const Source& b, int64_t at, int64_t count, float* out,
                                    int64_t stride_out) {
   Floats sum[R][W];
-#pragma GCC unroll 8
-  for (int r = 0; r < R; ++r)
-#pragma GCC unroll 8
-    for (int w = 0; w < W; ++w) sum[r][w] = load(out + r * stride_out + w * WIDTH);
+  for_each<R>([&](auto r) { for_each<W>([&](auto w) { sum[r][w] = load(out + r * stride_out + w * WIDTH); }); });
   for (int64_t i = 0; i < count; ++i) {
     if (at == 0) b.ask_ahead(i, DEPTH);
     Floats value[R];
@@ -216,10 +213,7 @@ template <int R, int W, class Source>
       for_each<R>([&](auto r) { sum[r][w] = times_plus(value[r], row, sum[r][w]); });
     });
   }
-#pragma GCC unroll 8
-  for (int r = 0; r < R; ++r)
-#pragma GCC unroll 8
-    for (int w = 0; w < W; ++w) store(out + r * stride_out + w * WIDTH, sum[r][w]);
+  for_each<R>([&](auto r) { for_each<W>([&](auto w) { store(out + r * stride_out + w * WIDTH, sum[r][w]); }); });
 }
 
 // Calls call(R, row, W, column) with constants R and W for tiles that cover `rows` rows and `columns` columns.

@@ -188,7 +188,7 @@ void with_codes(const Part& part, Call call) {
   return call(Codes<4, 0, 32, false>());
 }
 
-// The codes of a block of a pair of tiles, in the order of the columns. `take` needs to be called for j from 0 to 7, for all sides.
+// The codes of a block of a pair of tiles, in the order of the columns: J goes from 0 to 7, for all sides.
 template <class C>
 struct Packed {
   const uint8_t* const* codes;  // of the two tiles
@@ -196,15 +196,21 @@ struct Packed {
   const Ints table;
   Ints low[SIDES], high[SIDES];
 
-  // Columns 4 j to 4 j + 3 of LANES tiles.
+  // Columns 4 J to 4 J + 3 of LANES tiles, as they are stored.
   template <int J>
-  [[gnu::always_inline]] Ints take(int side) {
+  [[gnu::always_inline]] Ints stored(int side) {
     constexpr int PER = 8 / C::LOW, ABOVE = C::HIGH ? 8 / (C::HIGH | !C::HIGH) : 1;
     if (J % PER == 0) low[side] = load_codes(codes + side * LANES, at + 32 * (J / PER));
     if (C::HIGH && J % ABOVE == 0) high[side] = load_codes(codes + side * LANES, at + 32 * (C::LOW + J / ABOVE));
     Ints code = PER == 1 ? low[side] : moved<-(J % PER) * C::LOW>(low[side], (1 << C::LOW) - 1);
     if (C::HIGH) code = both(code, moved<C::LOW - J % ABOVE * C::HIGH>(high[side], ((1 << C::HIGH) - 1) << C::LOW));
-    return prepared<C::BITS>(C::TABLE ? look_up(table, code) : code);
+    return C::TABLE ? look_up(table, code) : code;
+  }
+
+  // The same as `add_products` takes them.
+  template <int J>
+  [[gnu::always_inline]] Ints take(int side) {
+    return prepared<C::BITS>(stored<J>(side));
   }
 };
 
@@ -340,8 +346,8 @@ template <class F, int R, int S, int G, class Take>
     }
 }
 
-// A panel of R rows from `row` on times a pair of tiles -> out[2][R][8]. left: tiles that the thread reads from here on, which lie
-// one behind the other; 0 if they are in the cache already.
+// A panel of R rows from `row` on times a pair of tiles -> out[2][R][8]. left: tiles from here to the end of the half,
+// which lie one behind the other; 0 if they are in the cache already.
 template <class F, int R>
 [[gnu::noinline]] void multiply(F f, const Rows& x, int64_t row, int64_t left, float (*out)[CODE_ROWS][TILE]) {
   using C = typename F::C;
@@ -436,7 +442,7 @@ template <class C>
   for_each<8>([&](auto j) {
     alignas(64) uint8_t lanes[LANES * 32];
     __m256 scale, min;
-    store(lanes, prepared<C::BITS>(packed.template take<j>(0)));  // twice prepared: the stored codes
+    store(lanes, packed.template stored<j>(0));
     factors.of_group<C>(block % per_unit * C::GROUPS + j * 4 / C::GROUP, scale, min);
     const __m256i four = _mm256_load_si256((const __m256i*)lanes);
     for (int c = 0; c < 4; ++c) {

@@ -141,8 +141,8 @@ class Team {
   }
 
   // Callers compare working together with working alone: two short trials of each in turn, and then a long window of what was
-  // faster. The windows of an unchanged winner grow longer. While a caller works alone, a trial together looks better than it is
-  // on a busy machine, because the system favours threads that have slept. So it must be clearly better.
+  // faster. The windows of an unchanged winner grow longer. On a busy machine a trial together looks better than it is, because
+  // the system favours threads that have slept. So together must be clearly faster, above all while a caller works alone.
   bool alone() const { return trial_ < TRIALS ? trial_ % 2 == 1 : faster_alone_; }
 
   // Count a job, which is as large as so many grains, and end the window where its time is over.
@@ -154,7 +154,7 @@ class Team {
       rates_[trial_ % 2] += work_ / seconds_;
       if (++trial_ == TRIALS) {
         ratio_ = std::sqrt(ratio_ * rates_[1] / rates_[0]);  // half of it from the trials before
-        const bool faster_alone = ratio_ > (faster_alone_ ? 0.88 : 0.93);
+        const bool faster_alone = ratio_ > (faster_alone_ ? STAYS : BECOMES);
         window_ = faster_alone == faster_alone_ ? std::min(2 * window_, LONGEST) : SHORTEST;
         faster_alone_ = faster_alone;
       }
@@ -167,6 +167,7 @@ class Team {
   }
   static constexpr int TRIALS = 4;
   static constexpr double TRIAL = 0.015, SHORTEST = 0.2, LONGEST = 2;  // seconds
+  static constexpr double BECOMES = 0.93, STAYS = 0.88;  // alone, where the ratio of the rates is above it
 
   const pid_t process_ = getpid();
   std::mutex callers_, failing_;

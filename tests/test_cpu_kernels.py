@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import itertools
 import math
 import operator
@@ -39,8 +38,7 @@ from kernels.blocks import pack_blocks, stack_blocks
 from kernels.formats import Part
 from kernels.packing import dequantize
 from model import Transformer, new_memory
-from support import cache, native
-from support.files import written_whole
+from support import native
 from weights import mxfp4
 from weights.files import Entry
 from weights.gguf_types import FORMATS, read_blocks, source_of
@@ -270,18 +268,11 @@ for name, arguments in torch.load(sys.argv[2]):
 
 
 def haswell() -> Path:
-    """The products and the small work built for plain AVX2, without the drafting that calls both. The build takes 20 s,
-    so the cache folder keeps it for these sources."""
-    identity = b"".join(source.read_bytes() for source in cpu.SOURCES) + records.header().encode()
-    identity += torch.__version__.encode() + Path(native.__file__).read_bytes()
-    library = cache.folder() / "kernels" / f"haswell-{hashlib.sha256(identity).hexdigest()[:16]}.so"
-    if not cache.sealed(library):
-        library.parent.mkdir(parents=True, exist_ok=True)
-        with written_whole(library) as part:
-            parts = [source for source in cpu.SOURCES if source.name != "cpu_draft.cpp"]
-            native.compile_library(parts, part, records.header(), "haswell")
-        cache.seal(library)
-    return library
+    """The products and the small work built for plain AVX2, without the drafting that calls both."""
+    parts = [source for source in cpu.SOURCES if source.name != "cpu_draft.cpp"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("EAGLET_ISA", "haswell")
+        return native.build(parts, cpu.NEEDED, records.header())
 
 
 @needs_kernels

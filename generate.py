@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 from cli.prompt import DEMO_PROMPT, Prompt, read_prompt, stdin_is_fed
 from decoding.params import SamplingParams
-from loading.options import DEMO, FULL, LoadKeywords, add_options, add_sampling, sampling_from
+from loading.options import DEMO, FULL, LoadKeywords, add_options, add_replicas, add_sampling, sampling_from
 from support import cache
 from support.errors import Parser, UsageError, run_command
 from support.files import check_folder
@@ -94,6 +94,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--template", metavar="NAME", help=f"chat template: {templates}")
     add_sampling(parser, of_model=True, max_new_tokens="200, or to a message what is left of the context")
     add_options(parser)
+    add_replicas(parser)
     add = parser.add_argument_group("output").add_argument
     add("--prove", action="store_true", help="replay without the head and compare; exit 1 on a real difference")
     add("--show-tree", action="store_true", help="draw the tree of every step while it decodes, then the text by depth")
@@ -167,6 +168,7 @@ def check_arguments(args: argparse.Namespace) -> None:
             len(given) + args.chat + bool(args.input) > 1,
         one: alone and (args.chat or args.input),
         "--when-full is for a chat; add --chat.": args.when_full != FULL[0] and not args.chat,
+        "--replicas answer a file of requests; add --input and --output.": args.replicas and not args.input,
         "--system is part of a request; put it into the messages of --input.": args.input and args.system,
         "--template and --system shape a message: give -p TEXT without --raw, or add --chat.":
             shaped and (args.raw or not message),

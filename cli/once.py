@@ -44,7 +44,7 @@ def run_request(args: argparse.Namespace, prompt: Prompt) -> int:
     options["eagle_always"] |= bool(args.prove or args.show_tree or args.html or args.gauge)
     if (args.device or default_device()) == "cpu":
         report.measure(torch.device("cpu"))
-    engine = report.load(args, options)
+    engine = report.load(options, args.template)
     if args.prove and not engine.options.drafter_kind:
         raise UsageError("--prove replays without the drafter; it needs one, like --eagle HEAD.")
     tokenizer = engine.tokenizer

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -105,12 +104,12 @@ class Report:
         if total > 50e6:
             self.loading.of(done, total, f"loading {size_text(done)} of {size_text(total)}")
 
-    def load(self, args: argparse.Namespace, options: dict[str, Any]) -> Engine:
-        """Load a model with these options of `load` and the chat template that the arguments name, and report it."""
+    def load(self, options: dict[str, Any], template: str | None = None) -> Engine:
+        """Load a model with these options of `load` and the chat template of this name, and report it."""
         started = time.perf_counter()
         engine = load(progress=self.progress, report=self.line, **options)
-        if args.template and engine.tokenizer is not None:
-            engine.tokenizer.use_template(args.template)
+        if template and engine.tokenizer is not None:
+            engine.tokenizer.use_template(template)
         self.head(engine, time.perf_counter() - started)
         return engine
 

@@ -79,11 +79,11 @@ class StepRecorder(Observer):
         self.steps: list[Step] = []
         self.first = ""  # the text of the first token, which the prompt's forward gives
         self.views: list[StepView] = []
-        self.scoring = engine.drafter.scoring
         self._decoder = None if engine.tokenizer is None else engine.tokenizer.stream(continuation=True)
         self._seconds = 0.0  # that the steps so far have taken
         self._begun = False  # whether the first token is known
         engine.add_observer(self)
+        self.scoring = engine.drafter.scoring
 
     def step(self, output: StepOutput, results: Sequence[GenerationResult | None]) -> None:
         row = next((b for b, result in enumerate(results) if result is not None and result is self.result), None)

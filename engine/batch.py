@@ -67,6 +67,7 @@ class Batch:
         self._paced = 0  # rows of the last one used
         self._speculating = True  # whether the steps under way draft
         self._kind: tuple[SamplingMode, int] | None = None  # of the steps under way: settings and rows
+        self.parts = 0  # that have run; each is at most one step and one part of a prompt
         self._ended = 0  # requests so far
         self._begun = 0.0  # when the oldest step under way began, or the one before it ended
 
@@ -97,6 +98,7 @@ class Batch:
             self._read_prompts()
             if decoding:  # else the first tokens go out at once
                 self._decode()
+            self.parts += 1
         except Exception as error:  # every reader is told; the engine can go on with other requests
             self._abandon(error)
         except BaseException:  # Ctrl-C, at any line

@@ -9,29 +9,24 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TypeVar
 
 import torch
 
 from decoding.drafter import Drafter, PlainDrafter
-from decoding.params import MAX_STOP_IDS, SamplingParams, SettingError, per_row
+from decoding.params import SamplingParams
 from engine.batch import Batch
 from engine.grammar import Grammars
-from engine.prefill import Prompt, prompts_ids
+from engine.intake import Intake, Result
 from engine.prompt_cache import PromptCache
-from engine.request import Inbox, Request
-from engine.results import GenerationResult, SequenceOutput
 from engine.stepping import EngineConfig, Stepper
-from engine.streams import AsyncStream, Driver, Stream
+from engine.streams import Driver
 from model import Transformer
 from text.tokenizer import Tokenizer
 
-Result = TypeVar("Result")
 
-
-class Engine(Stepper):
+class Engine(Stepper, Intake):
     """Decodes with a target, a drafter and static buffers, as many requests at once as it has rows. `load` builds it."""
 
     def __init__(
@@ -44,7 +39,8 @@ class Engine(Stepper):
         """Allocate everything that requests need. Raises ValueError in one line for values that are out of range."""
         config = config or EngineConfig()
         super().__init__(model, drafter or PlainDrafter(model), config)
-        self.tokenizer = tokenizer
+        self.tokenizer, self.model_config = tokenizer, model.config
+        self.chain = self.drafter.D if self.drafter.N == self.drafter.D + 1 and not self.drafter.p_min else 0
         self.options, self.plan, self.head = config.options, config.plan, config.head
         self.generation = config.generation
         self.grammars = Grammars(tokenizer, model.config.vocab_size)
@@ -70,20 +66,6 @@ class Engine(Stepper):
         """The adapters among which a request chooses. Empty where the model has one or none."""
         return self.batch.choice.names if self.batch.choice else ()
 
-    def adapter_number(self, name: str) -> int:
-        """The number by which rows choose an adapter (see `weights.lora`), 0 for "". ValueError for any other name."""
-        if name not in ("", *self.adapters):
-            raise ValueError(f"adapter is {name!r:.80}; allowed: {', '.join(self.adapters) or 'none'}.")
-        return self.adapters.index(name) + 1 if name else 0
-
-    def stop_ids(self, params: SamplingParams) -> tuple[int, ...]:
-        """The request's stop ids, or else the tokenizer's, or else the config's."""
-        if params.stop_ids:
-            return params.stop_ids
-        if self.tokenizer is not None and self.tokenizer.eos_ids:
-            return tuple(self.tokenizer.eos_ids)
-        return self.model.config.eos_token_ids
-
     def twin(self, width: int) -> Engine:
         """An engine on the same model that decodes plainly, in forwards of `width` rows, with buffers of its own."""
         return self.sibling(PlainDrafter(self.model, width), replace(self.config, head=None))
@@ -93,8 +75,16 @@ class Engine(Stepper):
         return Engine(self.model, self.tokenizer, drafter, config)
 
     def together(self, deed: Callable[..., Result], *arguments: object) -> Result:
-        """deed(self, *arguments), in all processes where the model is split among several. deed: of a module or class."""
         return deed(self, *arguments)
+
+    def figures(self) -> dict[str, dict[str, float]]:
+        cache = self.prompt_cache
+        held = {"slots": self.batch_size, "slots_tokens": self.batch.tokens, "slots_tokens_max": self.pool_tokens}
+        held |= {"prompt_cache_entries": len(cache.entries), "prompt_cache_hits_total": cache.hits}
+        return {"": held | {"prompt_cache_bytes": cache.held_bytes, "prompt_cache_disk_bytes": cache.disk_bytes}}
+
+    def close(self) -> None:
+        self.prompt_cache.close()
 
     @torch.inference_mode()
     def warm_up(self, params: SamplingParams | None = None) -> float:
@@ -108,80 +98,6 @@ class Engine(Stepper):
             self.batch.drain()
             self.first_runs(mode, self.view(1))
             return time.perf_counter() - started
-
-    def generate(self, prompt: Prompt, params: SamplingParams | None = None, adapter: str = "") -> Stream:
-        """Decode one prompt. Returns a Stream of Chunks whose `result` is complete when the stream ends.
-
-        The prompt is text to continue, a list of token ids, or a one-dimensional numpy array or torch tensor of ids. Any
-        number of threads may use one engine. Their requests run together (see Stream).
-
-        adapter: one of `adapters`; "": none of several.
-
-        Raises, in one line and before any kernel runs:
-            TypeError: for a prompt of another type.
-            ValueError: for ids outside the vocabulary, and for a prompt that does not fit.
-        """
-        return self.generate_batch([prompt], params, adapter)
-
-    def agenerate(self, prompt: Prompt, params: SamplingParams | None = None) -> AsyncStream:
-        """The same for asyncio: `async for chunk in engine.agenerate(prompt)`. The event loop stays free meanwhile.
-
-        A task that is cancelled closes its stream (see AsyncStream).
-        """
-        return AsyncStream(self.generate(prompt, params))
-
-    def generate_batch(
-        self,
-        prompts: Iterable[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
-        adapter: str = "",
-    ) -> Stream:
-        """Decode any number of prompts together, as many at a time as there are rows. Otherwise as `generate`.
-
-        params: for all prompts, where prompt b draws with seed + b, or one per prompt. The text of a prompt does not
-            depend on the settings of the others.
-        """
-        prompts = prompts_ids(prompts, self.tokenizer)
-        return Stream(self.requests(prompts, per_row(params or SamplingParams(), len(prompts)), adapter), self.driver)
-
-    def requests(self, prompts: list[list[int]], params: Sequence[SamplingParams], adapter: str = "") -> list[Request]:
-        """Requests with these settings, which are not queued yet and share an inbox."""
-        self._check_request(prompts, params)
-        number = self.adapter_number(adapter)
-        chain = self.drafter.D if self.drafter.N == self.drafter.D + 1 and not self.drafter.p_min else 0
-        inbox, requests = Inbox(len(prompts)), []
-        for index, (prompt, own) in enumerate(zip(prompts, params, strict=True)):
-            result, stop_ids = GenerationResult(len(prompt), own.temperature, own.seed, chain=chain), self.stop_ids(own)
-            output = SequenceOutput(result, own, set(stop_ids), self.tokenizer)
-            constraint = self.grammars.constraint(own.grammar, stop_ids, own.thought)
-            requests.append(Request(prompt, own, output, constraint, inbox, index, number))
-        return requests
-
-    def _check_request(self, prompts: list[list[int]], rows: list[SamplingParams]) -> None:
-        if not prompts:
-            raise ValueError("no prompts; give at least one.")
-        V = self.model.config.vocab_size
-        for prompt, params in zip(prompts, rows, strict=True):
-            if len(self.stop_ids(params)) > MAX_STOP_IDS:
-                raise ValueError(f"{len(self.stop_ids(params))} stop ids; allowed: at most {MAX_STOP_IDS}.")
-            for token in (token for token, _ in params.logit_bias if token >= V):
-                why = f"logit_bias has the id {token}; allowed: 0 to {V - 1}, the vocabulary. Remove it."
-                raise SettingError("logit_bias", why)
-            if params.stop and self.tokenizer is None:
-                raise ValueError("stop strings need a tokenizer, and this checkpoint has none; use stop ids.")
-            if not prompt:
-                raise ValueError("the prompt is empty; give at least one token (or text).")
-            for t in prompt:
-                if isinstance(t, bool) or not isinstance(t, int) or not 0 <= t < V:
-                    raise ValueError(f"prompt id {t!r} is outside the vocabulary; allowed: 0 to {V - 1}.")
-            need = len(prompt) + params.max_new_tokens
-            if need > self.ctx:
-                longest = self.model.config.max_positions
-                hint = f"Try --ctx {need}." if need <= longest else f"The model's limit is {longest:,}."
-                raise ValueError(
-                    f"prompt is {len(prompt):,} tokens; with --max-new-tokens {params.max_new_tokens:,} it needs "
-                    f"{need:,} of the {self.ctx:,} allocated. {hint}"
-                )
 
     @torch.inference_mode()
     def margin(self, text: Sequence[int], prompt: int, params: SamplingParams, a: int, b: int) -> tuple[float, float]:

@@ -275,7 +275,6 @@ class RankedBatch(Batch):
         self.known: dict[int, Request] = {}  # by the number that all ranks know
         self._arrived: deque[Request] = deque()
         self._count = 0  # of requests
-        self._parts = 0  # that all have done
         self._checked: list[Request] = []  # those whose tokens are compared next
 
     @property
@@ -330,8 +329,7 @@ class RankedBatch(Batch):
                 self.enter(self._arrived.popleft())
             self.ranked.tell("next")
             self.go_on()
-            self._parts += 1
-            if self._parts % CHECK_EVERY == 0 or not self.busy:
+            if self.parts % CHECK_EVERY == 0 or not self.busy:
                 self.ranked.tell("compare")
                 self.compare()
 

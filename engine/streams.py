@@ -53,6 +53,15 @@ class Driver:
             self._owner = 0
             self._turn.release()
 
+    def submit(self, request: Request) -> None:
+        """Queue a request. Any thread may call this."""
+        self.batch.submit(request)
+
+    def settle(self) -> None:
+        """End the requests that shall end, after the step that runs now."""
+        with self.alone():
+            self.batch.settle()
+
     def serve(self, inbox: Inbox) -> None:
         """Return when the inbox has something to read. Meanwhile this thread runs steps, unless another one does."""
         if inbox.ready:
@@ -135,7 +144,7 @@ class Stream:
             if listener is not None:
                 self._inbox.listener = listener
             for request in self._requests:
-                self._driver.batch.submit(request)
+                self._driver.submit(request)
         if listener is not None:
             self._driver.pump()
 
@@ -189,8 +198,7 @@ class Stream:
         if not entered:
             self._inbox.left = 0
         elif not all(request.ended for request in self._requests):
-            with self._driver.alone():
-                self._driver.batch.settle()
+            self._driver.settle()
         self._inbox.chunks.clear()
         for result in self.results:
             if result.stop_reason == "unfinished":

@@ -414,6 +414,14 @@ def add_options(parser: argparse.ArgumentParser, *names: str, **defaults: Any) -
         groups[title].add_argument(flag(f.name), **words)
 
 
+def add_replicas(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of replicas, which `serving.replicas.load_engine` reads."""
+    add = parser.add_argument_group("replicas").add_argument
+    add("--replicas", type=_number(1), metavar="N",
+        help="N engines that share the requests, as actors of Ray, each with its GPU or share of the CPU")  # fmt: skip
+    add("--ray-address", metavar="ADDRESS", help="a Ray that runs, as HOST:PORT or auto (default: one of our own)")
+
+
 def options_from(args: argparse.Namespace, *names: str) -> dict[str, Any]:
     """These options (default: all) of parsed arguments, as keyword arguments of LoadOptions and `load`."""
     given = {}

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from generate import VERSION
-from loading.options import FULL, add_options, add_sampling, options_from, sampling_from, settings_given
+from loading.options import FULL, add_options, add_replicas, add_sampling, sampling_from, settings_given
 from support.errors import UsageError, at_least, command_parser, run_command
 
 if TYPE_CHECKING:
@@ -64,6 +64,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--prompt-cache-disk-mb", type=at_least(0), default=2048, metavar="N",
         help="room on disk for those that memory does not hold; 0: none (default: 2048)")  # fmt: skip
     add("--keep-prompt-cache", action="store_true", help="leave them on disk at the end, for the next start")
+    add_replicas(parser)
     add_sampling(parser, *DEFAULTS, of_model=True)
     add_options(parser, slots=0, lora=())
     return parser
@@ -83,22 +84,15 @@ def run(args: argparse.Namespace) -> int:
     sampling_from(args)  # refuses settings that are out of range
 
     from cli.report import Report
-    from engine.prompt_cache import PromptCache
-    from engine.ranks import RankedEngine
     from serving.app import Api
-    from serving.server import Server, bind, prompt_folder
+    from serving.replicas import load_engine
+    from serving.server import PromptCacheLimits, Server, bind
 
     settings = settings_of(args)
     report = Report(quiet=False)
     sock = bind(args.host, args.port, settings)  # a port that is taken is an error before the model loads
-    engine = report.load(args, options_from(args))
-    if args.prompt_cache_mb and isinstance(engine, RankedEngine):
-        report.line("note    with --tp the last prompt is reused, and earlier ones are not kept (--prompt-cache-mb)")
-    elif args.prompt_cache_mb:
-        folder = prompt_folder(engine, args.keep_prompt_cache) if args.prompt_cache_disk_mb else None
-        limits = args.prompt_cache_mb, args.prompt_cache_disk_mb
-        engine.keep_prompts(PromptCache(*limits, folder, args.keep_prompt_cache))
-    engine.warm_up()
+    limits = PromptCacheLimits(args.prompt_cache_mb, args.prompt_cache_disk_mb, args.keep_prompt_cache)
+    engine = load_engine(args, report, limits)
     if settings.model in engine.adapters:
         raise UsageError(
             f"an adapter and the base model are called {settings.model!r:.80}; --model-name names the base."
@@ -112,7 +106,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         return Server(api.app(), api.scheduler, settings, report.line).serve_on(sock)
     finally:
-        engine.prompt_cache.close()
+        engine.close()
 
 
 def settings_of(args: argparse.Namespace) -> ServeSettings:

@@ -24,7 +24,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cli.steps import with_drawings
-from engine.engine import Engine
+from engine.intake import Intake
 from engine.results import GenerationResult
 from serving.completions import ChatWriter, CompletionWriter, Writer
 from serving.extras import FACTS, SMALL, Deed, Facts
@@ -58,6 +58,10 @@ ABOUT = {
     "prompt_cache_bytes": "gauge: bytes that they take in memory",
     "prompt_cache_disk_bytes": "gauge: bytes that they take on disk",
     "prompt_cache_hits_total": "counter: requests that went on from one of them",
+    "replica_up": "gauge: whether a replica is ready",
+    "replica_deaths_total": "counter: how often it has died",
+    "replica_requests_total": "counter: requests that it got",
+    "replica_prefix_hits_total": "counter: those of them that it got because it had seen the beginning of their prompt",
 }
 READING = ("/", "/health", "/metrics", "/v1/models", *FACTS)
 ENDPOINTS: dict[str, tuple[Parse, type[Writer]]] = {  # what reads a request, and what writes its answer
@@ -127,21 +131,21 @@ class Metrics:
 
     def text(self, scheduler: Scheduler) -> str:
         """All figures in Prometheus' text format."""
-        engine, cache = scheduler.engine, scheduler.engine.prompt_cache
         now = dict(self.counts) | {"requests_running": scheduler.running, "requests_waiting": scheduler.waiting}
-        now |= {"slots": engine.batch_size, "slots_tokens": engine.batch.tokens}
-        now |= {"slots_tokens_max": engine.pool_tokens, "tokens_per_second": scheduler.tokens_per_second}
-        now |= {"prompt_cache_entries": len(cache.entries), "prompt_cache_hits_total": cache.hits}
-        now |= {"prompt_cache_bytes": cache.held_bytes, "prompt_cache_disk_bytes": cache.disk_bytes}
+        series = {"": now | {"tokens_per_second": scheduler.tokens_per_second}}
+        for labels, figures in scheduler.engine.figures().items():
+            series[labels] = series.get(labels, {}) | figures
         lines: list[str] = []
         for name, about in ABOUT.items():
-            kind, _, words = about.partition(": ")
-            lines += [f"# HELP eaglet_{name} {words}", f"# TYPE eaglet_{name} {kind}"]
+            told = [f"eaglet_{name}{labels} {figures[name]}" for labels, figures in series.items() if name in figures]
             if name == "requests_total":
                 counts = sorted(self.requests.items())
-                lines += [f'eaglet_{name}{{path="{path}",status="{status}"}} {n}' for (path, status), n in counts]
-            else:
-                lines.append(f"eaglet_{name} {now.get(name, 0)}")
+                told = [f'eaglet_{name}{{path="{path}",status="{status}"}} {n}' for (path, status), n in counts]
+            elif not name.startswith("replica_"):
+                told = told or [f"eaglet_{name} 0"]
+            if told:
+                kind, _, words = about.partition(": ")
+                lines += [f"# HELP eaglet_{name} {words}", f"# TYPE eaglet_{name} {kind}", *told]
         for name, about in TIMES.items():
             lines += [f"# HELP eaglet_{name} {about}", f"# TYPE eaglet_{name} histogram"]
             lines += self.times[name].lines(f"eaglet_{name}")
@@ -163,7 +167,7 @@ LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
 class Api:
     """The server's state and its endpoints."""
 
-    def __init__(self, engine: Engine, settings: ServeSettings, say: Callable[[str], None]):
+    def __init__(self, engine: Intake, settings: ServeSettings, say: Callable[[str], None]):
         """say: is given a line about every request."""
         self.engine = engine
         self.settings = settings
@@ -258,6 +262,8 @@ class Api:
         """GET /health"""
         if self.scheduler.draining:
             return JSONResponse({"status": "shutting down"}, 503)
+        if problem := self.engine.problem:
+            return JSONResponse({"status": problem}, 503, {"Retry-After": "5"})
         return JSONResponse({"status": "ok"})
 
     async def figures(self, request: Request) -> Response:

@@ -16,12 +16,13 @@ from typing import Any
 import torch
 
 from cli.report import Report
-from engine.engine import Engine
+from engine.intake import Intake
 from engine.ranks import RankLost
-from loading.options import options_from, settings_given
+from loading.options import settings_given
 from serving.app import ENDPOINTS
 from serving.completions import new_id
 from serving.fields import ApiError
+from serving.replicas import load_engine
 from serving.scheduler import Scheduler, ServeSettings, engine_error
 from support.errors import UsageError
 from support.files import append_json_lines, read_json_lines, read_text
@@ -66,12 +67,15 @@ def run_file(args: argparse.Namespace) -> int:
         report.line(f"note    {output} has {answered:,} of {len(requests):,} answers already")
     if answered == len(requests):
         return 0
-    options = options_from(args)
-    engine = report.load(args, options | {"slots": options["slots"] or 0})
+    args.slots = args.slots or 0
+    engine = load_engine(args, report)
     name = Path(args.checkpoint).resolve().name
     limits = {"max_queue": AHEAD * engine.batch_size, "max_seconds": math.inf}
     settings = ServeSettings(name, **limits, defaults={"seed": 0} | settings_given(args))
-    report.line(asyncio.run(_Run(engine, settings, output, args.quiet).answer_all(requests[answered:])))
+    try:
+        report.line(asyncio.run(_Run(engine, settings, output, args.quiet).answer_all(requests[answered:])))
+    finally:
+        engine.close()
     return 0
 
 
@@ -82,7 +86,7 @@ class _Run:
     was answered before an interruption stays in the file.
     """
 
-    def __init__(self, engine: Engine, settings: ServeSettings, output: Path, quiet: bool):
+    def __init__(self, engine: Intake, settings: ServeSettings, output: Path, quiet: bool):
         self.engine = engine
         self.settings = settings
         self.output = output

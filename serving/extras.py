@@ -10,6 +10,7 @@ import torch
 
 from decoding.params import SamplingParams
 from engine.engine import Engine
+from engine.intake import Intake
 from kernels.memory import commit_text
 from model import chain_ancestors
 from serving.fields import ApiError, Fields, wrong
@@ -23,7 +24,7 @@ MAX_INPUTS = 256  # texts that one request may have embedded
 CHUNK = 256  # tokens of one forward
 
 
-def tokenize(engine: Engine, settings: ServeSettings, body: dict[str, Any]) -> dict[str, Any]:
+def tokenize(engine: Intake, settings: ServeSettings, body: dict[str, Any]) -> dict[str, Any]:
     """POST /tokenize: the ids of a text, in the form of llama.cpp (`content`) or of vLLM (`prompt`, or `messages`).
 
     In llama.cpp's form the text of control tokens stays text.
@@ -44,7 +45,7 @@ def tokenize(engine: Engine, settings: ServeSettings, body: dict[str, Any]) -> d
     return {"tokens": [{"id": i, "piece": _piece(tokenizer.pieces.get(i, b""))} for i in ids]}
 
 
-def detokenize(engine: Engine, settings: ServeSettings, body: dict[str, Any]) -> dict[str, Any]:
+def detokenize(engine: Intake, settings: ServeSettings, body: dict[str, Any]) -> dict[str, Any]:
     """POST /detokenize: the text of ids, with the text of control tokens, as llama.cpp and as vLLM call it."""
     ids = Fields(body).required("tokens", list)
     if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
@@ -53,25 +54,25 @@ def detokenize(engine: Engine, settings: ServeSettings, body: dict[str, Any]) ->
     return {"content": text, "prompt": text}
 
 
-def apply_template(engine: Engine, settings: ServeSettings, body: dict[str, Any]) -> dict[str, Any]:
+def apply_template(engine: Intake, settings: ServeSettings, body: dict[str, Any]) -> dict[str, Any]:
     """POST /apply-template: the prompt that a request to /v1/chat/completions would have, as text."""
     (ids,) = prompts_of(engine, chat_ask(body))
     return {"prompt": _tokenizer(engine).decode(ids, skip_special=False)}
 
 
-def embeddings(engine: Engine, settings: ServeSettings, body: dict[str, Any]) -> dict[str, Any]:
+def embeddings(engine: Intake, settings: ServeSettings, body: dict[str, Any]) -> dict[str, Any]:
     """POST /v1/embeddings: one vector of length 1 for each text, the mean of the last hidden states of its tokens."""
     fields = Fields(body)
     coded = fields.get("encoding_format", str, "float")
     if coded not in ("float", "base64"):
         raise wrong("encoding_format", f"is {coded!r:.40}; allowed: float, base64")
-    fields.refuse("dimensions", (engine.model.config.hidden_size,), "the vectors have the model's own size.")
+    fields.refuse("dimensions", (engine.model_config.hidden_size,), "the vectors have the model's own size.")
     inputs = text_prompts(body.get("input"), "input")
     if len(inputs) > MAX_INPUTS:
         raise wrong("input", f"has {len(inputs)} texts; allowed: at most {MAX_INPUTS}")
     prompts = prompts_of(engine, Ask({}, prompts=inputs, source="input"))
     name = adapter_named(engine, fields.get("model", str, ""))
-    V = engine.model.config.vocab_size
+    V = engine.model_config.vocab_size
     for i, ids in enumerate(prompts):
         if not 1 <= len(ids) <= engine.ctx or not all(0 <= token < V for token in ids):
             allowed = f"allowed: 1 to {engine.ctx:,}, each with an id below {V:,}"
@@ -111,7 +112,7 @@ def _embed(engine: Engine, ids: list[int], adapter: int) -> torch.Tensor:
         return torch.nn.functional.normalize(total, dim=0).cpu()
 
 
-def properties(engine: Engine, settings: ServeSettings) -> dict[str, Any]:
+def properties(engine: Intake, settings: ServeSettings) -> dict[str, Any]:
     """GET /props: what llama.cpp's clients ask of a server."""
     tokenizer = engine.tokenizer
     return {
@@ -124,7 +125,7 @@ def properties(engine: Engine, settings: ServeSettings) -> dict[str, Any]:
     }
 
 
-def tokenizer_facts(engine: Engine, settings: ServeSettings) -> dict[str, Any]:
+def tokenizer_facts(engine: Intake, settings: ServeSettings) -> dict[str, Any]:
     """GET /tokenizer_info: what vLLM's clients, such as lm-evaluation-harness, ask of a tokenizer."""
     tokenizer = _tokenizer(engine)
     ids = {"bos_token": tokenizer.bos_id, "eos_token": next(iter(engine.stop_ids(SamplingParams())), None)}
@@ -132,7 +133,7 @@ def tokenizer_facts(engine: Engine, settings: ServeSettings) -> dict[str, Any]:
     return {"tokenizer_class": "eaglet", "chat_template": tokenizer.chat_template or None} | names
 
 
-def _tokenizer(engine: Engine) -> Tokenizer:
+def _tokenizer(engine: Intake) -> Tokenizer:
     if engine.tokenizer is None:
         raise ApiError(400, "this model has no tokenizer", None, "invalid_value")
     return engine.tokenizer
@@ -146,7 +147,7 @@ def _piece(data: bytes) -> str | list[int]:
         return list(data)
 
 
-Deed = Callable[[Engine, ServeSettings, dict[str, Any]], dict[str, Any]]
+Deed = Callable[[Intake, ServeSettings, dict[str, Any]], dict[str, Any]]
 SMALL: dict[str, Deed] = {
     "/tokenize": tokenize,
     "/detokenize": detokenize,
@@ -154,7 +155,7 @@ SMALL: dict[str, Deed] = {
     "/v1/embeddings": embeddings,
     "/v1/messages/count_tokens": count_tokens,
 }
-Facts = Callable[[Engine, ServeSettings], dict[str, Any]]
+Facts = Callable[[Intake, ServeSettings], dict[str, Any]]
 FACTS: dict[str, Facts] = {
     "/props": properties,
     "/tokenizer_info": tokenizer_facts,

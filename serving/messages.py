@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from engine.engine import Engine
+from engine.intake import Intake
 from serving.answers import Part, ToolCall
 from serving.completions import Message, Writer
 from serving.fields import ApiError, Fields, unsupported, wrong
@@ -91,7 +91,7 @@ def _messages(fields: Fields) -> list[dict[str, Any]]:
     return [*results, {"role": role, "content": text} | {key: value for key, value in more.items() if value}]
 
 
-def count_tokens(engine: Engine, settings: ServeSettings, body: dict[str, Any]) -> dict[str, Any]:
+def count_tokens(engine: Intake, settings: ServeSettings, body: dict[str, Any]) -> dict[str, Any]:
     """POST /v1/messages/count_tokens: the tokens of the prompt that a request would have."""
     (ids,) = prompts_of(engine, message_ask({"max_tokens": 1} | body))
     return {"input_tokens": len(ids)}

@@ -10,8 +10,8 @@ from functools import partial
 from typing import Any
 
 from decoding.params import SettingError, Thought
-from engine.engine import Engine
 from engine.grammar_text import ReadGrammar, schemas_grammar
+from engine.intake import Intake
 from serving.fields import ApiError, grammar_of, quoted, wrong
 from serving.requests import Ask
 from support.errors import one_line
@@ -25,12 +25,12 @@ CHARACTERS = 16  # for each token of the context; no tokenizer makes so few toke
 RENAMED = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "stop_ids": "stop_token_ids"}
 
 
-def adapter_named(engine: Engine, model: str) -> str:
+def adapter_named(engine: Intake, model: str) -> str:
     """The adapter that a client means with this name of a model, "" for any other name, which is the base model."""
     return model if model in engine.adapters else ""
 
 
-def drop_oldest(engine: Engine, ask: Ask) -> None:
+def drop_oldest(engine: Intake, ask: Ask) -> None:
     """Leave out the oldest turns of a chat until there is room for an answer."""
     room = answer_room(engine.ctx, ask.given.get("max_new_tokens"))
     kept = newest_turns(ask.messages, lambda part: _fits(engine, replace(ask, messages=part), room))
@@ -38,7 +38,7 @@ def drop_oldest(engine: Engine, ask: Ask) -> None:
     ask.messages = kept
 
 
-def _fits(engine: Engine, ask: Ask, room: int) -> bool:
+def _fits(engine: Intake, ask: Ask, room: int) -> bool:
     try:
         return len(prompts_of(engine, ask)[0]) + room <= engine.ctx
     except ApiError as error:
@@ -47,7 +47,7 @@ def _fits(engine: Engine, ask: Ask, room: int) -> bool:
         return False
 
 
-def prompts_of(engine: Engine, ask: Ask) -> list[Sequence[int]]:
+def prompts_of(engine: Intake, ask: Ask) -> list[Sequence[int]]:
     """The ids of every prompt."""
     tokenizer = engine.tokenizer
     texts = [m[key] for m in ask.messages for key in ("content", "thought") if key in m]

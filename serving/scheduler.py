@@ -17,8 +17,8 @@ import torch
 
 from cli.steps import StepRecorder
 from decoding.params import SamplingParams, per_row, with_suggestions
-from engine.engine import Engine
 from engine.grammar_text import GrammarError, ReadGrammar
+from engine.intake import Intake
 from engine.ranks import RankLost
 from engine.results import GenerationResult
 from engine.streams import Stream
@@ -63,7 +63,7 @@ class Job:
     def __init__(
         self,
         loop: asyncio.AbstractEventLoop,
-        engine: Engine,
+        engine: Intake,
         settings: ServeSettings,
         ask: Ask,
         params: SamplingParams,
@@ -237,7 +237,7 @@ def _seen(recorder: StepRecorder, result: GenerationResult) -> dict[str, Any]:
     return {"first": recorder.first, "scores": recorder.meaning(result.temperature), "steps": []}
 
 
-def prepare(loop: asyncio.AbstractEventLoop, engine: Engine, settings: ServeSettings, parse: Parse, body: bytes) -> Job:
+def prepare(loop: asyncio.AbstractEventLoop, engine: Intake, settings: ServeSettings, parse: Parse, body: bytes) -> Job:
     """Read a request and make its streams, which have not started. Raises ApiError for anything that is wrong with it.
 
     This takes a while, so it runs off the event loop.
@@ -271,7 +271,7 @@ def prepare(loop: asyncio.AbstractEventLoop, engine: Engine, settings: ServeSett
 class Scheduler:
     """Admits jobs up to a limit. The engine decodes as many together as it has rows, in the order in which they came."""
 
-    def __init__(self, engine: Engine, settings: ServeSettings):
+    def __init__(self, engine: Intake, settings: ServeSettings):
         self.engine = engine
         self.settings = settings
         self.jobs: set[Job] = set()  # those that wait and those that run
@@ -298,6 +298,11 @@ class Scheduler:
 
     def check(self) -> None:
         """Raise ApiError if no request can be taken now."""
+        if problem := self.engine.problem:
+            raise ApiError(503, problem, None, "no_replica", SERVER, 5)
+        self._check_room()
+
+    def _check_room(self) -> None:
         if self.draining:
             raise ApiError(503, "the server is shutting down", None, "shutting_down", SERVER, 5, close=True)
         if len(self.jobs) >= self.settings.max_queue + self.engine.batch_size:
@@ -312,7 +317,7 @@ class Scheduler:
 
     def admit(self, job: Job) -> None:
         """Queue a job. Raises ApiError if the queue is full, and where the job cannot be watched as it asks."""
-        self.check()
+        self._check_room()
         job.start()
         self.jobs.add(job)
         job.task = asyncio.create_task(self._follow(job))
@@ -334,7 +339,7 @@ def engine_error(error: BaseException) -> ApiError:
     if isinstance(error, GrammarError):
         return ApiError(400, one_line(error, notes=False), None, "invalid_grammar")
     if isinstance(error, torch.AcceleratorError):
-        return ApiError(503, "the GPU failed, and the server ends", None, "device_lost", SERVER)
+        return ApiError(503, "the GPU failed, and the server ends", None, "device_lost", SERVER, 5)
     if isinstance(error, RankLost):
-        return ApiError(503, "a process of the model has ended, and the server ends", None, "rank_lost", SERVER)
+        return ApiError(503, "a process of the model has ended, and the server ends", None, "rank_lost", SERVER, 5)
     return ApiError(500, f"decoding failed: {one_line(error, notes=False)}", None, "engine_error", SERVER)

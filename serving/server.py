@@ -10,11 +10,14 @@ import socket
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
+from typing import NamedTuple
 
 import uvicorn
 from starlette.types import ASGIApp
 
 from engine.engine import Engine
+from engine.prompt_cache import PromptCache
+from engine.ranks import RankedEngine
 from serving.scheduler import Scheduler, ServeSettings
 from support import cache
 from support.errors import INTERNAL, UsageError
@@ -80,6 +83,8 @@ class Server(uvicorn.Server):
 
     async def on_tick(self, counter: int) -> bool:
         """uvicorn calls this ten times a second."""
+        if self.scheduler.engine.lost:
+            self.scheduler.broken = self.scheduler.draining = True
         if self.scheduler.draining and not self.scheduler.jobs:
             self.should_exit = True
         return await super().on_tick(counter)
@@ -88,6 +93,23 @@ class Server(uvicorn.Server):
         """Serve until a signal comes. Returns the exit code."""
         self.run(sockets=[sock])
         return INTERNAL if self.scheduler.broken else 0
+
+
+class PromptCacheLimits(NamedTuple):
+    """The options of the prompt cache."""
+
+    memory_mb: int
+    disk_mb: int
+    keep: bool  # on disk, for the next start
+
+
+def keep_prompts(engine: Engine, limits: PromptCacheLimits, say: Callable[[str], None]) -> None:
+    """Have an engine keep earlier prompts within these limits."""
+    if limits.memory_mb and isinstance(engine, RankedEngine):
+        say("note    with --tp the last prompt is reused, and earlier ones are not kept (--prompt-cache-mb)")
+    elif limits.memory_mb:
+        folder = prompt_folder(engine, limits.keep) if limits.disk_mb else None
+        engine.keep_prompts(PromptCache(limits.memory_mb, limits.disk_mb, folder, limits.keep))
 
 
 def prompt_folder(engine: Engine, keep: bool) -> Path:

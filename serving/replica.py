@@ -1,0 +1,170 @@
+"""One replica: an engine in a process that Ray has started. The front (`serving.replicas`) calls its methods."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from cli.report import Report
+from decoding.params import SamplingParams
+from engine.engine import Engine
+from engine.intake import Result
+from engine.ranks import RankLost
+from engine.results import Chunk, GenerationResult
+from engine.streams import Stream
+from serving.server import PromptCacheLimits, keep_prompts
+from support.errors import INTERNAL
+from support.machine import describe_device, versions
+
+HEARTBEAT = 1.0  # seconds after which a replica answers although it has no news
+GATHER = 0.04  # seconds between two answers; the first tokens and the ends do not wait
+
+
+class Facts(NamedTuple):
+    """What the front has to know of a replica that is ready."""
+
+    ctx: int
+    slots: int
+    adapters: tuple[str, ...]
+    build: dict[str, str]  # equal ones compute the same bits
+    place: str
+    lines: list[str]  # the report of what was loaded
+
+
+class Made(NamedTuple):
+    """What became of one request since the last news."""
+
+    number: int
+    chunks: list[Chunk]
+    end: GenerationResult | Exception | None  # None: it goes on
+
+
+class News(NamedTuple):
+    """What a replica has done since the last news."""
+
+    made: list[Made]
+    parts: int  # of steps and prompts that it has run so far; while requests run, this number grows
+    figures: dict[str, float]  # see `Intake.figures`
+
+
+class Lines(Report):
+    """Keeps the lines of a report, for another process."""
+
+    def __init__(self) -> None:
+        super().__init__(quiet=True)
+        self.kept: list[str] = []
+
+    def line(self, text: str = "") -> None:
+        self.kept.append(text)
+
+
+class Replica:
+    """The actor. Its methods run on one event loop, in the order of their calls. The engine decodes in its own thread."""
+
+    def __init__(self, options: dict[str, Any], cache: PromptCacheLimits | None):
+        """options: keyword arguments of `load`."""
+        self._options = options
+        self._cache = cache
+        self._engine: Engine | None = None
+        self._facts: Facts | None = None
+        self._streams: dict[int, Stream] = {}
+        self._silent: set[int] = set()  # requests without a token so far
+        self._made: dict[int, Made] = {}  # since the last news
+        self._lock = threading.Lock()  # of `_made`
+        self._some, self._urgent = asyncio.Event(), asyncio.Event()  # there is news; it shall go out at once
+        self._told = 0.0  # when the last news went out
+
+    async def load(self) -> Facts:
+        """Load the model, unless that is done. What an earlier call had begun is given up. Raises what `load` raises."""
+        for stream in self._streams.values():
+            stream.stop()
+        self._streams.clear()
+        self._made.clear()
+        if self._facts is None:
+            self._loop = asyncio.get_running_loop()
+            report = Lines()
+            self._engine = engine = report.load(self._options)
+            if self._cache:
+                keep_prompts(engine, self._cache, report.line)
+            engine.warm_up()
+            device = describe_device(engine.model.device)
+            build = {"device": device, "kernels": engine.backend.describe()} | versions()
+            place = f"process {os.getpid()} on {socket.gethostname()}"
+            self._facts = Facts(engine.ctx, engine.batch_size, engine.adapters, build, place, report.kept)
+        return self._facts
+
+    async def begin(self, number: int, prompt: list[int], params: SamplingParams, adapter: str) -> None:
+        """Begin a request."""
+        try:
+            stream = self._engine.generate(prompt, params, adapter)
+        except Exception as error:
+            self._put(Made(number, [], error))
+            return
+        self._streams[number] = stream
+        self._silent.add(number)
+        stream.start(functools.partial(self._read, number, stream))
+
+    async def news(self, stopping: Sequence[int]) -> News:
+        """What has happened since the last call, at most HEARTBEAT seconds later. stopping: requests that shall end."""
+        for number in stopping:
+            if number in self._streams:
+                self._streams[number].stop()
+        await _wait(self._some, HEARTBEAT)
+        if self._some.is_set():
+            await _wait(self._urgent, self._told + GATHER - time.monotonic())
+        self._some.clear()
+        self._urgent.clear()
+        with self._lock:
+            made, self._made = list(self._made.values()), {}
+        self._told = time.monotonic()
+        return News(made, self._engine.batch.parts, self._engine.figures()[""])
+
+    async def together(self, deed: Callable[..., Result], *arguments: object) -> Result:
+        """deed(engine, *arguments), as `Intake.together` has it."""
+        return await asyncio.to_thread(self._engine.together, deed, *arguments)
+
+    async def close(self) -> None:
+        """Keep on disk what shall be kept."""
+        if self._engine is not None:
+            await asyncio.to_thread(self._engine.close)
+
+    def _read(self, number: int, stream: Stream) -> None:
+        """Read what a stream has made. The engine's thread calls this."""
+        while self._streams.get(number) is stream and stream.ready:
+            try:
+                chunk = stream.take()
+            except (torch.AcceleratorError, RankLost):  # nothing can run here any more: Ray starts another process
+                os._exit(INTERNAL)
+            except Exception as error:
+                self._put(Made(number, [], error))
+            else:
+                self._put(Made(number, [chunk] if chunk else [], None if chunk else stream.result))
+
+    def _put(self, made: Made) -> None:
+        """Add what became of a request to the next news. The first tokens and the end are urgent."""
+        with self._lock:
+            earlier = self._made.get(made.number)
+            self._made[made.number] = made._replace(chunks=earlier.chunks + made.chunks) if earlier else made
+        urgent = made.end is not None or made.number in self._silent
+        self._silent.discard(made.number)
+        if made.end is not None:
+            self._streams.pop(made.number, None)
+        for event in (self._some, self._urgent) if urgent else (self._some,):
+            if not event.is_set():  # waking the loop for every step would slow the steps down
+                self._loop.call_soon_threadsafe(event.set)
+
+
+async def _wait(event: asyncio.Event, seconds: float) -> None:
+    """Wait for an event, for at most so many seconds."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await event.wait()

@@ -1,0 +1,347 @@
+"""Replicas: a request's tokens do not depend on who decodes it, nor on how many replicas have died meanwhile."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from importlib.util import find_spec
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from decoding.params import SamplingParams
+from engine.request import Inbox, Request
+from engine.results import Chunk, GenerationResult, SequenceOutput
+from generate import load
+from loading.options import DEMO
+from serving.replicas import BLOCK, OtherTokens, Passage, Replicas, Spot, block_keys, choose
+from support.errors import BadFileError, UsageError
+
+needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="replicas need Ray (requirements-dev.txt)")
+ROOT = Path(__file__).resolve().parent.parent
+OPTIONS = {
+    "checkpoint": str(DEMO),
+    "eagle": str(DEMO / "eagle1"),
+    "ctx": 1024,
+    "slots": 4,
+    "device": "cpu",
+    "threads": 1,
+}
+GRAMMAR = 'start: /[a-f ]{20,60}/ "\\n"'
+
+
+# ---- without Ray: who gets a request, and what is handed on ----------------------------------------------------------
+
+
+def test_a_request_goes_to_who_has_seen_most_of_it_and_else_to_who_has_least_to_do():
+    """All conversations on one replica, because they share a system prompt; a turn that is read again elsewhere."""
+    spots = [Spot(i, slots=4) for i in range(3)]
+    chat = list(range(10 * BLOCK))
+    spots[2].remember(block_keys(chat))
+    spots[2].running = dict.fromkeys(range(3))
+    assert choose(block_keys(chat + [7] * 2 * BLOCK), spots) is spots[2], "the next turn of a chat"
+    assert choose(block_keys(chat[: 3 * BLOCK] + [9] * 7 * BLOCK), spots) is spots[0], "only the system prompt is alike"
+    assert choose(block_keys([5]), spots) is spots[0], "shorter than a block"
+    spots[0].remember(block_keys(chat))
+    assert choose(block_keys(chat), spots) is spots[0], "of two that have seen the same, the one with less to do"
+    assert spots[2].common(block_keys(chat, adapter=1)) == 0, "another adapter makes other keys and values"
+    assert block_keys(chat)[:3] == block_keys(chat[: 3 * BLOCK + 1]), "keys are those of beginnings"
+
+
+def passage(known: str = "") -> Passage:
+    result = GenerationResult(1, 0.0, 0)
+    output = SequenceOutput(result, SamplingParams(), set(), None)
+    made = Passage(Request([1], SamplingParams(), output, None, Inbox(1)))
+    for letter in known:
+        made.take(Chunk(0, [ord(letter)], letter, (ord(letter),)))
+    return made
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_what_was_handed_on_before_is_compared_and_skipped_however_the_steps_fall(seed):
+    """Doubled or lost tokens where the second replica's steps are longer, shorter, or hold text back."""
+    rng = random.Random(seed)
+    text = "".join(rng.choice("abcdef") for _ in range(rng.randrange(1, 40)))
+    made, inbox = passage(), None
+    for turn in range(3):
+        ends = sorted({*(rng.randrange(len(text) + 1) for _ in range(6)), len(text)})
+        shown = sorted(min(end, rng.randrange(len(text) + 1)) for end in ends[:-1]) + [len(text)]
+        parts = list(zip(pairwise([0, *ends]), pairwise([0, *shown]), strict=True))
+        for (start, end), (first, last) in parts if turn == 2 else parts[: rng.randrange(len(parts) + 1)]:
+            ids = [ord(letter) for letter in text[start:end]]
+            made.take(Chunk(0, ids, text[first:last], tuple(ids)))
+        made.begin_again(1.0)
+    inbox = made.request.inbox
+    chunks = [inbox.take() for _ in range(len(inbox.chunks))]
+    assert "".join(chunk.text for chunk in chunks) == text
+    ids = [token for chunk in chunks for token in chunk.token_ids]
+    assert ids == [ord(letter) for letter in text] == [entry for chunk in chunks for entry in chunk.logprobs]
+
+
+def test_a_replica_that_answers_otherwise_is_an_error_and_not_a_wrong_text():
+    """Machines of two kinds, whose tokens are joined to a text that no model would write."""
+    made = passage("abc")
+    made.begin_again(1.0)
+    made.take(Chunk(0, [ord("a")], "a"))
+    with pytest.raises(OtherTokens, match="not equal"):
+        made.take(Chunk(0, [ord("x")], "b"))
+    made = passage("abc")
+    made.end(GenerationResult(1, 0.0, 0, token_ids=[ord("a"), ord("x"), ord("c")]))
+    with pytest.raises(OtherTokens):
+        while made.request.inbox.take() is not None:
+            pass
+
+
+def test_ray_is_neither_imported_nor_needed_without_replicas(monkeypatch):
+    """A server that needs half a second longer to start, or another package, for what it does not use."""
+    code = "import sys, scripts.serve, serving.replicas, serving.batch; sys.exit('ray' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(UsageError, match=r'pip install "ray'):
+        Replicas(OPTIONS, 2)
+
+
+# ---- with Ray --------------------------------------------------------------------------------------------------------
+
+
+class Log(list):
+    """The lines about replicas."""
+
+    def processes(self) -> dict[int, int]:
+        """Replica -> the process that it has, or had, last."""
+        ready = (re.match(r"replica (\d+) is ready: process (\d+)", line) for line in self)
+        return {int(found[1]): int(found[2]) for found in ready if found}
+
+    def count(self, words: str) -> int:
+        return sum(words in line for line in self)
+
+    def wait(self, words: str, times: int, seconds: float = 60) -> None:
+        end = time.monotonic() + seconds
+        while self.count(words) < times:
+            assert time.monotonic() < end, f"not {times} times {words!r} in {seconds} s: {list(self)}"
+            time.sleep(0.05)
+
+
+@pytest.fixture(scope="module")
+def log() -> Log:
+    return Log()
+
+
+@pytest.fixture(scope="module")
+def replicas(log):
+    made = Replicas(OPTIONS, 2, say=log.append, deadline=4.0)
+    log.wait("is ready", 2)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def alone():
+    return load(**OPTIONS)
+
+
+REQUESTS = [
+    (
+        f"def f{i}({'x, ' * (7 * i % 40)}y):\n",
+        SamplingParams((0.0, 0.9)[i % 2], seed=i, max_new_tokens=60 + 37 * i % 300),
+    )
+    for i in range(24)
+]
+
+
+def outcome(result: GenerationResult) -> tuple:
+    return result.token_ids, result.text, result.stop_reason, result.logprobs, result.prompt_logprobs
+
+
+@needs_ray
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"temperature": 0.8, "seed": 3, "top_k": 40},
+        {"stop": ["\n    "], "logprobs": 3, "prompt_logprobs": 2},
+        {"grammar": GRAMMAR, "temperature": 1.0},
+        {"max_new_tokens": 0, "prompt_logprobs": 1},
+        {"logit_bias": [(13, -100)], "repetition_penalty": 1.2},
+    ],
+)
+def test_a_replica_gives_what_an_engine_gives(replicas, alone, settings):
+    """A setting, a log-probability or the end of a text that is lost on the way to another process."""
+    params = SamplingParams(**{"max_new_tokens": 80, **settings})
+    mine, theirs = (engine.generate("def main():\n", params).run()[0] for engine in (alone, replicas))
+    assert outcome(mine) == outcome(theirs)
+    assert (mine.prompt_tokens, mine.new_tokens) == (theirs.prompt_tokens, theirs.new_tokens)
+
+
+@needs_ray
+def test_what_is_wrong_with_a_request_is_said_before_it_is_sent(replicas):
+    """An error that only the replica finds, after the answer has begun."""
+    for prompt, params in (
+        ([10**6], SamplingParams()),
+        ("x" * 9000, SamplingParams()),
+        ("x", SamplingParams(grammar="start: (")),
+    ):
+        with pytest.raises(ValueError):
+            replicas.generate(prompt, params)
+    with pytest.raises(ValueError, match="watched"):
+        replicas.add_observer(None)
+
+
+@needs_ray
+def test_replicas_that_die_cost_time_and_no_text(replicas, alone, log):
+    """Texts that end early, are doubled, or go on with another seed when a process is killed."""
+    expected = [alone.generate(*request).run()[0] for request in REQUESTS]
+    done = threading.Event()
+
+    def kill() -> None:
+        for number in (0, 1, 0, 1):
+            if done.wait(0.25):
+                return
+            lost, ready = log.count("is lost"), log.count("is ready")
+            os.kill(log.processes()[number], signal.SIGKILL)
+            log.wait("is lost", lost + 1)
+            log.wait("is ready", ready + 1)
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    lost = log.count("is lost")
+    while log.count("is lost") < lost + 3:
+        streams = [replicas.generate(*request) for request in REQUESTS]
+        for stream in streams:
+            stream.start()
+        for stream, whole in zip(streams, expected, strict=True):
+            chunks = list(stream)
+            assert outcome(stream.result) == outcome(whole)
+            assert "".join(chunk.text for chunk in chunks) == whole.text
+            assert [token for chunk in chunks for token in chunk.token_ids] == whole.token_ids
+    done.set()
+    killer.join()
+    log.wait("is ready", log.count("is lost") + 2)
+
+
+@needs_ray
+def test_a_replica_that_hangs_is_started_again(replicas, alone, log):
+    """A process that lives and answers nothing, with whose requests the clients wait for ever."""
+    lost, process = log.count("has not answered"), log.processes()[1]
+    os.kill(process, signal.SIGSTOP)
+    streams = [replicas.generate(*request) for request in REQUESTS[:8]]
+    for stream in streams:
+        stream.start()
+    for stream, request in zip(streams, REQUESTS, strict=False):
+        assert outcome(stream.run()[0]) == outcome(alone.generate(*request).run()[0])
+    log.wait("has not answered", lost + 1)
+    log.wait("is ready", log.count("is lost") + 2)
+    assert log.processes()[1] != process
+
+
+@needs_ray
+def test_a_stream_that_is_left_gives_its_slot_back(replicas):
+    """Slots that stay taken by clients that have gone."""
+    long = SamplingParams(max_new_tokens=900, stop_ids=(1,))
+    for _ in range(3):
+        streams = [replicas.generate("x = ", long) for _ in range(12)]
+        for stream in streams:
+            stream.start()
+        next(streams[0])
+        for stream in streams:
+            stream.close()
+        assert {stream.result.stop_reason for stream in streams} == {"interrupted"}
+    assert not any(peer.running for peer in replicas.peers)
+    assert replicas.generate("x = ", SamplingParams(max_new_tokens=5)).run()[0].new_tokens == 5
+
+
+@needs_ray
+def test_the_server_has_all_its_endpoints_over_replicas(replicas, alone):
+    """An endpoint that reaches into an engine which is in another process."""
+    httpx = pytest.importorskip("httpx", reason="the client needs httpx (requirements-dev.txt)")
+    from serving_kit import running
+
+    asked = {"prompt": "def f(x):\n", "max_tokens": 8, "n": 2, "seed": 5, "temperature": 0.7, "logprobs": 2}
+    bodies = {
+        "/v1/completions": asked,
+        "/v1/embeddings": {"input": ["def f", "class A"]},
+        "/tokenize": {"content": "def f"},
+    }
+    found = []
+    for engine in (replicas, alone):
+        with running(engine) as server:
+            answers = [httpx.post(server.address + path, json=body).json() for path, body in bodies.items()]
+            answers += [httpx.get(server.address + path).json() for path in ("/health", "/tokenizer_info")]
+            figures = httpx.get(server.address + "/metrics").text
+            steps = {**asked, "logprobs": None, "n": 1, "stream": True, "eaglet": {"steps": True}}
+            status = httpx.post(server.address + "/v1/completions", json=steps).status_code
+        assert status == (400 if engine is replicas else 200)
+        own = ("id", "created", "timings", "usage")  # the caches hold other texts
+        found.append([{key: value for key, value in answer.items() if key not in own} for answer in answers])
+        assert ('eaglet_replica_up{replica="1"} 1' in figures) == (engine is replicas)
+    assert found[0] == found[1]
+
+
+@needs_ray
+def test_without_a_replica_new_requests_are_told_to_come_back(replicas, log):
+    """Requests that wait for minutes where a load balancer would have sent them elsewhere."""
+    httpx = pytest.importorskip("httpx", reason="the client needs httpx (requirements-dev.txt)")
+    from serving_kit import running
+
+    lost = log.count("is lost")
+    with running(replicas) as server:
+        for process in log.processes().values():
+            os.kill(process, signal.SIGKILL)
+        log.wait("is lost", lost + 2)
+        for answer in (
+            httpx.post(server.address + "/v1/completions", json={"prompt": "x"}),
+            httpx.get(server.address + "/health"),
+        ):
+            assert answer.status_code == 503 and int(answer.headers["Retry-After"]) > 0
+        log.wait("is ready", log.count("is lost") + 2)
+        assert httpx.get(server.address + "/health").status_code == 200
+
+
+@needs_ray
+def test_a_file_of_requests_survives_its_replicas(tmp_path, alone):
+    """Answers that are lost, doubled or out of order when a replica dies, and when the command itself is killed."""
+    lines = [
+        {"custom_id": f"r{i}", "method": "POST", "url": "/v1/completions",
+         "body": {"prompt": prompt, "max_tokens": params.max_new_tokens, "temperature": params.temperature, "seed": i}}
+        for i, (prompt, params) in enumerate(REQUESTS)
+    ]  # fmt: skip
+    asked, answered = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    asked.write_text("".join(json.dumps(one) + "\n" for one in lines))
+    command = [sys.executable, "generate.py", "--input", str(asked), "--output", str(answered), "--replicas", "2"]
+    command += ["--eagle", str(DEMO / "eagle1"), "--ctx", "1024", "--slots", "1", "--device", "cpu"]
+    for how in ("command", "replica"):
+        ran = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+        log = Log()
+        reader = threading.Thread(target=lambda log=log, ran=ran: log.extend(iter(ran.stderr.readline, "")))
+        reader.start()
+        log.wait("is ready", 1)
+        so_far = answered.read_text().count("\n") if answered.exists() else 0
+        while not answered.exists() or answered.read_text().count("\n") < so_far + 3:
+            time.sleep(0.01)
+        if how == "command":
+            ran.kill()
+        else:
+            os.kill(next(iter(log.processes().values())), signal.SIGKILL)
+        assert ran.wait(60) == (-signal.SIGKILL if how == "command" else 0), list(log)
+        reader.join()
+    found = [json.loads(line) for line in answered.read_text().splitlines()]
+    assert [one["custom_id"] for one in found] == [one["custom_id"] for one in lines]
+    for one, request in zip(found, REQUESTS, strict=True):
+        choice = one["response"]["body"]["choices"][0]
+        assert choice["text"] == alone.generate(*request).run()[0].text
+
+
+@needs_ray
+def test_what_keeps_a_replica_from_starting_is_said_in_one_line(tmp_path):
+    """A server that waits for ever for replicas that cannot be, or that hides why."""
+    with pytest.raises(BadFileError):
+        Replicas(OPTIONS | {"checkpoint": str(tmp_path)}, 1)
+    with pytest.raises(UsageError, match="--ray-address"):
+        Replicas(OPTIONS, 1, address="127.0.0.1:1")

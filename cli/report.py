@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -78,12 +78,18 @@ def ranks_json(engine: Engine) -> dict[str, Any]:
     }
 
 
-class Report:
-    """Writes the lines to stderr. `quiet` drops them all."""
+def to_stderr(text: str) -> None:
+    """Print a line."""
+    print(text, file=sys.stderr, flush=True)
 
-    def __init__(self, quiet: bool):
+
+class Report:
+    """Writes the lines to stderr, or gives them to `say`. `quiet` drops them all."""
+
+    def __init__(self, quiet: bool, say: Callable[[str], None] = to_stderr):
         self.quiet = quiet
-        self.loading = Progress(quiet)
+        self.say = say
+        self.loading = Progress(quiet or say is not to_stderr)
         self.bandwidth = 0.0  # bytes per second
         self.alone = 0.0  # of `kernels.seconds_alone`, what was reported already
 
@@ -97,7 +103,7 @@ class Report:
 
     def line(self, text: str = "") -> None:
         if not self.quiet:
-            print(text, file=sys.stderr, flush=True)
+            self.say(text)
 
     def progress(self, done: int, total: int, name: str) -> None:
         """Show how much of the weights is loaded, for files worth the wait."""

@@ -32,7 +32,6 @@ class Intake:
     ctx: int  # tokens of a prompt and its answer
     batch_size: int  # sequences that are decoded together
     adapters: tuple[str, ...] = ()  # among which a request chooses; empty where the model has one or none
-    lost = False  # whether no request can ever be decoded again
     chain = 0  # depth of the chain that is drafted, 0 for another tree or none
 
     @property

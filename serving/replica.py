@@ -52,28 +52,18 @@ class News(NamedTuple):
     """What a replica has done since the last news."""
 
     made: list[Made]
-    parts: int  # of steps and prompts that it has run so far; while requests run, this number grows
     figures: dict[str, float]  # see `Intake.figures`
-
-
-class Lines(Report):
-    """Keeps the lines of a report, for another process."""
-
-    def __init__(self) -> None:
-        super().__init__(quiet=True)
-        self.kept: list[str] = []
-
-    def line(self, text: str = "") -> None:
-        self.kept.append(text)
 
 
 class Replica:
     """The actor. Its methods run on one event loop, in the order of their calls. The engine decodes in its own thread."""
 
-    def __init__(self, options: dict[str, Any], cache: PromptCacheLimits | None):
-        """options: keyword arguments of `load`."""
+    def __init__(self, options: dict[str, Any], cache: PromptCacheLimits | None, deadline: float):
+        """options: keyword arguments of `load`. deadline: seconds after which an engine that does not move hangs."""
         self._options = options
         self._cache = cache
+        self._deadline = deadline
+        self._moved = -1, 0.0  # how many parts the engine had run, and when that was first seen
         self._engine: Engine | None = None
         self._facts: Facts | None = None
         self._streams: dict[int, Stream] = {}
@@ -91,7 +81,8 @@ class Replica:
         self._made.clear()
         if self._facts is None:
             self._loop = asyncio.get_running_loop()
-            report = Lines()
+            lines: list[str] = []
+            report = Report(False, lines.append)
             self._engine = engine = report.load(self._options)
             if self._cache:
                 keep_prompts(engine, self._cache, report.line)
@@ -99,7 +90,7 @@ class Replica:
             device = describe_device(engine.model.device)
             build = {"device": device, "kernels": engine.backend.describe()} | versions()
             place = f"process {os.getpid()} on {socket.gethostname()}"
-            self._facts = Facts(engine.ctx, engine.batch_size, engine.adapters, build, place, report.kept)
+            self._facts = Facts(engine.ctx, engine.batch_size, engine.adapters, build, place, lines)
         return self._facts
 
     async def begin(self, number: int, prompt: list[int], params: SamplingParams, adapter: str) -> None:
@@ -126,7 +117,12 @@ class Replica:
         with self._lock:
             made, self._made = list(self._made.values()), {}
         self._told = time.monotonic()
-        return News(made, self._engine.batch.parts, self._engine.figures()[""])
+        parts, since = self._moved
+        if parts != self._engine.batch.parts or not self._streams:
+            self._moved = self._engine.batch.parts, self._told
+        elif self._told - since > self._deadline:
+            os._exit(INTERNAL)
+        return News(made, self._engine.figures()[""])
 
     async def together(self, deed: Callable[..., Result], *arguments: object) -> Result:
         """deed(engine, *arguments), as `Intake.together` has it."""

@@ -83,8 +83,6 @@ class Server(uvicorn.Server):
 
     async def on_tick(self, counter: int) -> bool:
         """uvicorn calls this ten times a second."""
-        if self.scheduler.engine.lost:
-            self.scheduler.broken = self.scheduler.draining = True
         if self.scheduler.draining and not self.scheduler.jobs:
             self.should_exit = True
         return await super().on_tick(counter)

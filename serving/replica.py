@@ -29,6 +29,9 @@ HEARTBEAT = 1.0  # seconds after which a replica answers although it has no news
 GATHER = 0.04  # seconds between two answers; the first tokens and the ends do not wait
 
 
+NOTHING = Chunk(0, [], "")
+
+
 class Facts(NamedTuple):
     """What the front has to know of a replica that is ready."""
 
@@ -44,8 +47,14 @@ class Made(NamedTuple):
     """What became of one request since the last news."""
 
     number: int
-    chunks: list[Chunk]
+    chunk: Chunk  # of all its steps
     end: GenerationResult | Exception | None  # None: it goes on
+
+    def then(self, later: Made) -> Made:
+        """This, and what came later."""
+        a, b = self.chunk, later.chunk
+        chunk = Chunk(a.row, a.token_ids + b.token_ids, a.text + b.text, [*a.logprobs, *b.logprobs])
+        return Made(self.number, chunk, later.end)
 
 
 class News(NamedTuple):
@@ -98,7 +107,7 @@ class Replica:
         try:
             stream = self._engine.generate(prompt, params, adapter)
         except Exception as error:
-            self._put(Made(number, [], error))
+            self._put(Made(number, NOTHING, error))
             return
         self._streams[number] = stream
         self._silent.add(number)
@@ -141,15 +150,15 @@ class Replica:
             except (torch.AcceleratorError, RankLost):  # nothing can run here any more: Ray starts another process
                 os._exit(INTERNAL)
             except Exception as error:
-                self._put(Made(number, [], error))
+                self._put(Made(number, NOTHING, error))
             else:
-                self._put(Made(number, [chunk] if chunk else [], None if chunk else stream.result))
+                self._put(Made(number, chunk or NOTHING, None if chunk else stream.result))
 
     def _put(self, made: Made) -> None:
         """Add what became of a request to the next news. The first tokens and the end are urgent."""
         with self._lock:
             earlier = self._made.get(made.number)
-            self._made[made.number] = made._replace(chunks=earlier.chunks + made.chunks) if earlier else made
+            self._made[made.number] = earlier.then(made) if earlier else made
         urgent = made.end is not None or made.number in self._silent
         self._silent.discard(made.number)
         if made.end is not None:

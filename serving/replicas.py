@@ -13,7 +13,7 @@ import contextlib
 import os
 import threading
 import time
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -86,14 +86,48 @@ class Peer:
             self.seen.popitem(last=False)
 
     def common(self, keys: Sequence[int]) -> int:
-        """How many blocks of a text the caches may hold, 0 where those are not even half of it."""
-        blocks = next((i for i, key in enumerate(keys) if key not in self.seen), len(keys))
-        return blocks if 2 * blocks >= len(keys) else 0
+        """How many blocks of a text the caches may hold."""
+        return next((i for i, key in enumerate(keys) if key not in self.seen), len(keys))
+
+    def knows(self, keys: Sequence[int]) -> bool:
+        """Whether that is half of the text or more."""
+        return 0 < len(keys) <= 2 * self.common(keys)
 
 
-def choose(keys: Sequence[int], peers: Sequence[Peer]) -> Peer:
-    """The peer that has seen the most of a text, if that is half of it or more. Else the one with the least to do."""
-    return min(peers, key=lambda peer: (-peer.common(keys), len(peer.running) / peer.slots, len(peer.seen)))
+class Queue:
+    """What waits for a replica, and which one gets it: the one that has seen the most of its text, if that is half of it
+    or more, else the one with the least to do.
+
+    While all are busy, a slot that becomes free goes to the oldest text that no other replica has seen, and every fourth
+    one to the oldest of all. Taken strictly in turn, texts would meet strangers, and would be read as a whole.
+    """
+
+    def __init__(self, peers: Sequence[Peer]):
+        self.peers = peers
+        self.waiting: list[tuple[Any, Sequence[int], Peer | None]] = []  # what, its keys, and who has seen them
+        self._given = 0
+
+    def put(self, what: Any, keys: Sequence[int], first: bool = False) -> None:
+        """Let something wait, behind all others or before them."""
+        home = max(self.peers, key=lambda peer: peer.common(keys))
+        self.waiting.insert(0 if first else len(self.waiting), (what, keys, home if home.knows(keys) else None))
+
+    def take(self, which: Callable[[Any], bool]) -> list[Any]:
+        """Take out what need not wait any more."""
+        taken = [what for what, _, _ in self.waiting if which(what)]
+        self.waiting = [entry for entry in self.waiting if entry[0] not in taken]
+        return taken
+
+    def next(self) -> tuple[Any, Peer] | None:
+        """What gets a slot now, and whose. None: nothing waits, or all are busy."""
+        free = [peer for peer in self.peers if peer.up and len(peer.running) < peer.slots]
+        if not (free and self.waiting):
+            return None
+        self._given += 1
+        fitting = (i for i, (_, _, home) in enumerate(self.waiting) if home is None or home in free or not home.up)
+        what, keys, _ = self.waiting.pop(next(fitting, 0) if self._given % 4 else 0)
+        known = {peer.number: peer.common(keys) if peer.knows(keys) else 0 for peer in free}
+        return what, max(free, key=lambda p: (known[p.number], -len(p.running) / p.slots, -len(p.seen)))
 
 
 class OtherTokens(RuntimeError):
@@ -182,13 +216,13 @@ class Replicas(Intake):
         self.say = say
         self._deadline = deadline
         self._facts: Facts | None = None  # of the first one that was ready
-        self._waiting: deque[Passage] = deque()
         self._changed = threading.Condition()  # guards everything here: a replica has come or gone
         self._number = 0  # of requests that a replica got
         self._closing = threading.Event()
         self._failure: BaseException | None = None  # why the last one that has gone for good could not start
         actors = start_actors(kind, asked, count, address, cache, deadline)
         self.peers = [Peer(number, actor) for number, actor in enumerate(actors)]
+        self._queue = Queue(self.peers)
         self._threads = [threading.Thread(target=self._follow, args=(peer,), daemon=True) for peer in self.peers]
         for thread in self._threads:
             thread.start()
@@ -214,7 +248,7 @@ class Replicas(Intake):
         import ray
 
         try:
-            peer = choose([], [peer for peer in self.peers if peer.up])
+            peer = min((peer for peer in self.peers if peer.up), key=lambda peer: len(peer.running))
             return ray.get(peer.actor.together.remote(deed, *arguments), timeout=self._deadline)
         except ray.exceptions.RayTaskError as error:
             raise error.cause from None
@@ -242,7 +276,8 @@ class Replicas(Intake):
     def submit(self, request: Request) -> None:
         """Queue a request. Any thread may call this."""
         with self._changed:
-            self._waiting.append(Passage(request))
+            passage = Passage(request)
+            self._queue.put(passage, passage.keys)
             self._dispatch()
 
     def pump(self) -> None:
@@ -255,8 +290,7 @@ class Replicas(Intake):
     def settle(self) -> None:
         """End the requests that shall end. A replica hears of it within HEARTBEAT seconds, and nobody waits for that."""
         with self._changed:
-            for passage in [passage for passage in self._waiting if passage.request.stopping]:
-                self._waiting.remove(passage)
+            for passage in self._queue.take(lambda passage: passage.request.stopping):
                 passage.end(None)
             for peer in self.peers:
                 for number in [number for number, passage in peer.running.items() if passage.request.stopping]:
@@ -272,14 +306,14 @@ class Replicas(Intake):
     def _dispatch(self) -> None:
         """Hand out the requests that wait, as far as there are free slots."""
         self.settle()
-        while self._waiting and self._lost:
-            self._waiting.popleft().end(RankLost("no replica is left."))
-        while self._waiting and (free := [p for p in self.peers if p.up and len(p.running) < p.slots]):
-            passage = self._waiting.popleft()
-            request, peer = passage.request, choose(passage.keys, free)
+        if self._lost:
+            for passage in self._queue.take(lambda passage: True):
+                passage.end(RankLost("no replica is left."))
+        while given := self._queue.next():
+            (passage, peer), request = given, given[0].request
             request.began = request.began or time.perf_counter()
             peer.counts["replica_requests_total"] += 1
-            peer.counts["replica_prefix_hits_total"] += peer.common(passage.keys) > 0
+            peer.counts["replica_prefix_hits_total"] += peer.knows(passage.keys)
             peer.remember(passage.keys)
             self._number += 1
             peer.running[self._number] = passage
@@ -292,8 +326,7 @@ class Replicas(Intake):
         if passage is None:  # it was stopped
             return
         try:
-            for chunk in made.chunks:
-                passage.take(chunk)
+            passage.take(made.chunk)
         except OtherTokens as error:
             self.say(f"replica {peer.number}: {error}")
             peer.stopping.append(made.number)
@@ -327,7 +360,8 @@ class Replicas(Intake):
         for passage in lost:
             passage.begin_again(1 / len(lost))
         again = [passage for passage in lost if not passage.request.ended]
-        self._waiting.extendleft(reversed(again))
+        for passage in reversed(again):
+            self._queue.put(passage, passage.keys, first=True)
         if said:
             self.say(f"replica {peer.number} is lost: {why}; {len(again)} requests begin again on another one")
         if failure is not None:

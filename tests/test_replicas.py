@@ -22,7 +22,7 @@ from engine.request import Inbox, Request
 from engine.results import Chunk, GenerationResult, SequenceOutput
 from generate import load
 from loading.options import DEMO
-from serving.replicas import BLOCK, OtherTokens, Passage, Peer, Replicas, block_keys, choose
+from serving.replicas import BLOCK, OtherTokens, Passage, Peer, Queue, Replicas, block_keys
 from support.errors import BadFileError, UsageError
 
 needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="replicas need Ray (requirements-dev.txt)")
@@ -44,16 +44,47 @@ GRAMMAR = 'start: /[a-f ]{20,60}/ "\\n"'
 def test_a_request_goes_to_who_has_seen_most_of_it_and_else_to_who_has_least_to_do():
     """All conversations on one replica, because they share a system prompt; a turn that is read again elsewhere."""
     peers = [Peer(i, slots=4) for i in range(3)]
+    for peer in peers:
+        peer.up = True
+
+    def given(ids: list[int], adapter: int = 0) -> Peer:
+        queue = Queue(peers)
+        queue.put("it", block_keys(ids, adapter))
+        return queue.next()[1]
+
     chat = list(range(10 * BLOCK))
     peers[2].remember(block_keys(chat))
     peers[2].running = dict.fromkeys(range(3))
-    assert choose(block_keys(chat + [7] * 2 * BLOCK), peers) is peers[2], "the next turn of a chat"
-    assert choose(block_keys(chat[: 3 * BLOCK] + [9] * 7 * BLOCK), peers) is peers[0], "only the system prompt is alike"
-    assert choose(block_keys([5]), peers) is peers[0], "shorter than a block"
+    assert given(chat + [7] * 2 * BLOCK) is peers[2], "the next turn of a chat"
+    assert given(chat[: 3 * BLOCK] + [9] * 7 * BLOCK) is peers[0], "only the system prompt is alike"
+    assert given([5]) is peers[0], "shorter than a block"
+    assert given(chat, adapter=1) is peers[0], "another adapter makes other keys and values"
     peers[0].remember(block_keys(chat))
-    assert choose(block_keys(chat), peers) is peers[0], "of two that have seen the same, the one with less to do"
-    assert peers[2].common(block_keys(chat, adapter=1)) == 0, "another adapter makes other keys and values"
-    assert block_keys(chat)[:3] == block_keys(chat[: 3 * BLOCK + 1]), "keys are those of beginnings"
+    assert given(chat) is peers[0], "of two that have seen the same, the one with less to do"
+    peers[0].up = False
+    assert given(chat) is peers[2]
+
+
+def test_where_all_are_busy_texts_wait_for_who_knows_them_and_no_text_waits_for_ever():
+    """A crowd that is read again and again, because each takes the next slot; a text that is passed over for ever."""
+    peers = [Peer(0, slots=1), Peer(1, slots=1)]
+    texts = [[number] * 4 * BLOCK for number in (0, 1)]
+    for peer, text in zip(peers, texts, strict=True):
+        peer.up = True
+        peer.remember(block_keys(text))
+    queue = Queue(peers)
+    for number in range(12):
+        queue.put(number, block_keys(texts[number % 2]))
+    assert queue.next() == (0, peers[0])
+    peers[0].running[0] = None
+    peers[1].running[1] = None
+    assert queue.next() is None, "all are busy"
+    peers[0].running.clear()
+    assert [queue.next() for _ in range(4)] == [(n, peers[0]) for n in (2, 4, 1, 6)]
+    peers[0].clear()
+    peers[1].running.clear()
+    assert queue.next() == (3, peers[1])
+    assert queue.take(lambda number: number > 9) == [10, 11] and queue.take(lambda number: True) == [5, 7, 8, 9]
 
 
 def passage(known: str = "") -> Passage:

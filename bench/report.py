@@ -1,19 +1,15 @@
-"""The report of a benchmark: tables on stdout, and a plot."""
+"""The report of a benchmark: tables on stdout."""
 
 from __future__ import annotations
 
 import argparse
 from collections import defaultdict
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from bench.arms import SAME_TOKENS
 from bench.records import Line
-from support.errors import UsageError
-from support.files import check_folder, written_whole
-
-STYLES = ("-", "--", ":", "-.")  # of a plot's lines, by suite and temperature
+from support.files import check_folder
 
 
 def number(value: float | None, digits: int = 2) -> str:
@@ -193,62 +189,5 @@ def _header(summary: dict[str, Any]) -> str:
 
 def check_outputs(args: argparse.Namespace) -> None:
     """Raise UsageError for results that could not be written, before anything is measured."""
-    for flag in ("json", "plot"):
-        if vars(args)[flag] != "-":
-            check_folder(f"--{flag}", vars(args)[flag])
-    if args.plot:
-        pyplot()
-
-
-def pyplot() -> Any:
-    """matplotlib's pyplot, drawing into files. Raises UsageError without matplotlib."""
-    try:
-        import matplotlib
-
-        matplotlib.use("Agg")
-        import matplotlib.pyplot as plt
-    except ImportError as error:
-        raise UsageError("--plot needs matplotlib: pip install matplotlib") from error
-    return plt
-
-
-def write_plot(path: str | Path, summary: dict[str, Any]) -> None:
-    """Speed by suite and acceptance by depth as one picture."""
-    plt = pyplot()
-    rows = [r for r in summary["rows"] if r["suite"] != "all"]
-    groups = list(dict.fromkeys((r["suite"], r["temperature"]) for r in rows))
-    labels = {r["arm"]: r["label"] for r in rows}
-    arms = list(labels)
-    # the map's own grey is left out, because grey is plain decoding
-    colours = ["0.6"] + [c for i, c in enumerate(plt.get_cmap("tab10").colors) if i != 7] * len(arms)
-    figure, (speed, depth) = plt.subplots(1, 2, figsize=(13, 5.8), constrained_layout=True)
-    thick = 0.84 / len(arms)
-    for row in rows:
-        group = groups.index((row["suite"], row["temperature"]))
-        arm = arms.index(row["arm"])
-        colour = colours[arm]
-        style = {"ls": STYLES[group % 4], "marker": "o", "color": colour}
-        if top := row["tokens_per_second"]:
-            at = group + (arm - (len(arms) - 1) / 2) * thick
-            error = row["tokens_per_second_sd"] or 0
-            fill = {"color": "white", "hatch": "//"} if row["blocked"] else {"color": colour}
-            speed.bar(at, top, thick, yerr=error, edgecolor=colour, **fill)
-            speed.text(at, top + error, f" {gain_text(row)}", ha="center", va="bottom", rotation=90, size=8)
-        shares = row["accepted_by_depth"] or ()
-        depth.plot(range(1, len(shares) + 1), shares, ms=4, **style)
-    speed.set_xticks(range(len(groups)), [f"{suite}\nT = {T:g}" for suite, T in groups])
-    speed.set(ylabel="decode tokens/s", title="speed by suite (ratio to plain: median over prompts)")
-    speed.set_ylim(0, 1.18 * max((r["tokens_per_second"] or 0) for r in rows) or 1)
-    depth.set(xlabel="depth d", ylabel="share of steps that accepted d tokens", title="acceptance by depth")
-    depth.set_ylim(0, 1)
-    depth.xaxis.get_major_locator().set_params(integer=True)
-    lines = [plt.Line2D([], [], color="0.3", ls=STYLES[i % 4]) for i in range(len(groups))]
-    depth.legend(lines, [f"{suite}, T = {T:g}" for suite, T in groups], fontsize=8)
-    patches = [plt.Rectangle((0, 0), 1, 1, color=colour) for colour in colours[: len(arms)]]
-    names = [arm if label == SAME_TOKENS else f"{arm} ({label})" for arm, label in labels.items()]
-    figure.legend(patches, names, loc="outside lower center", ncols=min(len(arms), 8), fontsize=9)
-    name = "{checkpoint} {dtype}".format_map(summary["model"])
-    figure.suptitle(f"{name} on {summary['environment']['device']}", fontsize=9)
-    with written_whole(path) as part:
-        figure.savefig(part, format="png", dpi=110)
-    plt.close(figure)
+    if args.json != "-":
+        check_folder("--json", args.json)

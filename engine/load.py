@@ -114,7 +114,7 @@ def _load_part(asked: LoadOptions, ranks: Ranks, progress: Progress | None, say:
 def _load(
     asked: LoadOptions, progress: Progress | None, say: Callable[[str], None], ranks: Ranks | None = None
 ) -> Engine:
-    use_threads(asked, ranks.size if ranks else 1)
+    use_threads(asked, ranks.here if ranks else 1)
     with bad_files(), freed_memory_returns(), without_collector():
         if asked.sha256 and not (ranks and ranks.rank):  # one rank is enough, and it reads the whole file
             check_sha256(local_path(asked.checkpoint), asked.sha256)
@@ -234,7 +234,7 @@ def fit_chunk(
 def _free(options: LoadOptions, ranks: Ranks | None) -> int:
     """Bytes that this process may use."""
     device = torch.device(options.device)
-    return free_memory(device) // (ranks.size if ranks and device.type == "cpu" else 1)
+    return free_memory(device) // (ranks.here if ranks and device.type == "cpu" else 1)
 
 
 def open_backend(options: LoadOptions, report: Callable[[str], None]) -> kernels.KernelBackend:

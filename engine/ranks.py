@@ -68,22 +68,24 @@ class Ranks:
     def __init__(
         self, rank: int, size: int, device: str, meeting_point: str, children: Sequence[subprocess.Popen] = ()
     ):
-        """A rank on a GPU takes the GPU of its number.
+        """A rank on a GPU takes the GPU of its number among the ranks of its machine.
 
         meeting_point: a URL of torch.distributed, the same for all. children: the processes that rank 0 started.
         """
         if rank:  # Ctrl-C reaches all processes of a terminal, and rank 0 acts on it
             signal.signal(signal.SIGINT, signal.SIG_IGN)
         if device == "cuda":
-            torch.cuda.set_device(rank)
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", rank)))
         self.rank = rank
         self.size = size
+        self.here = ranks_here(size)
         self.children = children
         self.engines = 0  # that were made for these processes
         self.by = "nccl" if device == "cuda" else "gloo"  # what they exchange with
         self.alarm = Alarm(children, device) if children else None
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # nothing listens on another interface
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+        if self.here == size:  # nothing listens on another interface
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
         try:
             store = next(dist.rendezvous(meeting_point, rank, size, timeout=MEETING))[0]
         except dist.DistError as error:  # torchrun's meeting point waits by itself
@@ -221,6 +223,11 @@ def close() -> None:
         dist.destroy_process_group()
 
 
+def ranks_here(size: int) -> int:
+    """How many of the ranks run on this machine: all of them, unless torchrun says otherwise."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", size))
+
+
 def meet(size: int, device: str, options: dict[str, Any], follower: str) -> Ranks:
     """Bring the processes of an engine together. Under torchrun they exist already, else this one starts the others.
 
@@ -235,8 +242,9 @@ def meet(size: int, device: str, options: dict[str, Any], follower: str) -> Rank
     started = os.environ.get("WORLD_SIZE")
     if started is not None and int(started) != size:
         raise UsageError(f"--tp {size}, but torchrun started {started} processes; give both the same number.")
-    if device == "cuda" and torch.cuda.device_count() < size:
-        raise UsageError(f"--tp {size} needs as many GPUs, and there are {torch.cuda.device_count()}. Use fewer.")
+    here = ranks_here(size)
+    if device == "cuda" and torch.cuda.device_count() < here:
+        raise UsageError(f"--tp {size} needs {here} GPUs here, and there are {torch.cuda.device_count()}. Use fewer.")
     if started is not None:
         return Ranks(int(os.environ["RANK"]), size, device, "env://")
     folder = tempfile.mkdtemp(prefix="eaglet-")  # only this user can read it

@@ -19,7 +19,7 @@ PACKAGE = "eaglet"
 NOT_SHIPPED = {"tests", "package"}  # of package/, SHIPPED_HERE goes into the package itself
 SHIPPED_HERE = ("__init__.py", "__main__.py")
 DATA = ("demo", "heads")  # folders without code
-IN_THE_REPOSITORY = {"demo", "gpu", "measured", "train_demo"}  # scripts that write into it
+IN_THE_REPOSITORY = {"demo", "gpu", "measured", "scale", "train_demo"}  # scripts that need its other files
 LEFT_OUT = {".pyc", ".tmp", ".partial"}
 # What the texts of the program call things -> what they are called after installing.
 CALLED = {
@@ -83,6 +83,7 @@ def version() -> str:
 
 def _about(project: dict) -> dict[str, bytes]:
     """The files of the wheel's dist-info folder, except RECORD."""
+    extras = project["optional-dependencies"]
     metadata = [
         "Metadata-Version: 2.4",
         f"Name: {project['name']}",
@@ -92,6 +93,8 @@ def _about(project: dict) -> dict[str, bytes]:
         "License-File: LICENSE",
         f"Requires-Python: {project['requires-python']}",
         *(f"Requires-Dist: {requirement}" for requirement in project["dependencies"]),
+        *(f"Provides-Extra: {extra}" for extra in extras),
+        *(f"Requires-Dist: {needed}; extra == '{extra}'" for extra, all_of in extras.items() for needed in all_of),
         "Description-Content-Type: text/markdown",
         "",
         (ROOT / project["readme"]).read_text(encoding="utf-8"),

@@ -3,7 +3,7 @@
     python -m scripts.bench                                             # the demo model, every drafter found beside it
     python -m scripts.bench --checkpoint DIR --questions FILE.jsonl --template vicuna --temperature 0 1 --json out.jsonl
     python -m scripts.bench --arm "wide=eagle=eagle3;tree=dynamic:60,7,10" --arm "deep=eagle=eagle3;tree=chain:7"
-    python -m scripts.bench --baseline hf --plot out.png
+    python -m scripts.bench --baseline hf
     python -m scripts.bench --suite paper --checkpoint DIR --head HEAD --questions mt_bench/question.jsonl
     python -m scripts.bench --checkpoint FILE.gguf --kernels cpu --only plain --baseline hf --baseline llama.cpp
     python -m scripts.bench --checkpoint FILE.gguf --clients 1,2,4,8,16 --baseline llama.cpp
@@ -33,7 +33,7 @@ from bench.paper import SUITE_TABLES
 from bench.peers import LIBRARIES, check_peers, is_gguf, peers_of
 from bench.random_models import SHAPES, random_engine
 from bench.records import Line, Lines, Settings, broken, environment
-from bench.report import check_outputs, report, write_plot
+from bench.report import check_outputs, report
 from bench.steps import SLACK, client_lines, numbers, step_lines
 from bench.suites import add_questions, ask
 from cli.report import ranks_json
@@ -78,7 +78,6 @@ def build_parser() -> argparse.ArgumentParser:
         add(name, type=numbers, default=default, metavar=example, help=what)
     add = parser.add_argument_group("output").add_argument
     add("--json", metavar="FILE", help="JSON lines: every run, then the summary; -: the summary on stdout")
-    add("--plot", metavar="PNG", help="speed and acceptance by depth (needs matplotlib)")
     add("-q", "--quiet", action="store_true", help="no progress line")
     return parser
 
@@ -149,8 +148,6 @@ def run(args: argparse.Namespace) -> int:
     report(summary)
     if args.suite and (tables := SUITE_TABLES[args.suite](summary)):
         print(f"\n{tables}")
-    if args.plot and summary["rows"]:
-        write_plot(args.plot, summary)
     if args.json == "-":
         print(json.dumps(summary))
     if summary["interrupted"]:

@@ -472,26 +472,11 @@ def summary_of(measured):
 
 
 def test_outputs_that_cannot_be_written_are_found_first(tiny_directory, tmp_path, capsys, monkeypatch):
-    """A long measurement whose table is lost at the end for want of a folder, or of matplotlib."""
+    """A long measurement whose table is lost at the end for want of a folder."""
     flags = ["--checkpoint", str(tiny_directory), "-q"]
     monkeypatch.setattr(bench, "load", None)
-    for flag in ("--json", "--plot"):
-        assert bench.main([*flags, flag, str(tmp_path / "none" / "x")]) == 2
-        assert "there is no folder" in capsys.readouterr().err
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert bench.main([*flags, "--plot", str(tmp_path / "x.png")]) == 2
-    assert "pip install matplotlib" in capsys.readouterr().err
-
-
-def test_plot_is_written(measured, tmp_path):
-    """A plot that fails on blocked arms or on arms without steps, after an hour of measuring."""
-    pytest.importorskip("matplotlib")
-    summary = summary_of(measured)
-    rows = summary["rows"]
-    blocked = [r | {"speedup": None, "blocked": "DIFFERS 1/6"} if r["arm"] == "eagle" else r for r in rows]
-    unknown = [r | {"accepted_by_depth": None} if r["arm"] == "multi" else r for r in blocked]
-    report.write_plot(tmp_path / "out.png", summary | {"rows": unknown})
-    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG") and not list(tmp_path.glob("*.part"))
+    assert bench.main([*flags, "--json", str(tmp_path / "none" / "x")]) == 2
+    assert "there is no folder" in capsys.readouterr().err
 
 
 def test_environment_block():

@@ -229,7 +229,7 @@ def test_usage_errors_are_one_line(arguments, message, tmp_path, capsys):
 def test_step_times_need_torch_and_numpy_alone(tmp_path):
     """A machine with a GPU and no other package, and an import before the first figure that it does not need."""
     wanted = "tqdm safetensors sentencepiece tokenizers jinja2 prompt_toolkit llguidance starlette uvicorn pytest"
-    wanted += " transformers gguf matplotlib torch._inductor.compile_fx"
+    wanted += " transformers gguf ray torch._inductor.compile_fx"
     flags = "--device cpu --shape tiny --quant int4 --steps 32 --ctx 128 --only plain -q --json".split()
     code = f"import sys; sys.modules |= dict.fromkeys({wanted.split()})\nfrom scripts import bench, gpu\n"
     code += f"sys.exit(bench.main({[*flags, str(tmp_path / 'first.jsonl')]}))"

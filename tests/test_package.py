@@ -147,7 +147,9 @@ def test_the_wheel_needs_what_the_repository_needs(wheel):
     lines = [line.split("#")[0].strip() for line in (ROOT / "requirements.txt").read_text().splitlines()]
     torch, *others = [line for line in lines if line and not line.startswith("pytest")]
     assert "\nName: eaglet-decoder\n" in about and torch.startswith("torch==2.")
-    assert re.findall("^Requires-Dist: (.*)$", about, re.M) == ["torch>=2.11,<3", *others]
+    needs = ["torch>=2.11,<3", *others, "ray>=2.60; extra == 'replicas'"]
+    assert re.findall("^Requires-Dist: (.*)$", about, re.M) == needs
+    assert "\nProvides-Extra: replicas\n" in about and "\nray>=2.60 " in (ROOT / "requirements-dev.txt").read_text()
     assert re.fullmatch(r"\d+\.\d+\.\d+", generate.VERSION)
     assert DEMO.is_dir() and LoadOptions().checkpoint == str(DEMO)
     code = [path for room in backend.rooms() for path in ROOT.glob(f"{room}/*.py")]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -47,6 +48,27 @@ def test_groups_that_would_be_split_are_named_before_quantizing():
     quantize.check_split(config_of(), QuantSpec("int4", group_size=32), 4)
     with pytest.raises(UsageError, match=r"layers.0.attention.o.scales has 2 rows, .* among 4 .* --group-size"):
         quantize.check_split(config_of(), QuantSpec("int4", group_size=64), 4)
+
+
+def test_processes_on_several_machines_give_the_tokens_of_one():
+    """Ranks that take the number in the whole group for that on their own machine, or wait where nobody comes."""
+    words = ["generate.py", "--device", "cpu", "--threads", "1", "--eagle", "demo/eagle1", "--temperature", "0.7"]
+    words += ["--max-new-tokens", "40", "--ctx", "256", "-q"]
+    alone = run(*words, cwd=ROOT)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    group = ["--nnodes", "2", "--nproc-per-node", "1", "--master-addr", "127.0.0.1", "--master-port", str(port)]
+    groups = [
+        subprocess.Popen(
+            [sys.executable, "-m", "torch.distributed.run", *group, "--node-rank", number, *words, "--tp", "2"],
+            cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for number in "01"
+    ]  # fmt: skip
+    outputs = [each.communicate(timeout=100) for each in groups]
+    assert [each.returncode for each in groups] == [0, 0], outputs
+    assert outputs[0][0] == alone.stdout and outputs[1][0] == "" and len(alone.stdout) > 40
 
 
 def test_a_server_of_several_processes_says_what_it_keeps_and_ends_with_them():

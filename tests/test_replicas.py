@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import random
@@ -14,6 +15,7 @@ import time
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -22,8 +24,12 @@ from engine.request import Inbox, Request
 from engine.results import Chunk, GenerationResult, SequenceOutput
 from generate import load
 from loading.options import DEMO
+from scripts import scale
+from serving import replica
+from serving.replica import Replica
 from serving.replicas import BLOCK, OtherTokens, Passage, Peer, Queue, Replicas, block_keys
-from support.errors import BadFileError, UsageError
+from support.errors import INTERNAL, BadFileError, UsageError
+from support.files import read_json_lines
 
 needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="replicas need Ray (requirements-dev.txt)")
 ROOT = Path(__file__).resolve().parent.parent
@@ -133,6 +139,56 @@ def test_ray_is_neither_imported_nor_needed_without_replicas(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(UsageError, match=r'pip install "ray'):
         Replicas(OPTIONS, 2)
+
+
+class Stuck:
+    """An engine whose steps never end."""
+
+    def __init__(self):
+        self.batch = SimpleNamespace(parts=7)
+
+    def generate(self, prompt, params, adapter):
+        return SimpleNamespace(start=lambda listener: None, stop=lambda: None)
+
+    def figures(self):
+        return {"": {}}
+
+
+def test_an_engine_that_does_not_move_ends_its_process(monkeypatch):
+    """A GPU that hangs, while the process around it answers; an engine without requests that counts as hanging."""
+
+    async def live(requests: int) -> None:
+        made = Replica({}, None, deadline=0.2)
+        made._engine, made._loop = Stuck(), asyncio.get_running_loop()
+        for number in range(requests):
+            await made.begin(number, [1], SamplingParams(), "")
+        for _ in range(8):
+            await made.news([])
+
+    monkeypatch.setattr(replica, "HEARTBEAT", 0.05)
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    asyncio.run(live(0))
+    with pytest.raises(SystemExit) as end:
+        asyncio.run(live(1))
+    assert end.value.code == INTERNAL
+
+
+def test_the_page_has_the_tables_of_the_record():
+    """Figures of another run, or of none."""
+    page = (ROOT / "docs" / "replicas.md").read_text(encoding="utf-8")
+    assert scale.scale_table(read_json_lines(ROOT / "results" / "scale.jsonl")) in page
+
+
+def test_the_simulation_counts_what_is_decoded():
+    """Requests that are lost or doubled in the simulation, or caches that know every text."""
+    times = scale.Times(read_json_lines(scale.STEPS), read_json_lines(scale.PROMPTS))
+    few, crowd = scale.simulate(2, 8, times, True), scale.simulate(4, 96, times, True)
+    # each of 16 chats asks once in 20 s and the time of an answer
+    assert few["tokens_per_second"] == pytest.approx(16 * scale.ANSWERED / (scale.READING + 0.8), rel=0.25)
+    assert 52 < few["first_token_ms"] < 110 and 0.6 < few["cached_share"] < 0.9
+    assert crowd["tokens_per_second"] < 4 * scale.SLOTS / times.rows[-1], "more than all rows at all times"
+    by_load = scale.simulate(4, 96, times, False)
+    assert crowd["tokens_per_second"] > by_load["tokens_per_second"] and by_load["cached_share"] < crowd["cached_share"]
 
 
 # ---- with Ray --------------------------------------------------------------------------------------------------------
@@ -330,6 +386,42 @@ def test_without_a_replica_new_requests_are_told_to_come_back(replicas, log):
         assert httpx.get(server.address + "/health").status_code == 200
 
 
+def started(command: list[str]) -> tuple[subprocess.Popen, Log, threading.Thread]:
+    """A command that runs, its lines, and who reads them."""
+    ran, log = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True), Log()
+    reader = threading.Thread(target=lambda: log.extend(iter(ran.stderr.readline, "")))
+    reader.start()
+    return ran, log, reader
+
+
+@needs_ray
+def test_a_signal_lets_replicas_finish_what_runs(alone):
+    """An answer that is cut off by a new version of the server; processes of Ray that stay."""
+    httpx = pytest.importorskip("httpx", reason="the client needs httpx (requirements-dev.txt)")
+    words = (
+        f"-m scripts.serve --replicas 1 --port 0 --device cpu --ctx 1024 --slots 4 --eagle {DEMO / 'eagle1'}".split()
+    )
+    ran, log, reader = started([sys.executable, *words])
+    log.wait("serving", 1)
+    address = next(line for line in log if line.startswith("serving")).split()[1]
+    prompt, params = "def f(x):\n", SamplingParams(max_new_tokens=900, stop_ids=(1,))
+    asked = {"prompt": prompt, "max_tokens": 900, "ignore_eos": True, "stream": True}
+    text = ""
+    with httpx.stream("POST", address + "/completions", json=asked, timeout=60) as answer:
+        for line in answer.iter_lines():
+            if not text:
+                ran.send_signal(signal.SIGTERM)
+                log.wait("ending: 1 requests under way", 1)
+                refused = httpx.post(address + "/completions", json={"prompt": "x"})
+                assert refused.status_code == 503 and refused.json()["error"]["code"] == "shutting_down"
+            if line.startswith("data: {"):
+                text += "".join(choice["text"] for choice in json.loads(line[6:])["choices"])
+    assert text == alone.generate(prompt, params).run()[0].text
+    assert ran.wait(60) == 0
+    reader.join()
+    assert not Path(f"/proc/{log.processes()[0]}").exists()
+
+
 @needs_ray
 def test_a_file_of_requests_survives_its_replicas(tmp_path, alone):
     """Answers that are lost, doubled or out of order when a replica dies, and when the command itself is killed."""
@@ -343,10 +435,7 @@ def test_a_file_of_requests_survives_its_replicas(tmp_path, alone):
     command = [sys.executable, "generate.py", "--input", str(asked), "--output", str(answered), "--replicas", "2"]
     command += ["--eagle", str(DEMO / "eagle1"), "--ctx", "1024", "--slots", "1", "--device", "cpu"]
     for how in ("command", "replica"):
-        ran = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
-        log = Log()
-        reader = threading.Thread(target=lambda log=log, ran=ran: log.extend(iter(ran.stderr.readline, "")))
-        reader.start()
+        ran, log, reader = started(command)
         log.wait("is ready", 1)
         so_far = answered.read_text().count("\n") if answered.exists() else 0
         while not answered.exists() or answered.read_text().count("\n") < so_far + 3:

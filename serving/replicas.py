@@ -27,7 +27,7 @@ from engine.request import Inbox, Request
 from engine.results import Chunk, GenerationResult
 from loading.options import LoadOptions, options_from
 from serving.fields import SERVER, ApiError
-from serving.replica import Facts, Made, News, Replica
+from serving.replica import GATHER, Facts, Made, News, Replica
 from serving.server import PromptCacheLimits, keep_prompts
 from support.errors import UsageError, bad_files, one_line
 from support.machine import default_threads
@@ -151,14 +151,15 @@ class Passage:
         if self.blame >= BLAME:
             self.end(RuntimeError("several replicas have died while they decoded this request"))
 
-    def take(self, chunk: Chunk) -> None:
+    def take(self, made: Made) -> None:
         """Hand on what is new. Raises OtherTokens where the rest is not what was handed on before."""
-        ids, text = chunk.token_ids, chunk.text
+        chunk, ids, text = made.chunk, made.chunk.token_ids, made.chunk.text
         known = self.result.token_ids[self._tokens : self._tokens + len(ids)]
         shown = self.result.text[self._characters : self._characters + len(text)]
         self._tokens += len(ids)
         self._characters += len(text)
-        if ids[: len(known)] != known or not text.startswith(shown):
+        early = isinstance(made.end, GenerationResult) and self._tokens < len(self.result.token_ids)
+        if early or ids[: len(known)] != known or not text.startswith(shown):
             raise OtherTokens("a replica that took over has answered otherwise: their devices or builds are not equal")
         new = Chunk(chunk.row, ids[len(known) :], text[len(shown) :], chunk.logprobs[len(known) :])
         if new.token_ids or new.text:
@@ -218,6 +219,7 @@ class Replicas(Intake):
         self._facts: Facts | None = None  # of the first one that was ready
         self._changed = threading.Condition()  # guards everything here: a replica has come or gone
         self._number = 0  # of requests that a replica got
+        self._settled = 0.0  # when requests were last looked at that may have been stopped
         self._closing = threading.Event()
         self._failure: BaseException | None = None  # why the last one that has gone for good could not start
         actors = start_actors(kind, asked, count, address, cache, deadline)
@@ -290,6 +292,7 @@ class Replicas(Intake):
     def settle(self) -> None:
         """End the requests that shall end. A replica hears of it within HEARTBEAT seconds, and nobody waits for that."""
         with self._changed:
+            self._settled = time.monotonic()
             for passage in self._queue.take(lambda passage: passage.request.stopping):
                 passage.end(None)
             for peer in self.peers:
@@ -305,7 +308,8 @@ class Replicas(Intake):
 
     def _dispatch(self) -> None:
         """Hand out the requests that wait, as far as there are free slots."""
-        self.settle()
+        if time.monotonic() > self._settled + GATHER:  # it looks at all requests
+            self.settle()
         if self._lost:
             for passage in self._queue.take(lambda passage: True):
                 passage.end(RankLost("no replica is left."))
@@ -326,7 +330,7 @@ class Replicas(Intake):
         if passage is None:  # it was stopped
             return
         try:
-            passage.take(made.chunk)
+            passage.take(made)
         except OtherTokens as error:
             self.say(f"replica {peer.number}: {error}")
             peer.stopping.append(made.number)
@@ -385,7 +389,7 @@ class Replicas(Intake):
                     told = f"it has not answered for {self._deadline:g} s", None
                     ray.kill(peer.actor, no_restart=False)
             except RayTaskError as error:
-                told = f"it cannot start: {one_line(error.cause)}", error.cause
+                told = f"it has failed: {one_line(error.cause)}", error.cause
                 ray.kill(peer.actor)
             except ActorDiedError:
                 told = "Ray does not start it again", RankLost(f"replica {peer.number} has ended.")
@@ -432,7 +436,8 @@ def start_actors(kind: type, asked: LoadOptions, count: int, address: str | None
         try:
             ray.init(address, **quiet)
         except (ConnectionError, RuntimeError, ValueError) as error:
-            raise UsageError(f"--ray-address {address}: {one_line(error)}") from error
+            why = f"--ray-address {address}: {one_line(error)}. A Ray with a token needs RAY_AUTH_MODE=token."
+            raise UsageError(why) from error
         cpus = int(ray.cluster_resources().get("CPU", 1))
     gpus = int(ray.cluster_resources().get("GPU", 0))
     if on_gpu and address is None and gpus < count * ranks:

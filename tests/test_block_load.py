@@ -105,7 +105,7 @@ def test_what_does_not_go_with_a_block_head_is_refused(heads):
 def test_several_processes_refuse_a_block_head_by_its_name(heads):
     """--tp that drafts with half of a head."""
     ranks = Ranks.__new__(Ranks)
-    ranks.rank, ranks.size = 0, 2
+    ranks.rank, ranks.size, ranks.here = 0, 2, 2
     with pytest.raises(UsageError, match="--tp splits no DSpark head yet"):
         _load(LoadOptions(str(DEMO), eagle=str(heads / "dspark"), tp=2), None, lambda line: None, ranks)
 

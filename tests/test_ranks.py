@@ -337,7 +337,7 @@ def test_parts_of_published_layouts_are_parts_of_the_matrix(kind, module, axis):
 class Others:
     """The processes as `load` sees them. The other one says what a test lets it say."""
 
-    rank, size = 0, 2
+    rank, size, here = 0, 2, 2
 
     def __init__(self, *told: tuple):
         self.told = list(told)

@@ -26,7 +26,7 @@ from generate import load
 from loading.options import DEMO
 from scripts import scale
 from serving import replica
-from serving.replica import Replica
+from serving.replica import Made, Replica
 from serving.replicas import BLOCK, OtherTokens, Passage, Peer, Queue, Replicas, block_keys
 from support.errors import INTERNAL, BadFileError, UsageError
 from support.files import read_json_lines
@@ -98,7 +98,7 @@ def passage(known: str = "") -> Passage:
     output = SequenceOutput(result, SamplingParams(), set(), None)
     made = Passage(Request([1], SamplingParams(), output, None, Inbox(1)))
     for letter in known:
-        made.take(Chunk(0, [ord(letter)], letter, (ord(letter),)))
+        made.take(Made(1, Chunk(0, [ord(letter)], letter, (ord(letter),)), None))
     return made
 
 
@@ -114,7 +114,7 @@ def test_what_was_handed_on_before_is_compared_and_skipped_however_the_steps_fal
         parts = list(zip(pairwise([0, *ends]), pairwise([0, *shown]), strict=True))
         for (start, end), (first, last) in parts if turn == 2 else parts[: rng.randrange(len(parts) + 1)]:
             ids = [ord(letter) for letter in text[start:end]]
-            made.take(Chunk(0, ids, text[first:last], tuple(ids)))
+            made.take(Made(1, Chunk(0, ids, text[first:last], tuple(ids)), None))
         made.begin_again(1.0)
     inbox = made.request.inbox
     chunks = [inbox.take() for _ in range(len(inbox.chunks))]
@@ -127,9 +127,10 @@ def test_a_replica_that_answers_otherwise_is_an_error_and_not_a_wrong_text():
     """Machines of two kinds, whose tokens are joined to a text that no model would write."""
     made = passage("abc")
     made.begin_again(1.0)
-    made.take(Chunk(0, [ord("a")], "a"))
-    with pytest.raises(OtherTokens, match="not equal"):
-        made.take(Chunk(0, [ord("x")], "b"))
+    made.take(Made(1, Chunk(0, [ord("a")], "a"), None))
+    for end, last in ((None, "x"), (GenerationResult(1, 0.0, 0), "b")):  # another token, and an end that comes early
+        with pytest.raises(OtherTokens, match="not equal"):
+            made.take(Made(1, Chunk(0, [ord(last)], "b"), end))
 
 
 def test_ray_is_neither_imported_nor_needed_without_replicas(monkeypatch):

@@ -367,7 +367,8 @@ class Replicas(Intake):
         for passage in reversed(again):
             self._queue.put(passage, passage.keys, first=True)
         if said:
-            self.say(f"replica {peer.number} is lost: {why}; {len(again)} requests begin again on another one")
+            moved = f"; {len(again)} requests begin again on another one" if again else ""
+            self.say(f"replica {peer.number} is lost: {why}{moved}")
         if failure is not None:
             peer.gone, self._failure = True, failure
 

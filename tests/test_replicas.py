@@ -459,5 +459,7 @@ def test_what_keeps_a_replica_from_starting_is_said_in_one_line(tmp_path):
     """A server that waits for ever for replicas that cannot be, or that hides why."""
     with pytest.raises(BadFileError):
         Replicas(OPTIONS | {"checkpoint": str(tmp_path)}, 1)
+    with pytest.raises(ValueError, match="'bogus' is not one of"):  # which only the replica finds
+        Replicas(OPTIONS | {"tree": "bogus"}, 1)
     with pytest.raises(UsageError, match="--ray-address"):
         Replicas(OPTIONS, 1, address="127.0.0.1:1")

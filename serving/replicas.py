@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import socket
 import threading
 import time
 from collections import OrderedDict
@@ -434,9 +435,12 @@ def start_actors(kind: type, asked: LoadOptions, count: int, address: str | None
         cpus = default_threads()
         ray.init(num_cpus=max(cpus, count * ranks), include_dashboard=False, object_store_memory=100 << 20, **quiet)
     else:
+        host, _, port = address.rpartition(":")
         try:
+            if port.isdecimal():  # Ray itself would try for minutes
+                socket.create_connection((host, int(port)), timeout=5).close()
             ray.init(address, **quiet)
-        except (ConnectionError, RuntimeError, ValueError) as error:
+        except (OSError, RuntimeError, ValueError) as error:
             why = f"--ray-address {address}: {one_line(error)}. A Ray with a token needs RAY_AUTH_MODE=token."
             raise UsageError(why) from error
         cpus = int(ray.cluster_resources().get("CPU", 1))

@@ -215,7 +215,7 @@ def test_bits_of_a_row_do_not_depend_on_other_rows_or_threads(form):
 
 
 TEAM = """
-import os, sys, threading, torch
+import os, sys, threading, time, torch
 import kernels
 x, weight = torch.randn(512, 256), torch.rand(256)
 with kernels.KernelBackend("cpu").active(), torch.inference_mode():
@@ -241,7 +241,9 @@ if sys.argv[1] == "callers":
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 else:
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-    assert any(same(500) and kernels.seconds_alone() > 0 for _ in range(200))
+    end = time.monotonic() + 60
+    while not kernels.seconds_alone():  # whose windows are times, so the number of calls depends on the machine
+        assert same(500) and time.monotonic() < end
 print("right")
 """
 

@@ -50,6 +50,11 @@ def wrong(param: str, why: str) -> ApiError:
     return ApiError(400, f"{param} {why}", param, "invalid_value")
 
 
+def no_replica(why: str) -> ApiError:
+    """The error while nothing can decode, which passes by itself."""
+    return ApiError(503, why, None, "no_replica", SERVER, 5)
+
+
 def unsupported(param: str, why: str) -> ApiError:
     """The error for a field that the API knows and this server does not."""
     return ApiError(400, f"{param} is not supported: {why}", param, "unsupported_parameter")

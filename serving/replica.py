@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import os
 import socket
@@ -21,6 +20,7 @@ from engine.intake import Result
 from engine.ranks import RankLost
 from engine.results import Chunk, GenerationResult
 from engine.streams import Stream
+from serving.scheduler import is_set
 from serving.server import PromptCacheLimits, keep_prompts
 from support.errors import INTERNAL
 from support.machine import describe_device, versions
@@ -118,9 +118,8 @@ class Replica:
         for number in stopping:
             if number in self._streams:
                 self._streams[number].stop()
-        await _wait(self._some, HEARTBEAT)
-        if self._some.is_set():
-            await _wait(self._urgent, self._told + GATHER - time.monotonic())
+        if await is_set(self._some, HEARTBEAT):
+            await is_set(self._urgent, self._told + GATHER - time.monotonic())
         self._some.clear()
         self._urgent.clear()
         with self._lock:
@@ -166,10 +165,3 @@ class Replica:
         for event in (self._some, self._urgent) if urgent else (self._some,):
             if not event.is_set():  # waking the loop for every step would slow the steps down
                 self._loop.call_soon_threadsafe(event.set)
-
-
-async def _wait(event: asyncio.Event, seconds: float) -> None:
-    """Wait for an event, for at most so many seconds."""
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(seconds):
-            await event.wait()

@@ -27,7 +27,7 @@ from engine.ranks import RankLost
 from engine.request import Inbox, Request
 from engine.results import Chunk, GenerationResult
 from loading.options import LoadOptions, options_from
-from serving.fields import SERVER, ApiError
+from serving.fields import no_replica
 from serving.replica import GATHER, Facts, Made, News, Replica
 from serving.server import PromptCacheLimits, keep_prompts
 from support.errors import UsageError, bad_files, one_line
@@ -40,6 +40,7 @@ BLAME = 5.0  # deaths of replicas for which a request alone is to blame, after w
 DEADLINE = 120.0  # seconds; a replica whose requests have not moved for so long hangs
 TICK = 1.0  # seconds between two looks at requests that wait
 CLOSING = 10.0  # seconds that replicas get for their end
+NONE_UP = "no replica is up; try again soon"
 # Ray reads these when it is imported. It says nothing about processes that end, because we do, and tells its makers
 # nothing. It does not start by itself where it is called after its end.
 ENVIRONMENT = {"RAY_DEDUP_LOGS_SKIP_REGEX": ".", "RAY_USAGE_STATS_ENABLED": "0", "RAY_ENABLE_AUTO_CONNECT": "0"}
@@ -90,9 +91,10 @@ class Peer:
         """How many blocks of a text the caches may hold."""
         return next((i for i, key in enumerate(keys) if key not in self.seen), len(keys))
 
-    def knows(self, keys: Sequence[int]) -> bool:
-        """Whether that is half of the text or more."""
-        return 0 < len(keys) <= 2 * self.common(keys)
+    def known(self, keys: Sequence[int]) -> int:
+        """The same, but 0 where it is less than half of the text."""
+        blocks = self.common(keys)
+        return blocks if 2 * blocks >= len(keys) else 0
 
 
 class Queue:
@@ -110,8 +112,8 @@ class Queue:
 
     def put(self, what: Any, keys: Sequence[int], first: bool = False) -> None:
         """Let something wait, behind all others or before them."""
-        home = max(self.peers, key=lambda peer: peer.common(keys))
-        self.waiting.insert(0 if first else len(self.waiting), (what, keys, home if home.knows(keys) else None))
+        home = max(self.peers, key=lambda peer: peer.known(keys))
+        self.waiting.insert(0 if first else len(self.waiting), (what, keys, home if home.known(keys) else None))
 
     def take(self, which: Callable[[Any], bool]) -> list[Any]:
         """Take out what need not wait any more."""
@@ -127,8 +129,7 @@ class Queue:
         self._given += 1
         fitting = (i for i, (_, _, home) in enumerate(self.waiting) if home is None or home in free or not home.up)
         what, keys, _ = self.waiting.pop(next(fitting, 0) if self._given % 4 else 0)
-        known = {peer.number: peer.common(keys) if peer.knows(keys) else 0 for peer in free}
-        return what, max(free, key=lambda p: (known[p.number], -len(p.running) / p.slots, -len(p.seen)))
+        return what, max(free, key=lambda p: (p.known(keys), -len(p.running) / p.slots, -len(p.seen)))
 
 
 class OtherTokens(RuntimeError):
@@ -241,7 +242,7 @@ class Replicas(Intake):
 
     @property
     def problem(self) -> str:
-        return "" if any(peer.up for peer in self.peers) else "no replica is up; try again soon"
+        return "" if any(peer.up for peer in self.peers) else NONE_UP
 
     def figures(self) -> dict[str, dict[str, float]]:
         return {f'{{replica="{p.number}"}}': {"replica_up": int(p.up)} | p.counts | p.figures for p in self.peers}
@@ -256,7 +257,7 @@ class Replicas(Intake):
         except ray.exceptions.RayTaskError as error:
             raise error.cause from None
         except (ray.exceptions.RayError, ValueError):  # it has died, or none is up
-            raise ApiError(503, "no replica is up; try again soon", None, "no_replica", SERVER, 5) from None
+            raise no_replica(NONE_UP) from None
 
     def add_observer(self, observer: Observer) -> None:
         raise ValueError("the steps of replicas cannot be watched.")
@@ -266,8 +267,9 @@ class Replicas(Intake):
         import ray
 
         self._closing.set()
-        with contextlib.suppress(ray.exceptions.RayError):  # one that has died needs no end
-            ray.wait([p.actor.close.remote() for p in self.peers], num_returns=len(self.peers), timeout=CLOSING)
+        with contextlib.suppress(ray.exceptions.RayError):  # a replica that is not up needs no end
+            if ends := [peer.actor.close.remote() for peer in self.peers if peer.up]:
+                ray.wait(ends, num_returns=len(ends), timeout=CLOSING)
         for peer in self.peers:
             ray.kill(peer.actor)
         for thread in self._threads:
@@ -291,7 +293,7 @@ class Replicas(Intake):
         inbox.wait()
 
     def settle(self) -> None:
-        """End the requests that shall end. A replica hears of it within HEARTBEAT seconds, and nobody waits for that."""
+        """End the requests that shall end. A replica hears of it within a second, and nobody waits for that."""
         with self._changed:
             self._settled = time.monotonic()
             for passage in self._queue.take(lambda passage: passage.request.stopping):
@@ -318,7 +320,7 @@ class Replicas(Intake):
             (passage, peer), request = given, given[0].request
             request.began = request.began or time.perf_counter()
             peer.counts["replica_requests_total"] += 1
-            peer.counts["replica_prefix_hits_total"] += peer.knows(passage.keys)
+            peer.counts["replica_prefix_hits_total"] += peer.known(passage.keys) > 0
             peer.remember(passage.keys)
             self._number += 1
             peer.running[self._number] = passage

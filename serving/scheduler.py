@@ -23,7 +23,7 @@ from engine.ranks import RankLost
 from engine.results import GenerationResult
 from engine.streams import Stream
 from serving.answers import Answer, Event
-from serving.fields import BUSY, SERVER, ApiError, parse_object, unsupported
+from serving.fields import BUSY, SERVER, ApiError, no_replica, parse_object, unsupported
 from serving.prompts import adapter_named, blamed, drop_oldest, prompts_of, settings_of, too_long
 from serving.requests import Ask, Parse
 from support.errors import one_line
@@ -190,7 +190,7 @@ class Job:
         choice has ended, and steps that piled up come together.
         """
         while True:
-            if not await _is_set(self._some, PING_SECONDS):
+            if not await is_set(self._some, PING_SECONDS):
                 yield None
                 continue
             self._some.clear()
@@ -201,7 +201,7 @@ class Job:
                 if self.failure is not None:
                     raise self.failure
                 return
-            await _is_set(self._urgent, GATHER)
+            await is_set(self._urgent, GATHER)
             self._urgent.clear()
 
     async def complete(self) -> None:
@@ -222,7 +222,7 @@ class Job:
         return taken
 
 
-async def _is_set(event: asyncio.Event, seconds: float) -> bool:
+async def is_set(event: asyncio.Event, seconds: float) -> bool:
     """Whether an event is set, after waiting for that for at most so many seconds."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(seconds):
@@ -299,7 +299,7 @@ class Scheduler:
     def check(self) -> None:
         """Raise ApiError if no request can be taken now."""
         if problem := self.engine.problem:
-            raise ApiError(503, problem, None, "no_replica", SERVER, 5)
+            raise no_replica(problem)
         self._check_room()
 
     def _check_room(self) -> None:

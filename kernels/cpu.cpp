@@ -13,9 +13,10 @@ Tensor rms_norm(const Tensor& x, const Tensor& weight, double eps) {
   return out;
 }
 
+// kv: the cache of a layer, or of several.
 Nodes nodes_of(int64_t B, int64_t T, int64_t heads, const Tensor& kv) {
   const Cache cache(kv);
-  return {B, T, heads, kv.size(2), cache.hd, kv.size(3), 0, 0, nullptr, nullptr, 0, cache};
+  return {B, T, heads, kv.size(kv.dim() - 3), cache.hd, kv.size(kv.dim() - 2), 0, 0, nullptr, nullptr, 0, cache};
 }
 
 void place(Nodes& n, const Tensor& cos, const Tensor& sin, const Tensor& slots, double eps) {
@@ -145,12 +146,9 @@ std::tuple<Tensor, Tensor> layers(const Tensor& x, const std::optional<Tensor>& 
   const Stack& stack = object_of<Stack>(stacked);
   const auto shared = record<tensors::Nodes>(nodes);
   const std::vector<Layer>& all = stack.layers;
-  const int64_t L = all.size(), B = x.size(0), T = x.size(1), M = B * T, kv_heads = kv.size(3);
+  const int64_t L = all.size(), B = x.size(0), T = x.size(1), M = B * T, widest = stack.widest, H = all[0].o.n, W = taps.size();
   const Cache cache(kv);
-  const int64_t hd = cache.hd;
-  const int64_t widest = stack.widest;
-  const int64_t H = all[0].o.n, W = taps.size();
-  Nodes n{B, T, all[0].qkv.n / hd - 2 * kv_heads, kv_heads, hd, kv.size(4), 0, 0, nullptr, nullptr, 0, cache};
+  Nodes n = nodes_of(B, T, all[0].qkv.n / cache.hd - 2 * kv.size(3), kv);
   place(n, shared.cos, shared.sin, shared.slots, stack.eps);
   if (shared.segments.numel()) n.segments = integers(shared.segments);
   Tensor out = torch::stable::new_empty(x, {B, T, H}), tapped = torch::stable::new_empty(x, {B, T, W * H});
@@ -180,25 +178,13 @@ double seconds_alone() { return Team::of_process().seconds_alone(); }
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_FRAGMENT(eaglet_cpu, m) {
-  m.def("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor");
-  m.def("rope_write_kv(Tensor qkv, Tensor cos, Tensor sin, Tensor(a!) kv, Tensor slots, Tensor? q_weight, "
-        "Tensor? k_weight, float eps, bool value_norm, bool shares) -> Tensor");
-  m.def("tree_attention(Tensor q, Tensor kv, Tensor start, Tensor visible, Tensor positions, int window, float scale, float cap, "
-        "Tensor? sinks, Tensor? segments) -> Tensor");
-  m.def("stack_layers(Tensor[] weights, Tensor? norm, int[] windows, int[] angles, int gate, float eps, float scale, "
-        "float cap) -> Tensor");
-  m.def("layers(Tensor x, Tensor? residual, Tensor stacked, Tensor[] nodes, Tensor(a!) kv, bool round, int[] taps) "
-        "-> (Tensor, Tensor)");
-  m.def("seconds_alone() -> float");
-}
-
-STABLE_TORCH_LIBRARY_IMPL(eaglet_cpu, CompositeExplicitAutograd, m) { m.impl("seconds_alone", TORCH_BOX(&seconds_alone)); }
-
-STABLE_TORCH_LIBRARY_IMPL(eaglet_cpu, CPU, m) {
-  m.impl("rms_norm", TORCH_BOX(&rms_norm));
-  m.impl("rope_write_kv", TORCH_BOX(&rope_write_kv));
-  m.impl("tree_attention", TORCH_BOX(&tree_attention));
-  m.impl("stack_layers", TORCH_BOX(&stack_layers));
-  m.impl("layers", TORCH_BOX(&layers));
-}
+EAGLET_OPERATOR(CPU, rms_norm, "(Tensor x, Tensor weight, float eps) -> Tensor");
+EAGLET_OPERATOR(CPU, rope_write_kv, "(Tensor qkv, Tensor cos, Tensor sin, Tensor(a!) kv, Tensor slots, Tensor? q_weight, "
+                "Tensor? k_weight, float eps, bool value_norm, bool shares) -> Tensor");
+EAGLET_OPERATOR(CPU, tree_attention, "(Tensor q, Tensor kv, Tensor start, Tensor visible, Tensor positions, int window, float scale, "
+                "float cap, Tensor? sinks, Tensor? segments) -> Tensor");
+EAGLET_OPERATOR(CPU, stack_layers, "(Tensor[] weights, Tensor? norm, int[] windows, int[] angles, int gate, float eps, float scale, "
+                "float cap) -> Tensor");
+EAGLET_OPERATOR(CPU, layers, "(Tensor x, Tensor? residual, Tensor stacked, Tensor[] nodes, Tensor(a!) kv, bool round, int[] taps) "
+                "-> (Tensor, Tensor)");
+EAGLET_OPERATOR(CompositeExplicitAutograd, seconds_alone, "() -> float");

@@ -18,6 +18,11 @@
 #include "records.h"
 #include "team.h"
 
+// Makes the function `name` the operator torch.ops.eaglet_cpu.name for tensors that torch dispatches by `key`.
+#define EAGLET_OPERATOR(key, name, schema)                               \
+  STABLE_TORCH_LIBRARY_FRAGMENT(eaglet_cpu, m) { m.def(#name schema); }  \
+  STABLE_TORCH_LIBRARY_IMPL(eaglet_cpu, key, m) { m.impl(#name, TORCH_BOX(&name)); }
+
 namespace eaglet {
 
 using torch::stable::Tensor;

@@ -62,17 +62,10 @@ template <Stored AS>
 inline void transpose(Floats v[WIDTH]) {
   Floats parts[WIDTH];  // [4 rows, column % 4]: of these rows the columns 4 l + column % 4, for each quarter or half l
   for (int64_t i = 0; i < WIDTH; i += 4) {
-#ifdef WIDE_REGISTERS
-    const auto low = [](Floats a, Floats b) { return _mm512_castps_pd(_mm512_unpacklo_ps(a, b)); };
-    const auto high = [](Floats a, Floats b) { return _mm512_castps_pd(_mm512_unpackhi_ps(a, b)); };
-    const auto first = [](__m512d a, __m512d b) { return _mm512_castpd_ps(_mm512_unpacklo_pd(a, b)); };
-    const auto second = [](__m512d a, __m512d b) { return _mm512_castpd_ps(_mm512_unpackhi_pd(a, b)); };
-#else
-    const auto low = [](Floats a, Floats b) { return _mm256_castps_pd(_mm256_unpacklo_ps(a, b)); };
-    const auto high = [](Floats a, Floats b) { return _mm256_castps_pd(_mm256_unpackhi_ps(a, b)); };
-    const auto first = [](__m256d a, __m256d b) { return _mm256_castpd_ps(_mm256_unpacklo_pd(a, b)); };
-    const auto second = [](__m256d a, __m256d b) { return _mm256_castpd_ps(_mm256_unpackhi_pd(a, b)); };
-#endif
+    const auto low = [](Floats a, Floats b) { return INTRINSIC(castps_pd)(INTRINSIC(unpacklo_ps)(a, b)); };
+    const auto high = [](Floats a, Floats b) { return INTRINSIC(castps_pd)(INTRINSIC(unpackhi_ps)(a, b)); };
+    const auto first = [](auto a, auto b) { return INTRINSIC(castpd_ps)(INTRINSIC(unpacklo_pd)(a, b)); };
+    const auto second = [](auto a, auto b) { return INTRINSIC(castpd_ps)(INTRINSIC(unpackhi_pd)(a, b)); };
     const auto a = low(v[i], v[i + 1]), b = low(v[i + 2], v[i + 3]), c = high(v[i], v[i + 1]), d = high(v[i + 2], v[i + 3]);
     parts[i] = first(a, b);
     parts[i + 1] = second(a, b);

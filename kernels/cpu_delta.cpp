@@ -260,13 +260,5 @@ Tensor gated_norm(const Tensor& x, const Tensor& gate, const Tensor& weight, dou
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_FRAGMENT(eaglet_cpu, m) {
-  m.def("delta_rule(Tensor rows, Tensor conv, Tensor a_log, Tensor dt_bias, Tensor(a!)[] layer, Tensor? walk) "
-        "-> Tensor");
-  m.def("gated_norm(Tensor x, Tensor gate, Tensor weight, float eps) -> Tensor");
-}
-
-STABLE_TORCH_LIBRARY_IMPL(eaglet_cpu, CPU, m) {
-  m.impl("delta_rule", TORCH_BOX(&delta_rule));
-  m.impl("gated_norm", TORCH_BOX(&gated_norm));
-}
+EAGLET_OPERATOR(CPU, delta_rule, "(Tensor rows, Tensor conv, Tensor a_log, Tensor dt_bias, Tensor(a!)[] layer, Tensor? walk) -> Tensor");
+EAGLET_OPERATOR(CPU, gated_norm, "(Tensor x, Tensor gate, Tensor weight, float eps) -> Tensor");

@@ -444,18 +444,10 @@ Draft::Fields slot_tree(const Tensor& scores, const Tensor& places, const std::o
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_FRAGMENT(eaglet_cpu, m) {
-  m.def("slot_tree(Tensor scores, Tensor places, Tensor? draft_ids, Tensor root, Tensor temperature, Tensor? successor, "
-        "Tensor? predecessor, Tensor? mixed, bool soft, int N, int count, float p_min) "
-        "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
-  m.def("tree_draft(Tensor[] head, Tensor[] tree, Tensor[] levels, int children, float eps, float scale, "
-        "bool keep_normed, bool noisy) -> Tensor");
-  m.def("draft_tree(Tensor drafts, Tensor[] text, bool shared_noise, Tensor(a!) kv, bool round, float p_min, "
-        "int ngram_nodes) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
-}
-
-STABLE_TORCH_LIBRARY_IMPL(eaglet_cpu, CPU, m) {
-  m.impl("slot_tree", TORCH_BOX(&slot_tree));
-  m.impl("tree_draft", TORCH_BOX(&tree_draft));
-  m.impl("draft_tree", TORCH_BOX(&draft_tree));
-}
+EAGLET_OPERATOR(CPU, slot_tree, "(Tensor scores, Tensor places, Tensor? draft_ids, Tensor root, Tensor temperature, "
+                "Tensor? successor, Tensor? predecessor, Tensor? mixed, bool soft, int N, int count, float p_min) "
+                "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
+EAGLET_OPERATOR(CPU, tree_draft, "(Tensor[] head, Tensor[] tree, Tensor[] levels, int children, float eps, float scale, "
+                "bool keep_normed, bool noisy) -> Tensor");
+EAGLET_OPERATOR(CPU, draft_tree, "(Tensor drafts, Tensor[] text, bool shared_noise, Tensor(a!) kv, bool round, float p_min, "
+                "int ngram_nodes) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");

@@ -856,15 +856,7 @@ Tensor rows(const Tensor& ids, const Tensor& codes, const std::optional<Tensor>&
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_FRAGMENT(eaglet_cpu, m) {
-  m.def("linear(Tensor x, Tensor codes, Tensor? scales, Tensor? mins, Tensor? bias, Tensor? residual, int gated, "
-        "bool round) -> Tensor");
-  m.def("gate(Tensor y, int kind) -> Tensor");
-  m.def("rows(Tensor ids, Tensor codes, Tensor? scales, Tensor? mins) -> Tensor");
-}
-
-STABLE_TORCH_LIBRARY_IMPL(eaglet_cpu, CPU, m) {
-  m.impl("linear", TORCH_BOX(&linear));
-  m.impl("gate", TORCH_BOX(&gate));
-  m.impl("rows", TORCH_BOX(&rows));
-}
+EAGLET_OPERATOR(CPU, linear, "(Tensor x, Tensor codes, Tensor? scales, Tensor? mins, Tensor? bias, Tensor? residual, int gated, "
+                "bool round) -> Tensor");
+EAGLET_OPERATOR(CPU, gate, "(Tensor y, int kind) -> Tensor");
+EAGLET_OPERATOR(CPU, rows, "(Tensor ids, Tensor codes, Tensor? scales, Tensor? mins) -> Tensor");

@@ -120,8 +120,4 @@ void put_codes(Tensor rows, Tensor out, std::vector<int64_t> source, int64_t low
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_FRAGMENT(eaglet_cpu, m) {
-  m.def("put_codes(Tensor rows, Tensor(a!) out, int[] source, int low, int high) -> ()");
-}
-
-STABLE_TORCH_LIBRARY_IMPL(eaglet_cpu, CPU, m) { m.impl("put_codes", TORCH_BOX(&put_codes)); }
+EAGLET_OPERATOR(CPU, put_codes, "(Tensor rows, Tensor(a!) out, int[] source, int low, int high) -> ()");

@@ -376,27 +376,15 @@ void commit_kv(Tensor kv, const Tensor& source, const Tensor& target) {
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_FRAGMENT(eaglet_cpu, m) {
-  m.def("noise(Tensor seed, Tensor n, int rows, Tensor hashes) -> Tensor");
-  m.def("choose(Tensor logits, Tensor? noise, Tensor? depth, Tensor temperature) -> (Tensor, Tensor)");
-  m.def("draft_topk(Tensor logits, Tensor? noise, Tensor? ids, Tensor temperature, bool noisy, int count) -> (Tensor, Tensor)");
-  m.def("place_rows(Tensor n, Tensor depth, Tensor[] rotary, int slots, int fed, Tensor? count, Tensor? tokens, "
-        "int lead, Tensor? segments) -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
-  m.def("join_rows(Tensor embedding, Tensor features, Tensor? source, Tensor? table_norm, Tensor? feature_norm, float eps, "
-        "bool keep_normed) -> (Tensor, Tensor)");
-  m.def("accept(Tensor tokens, Tensor parent, Tensor depth, Tensor ancestors, Tensor valid, Tensor choice, int D) "
-        "-> (Tensor, Tensor, Tensor, Tensor)");
-  m.def("commit(Tensor[] walk, Tensor usable, Tensor features, Tensor(a!)[] state) -> (Tensor, Tensor, Tensor, Tensor)");
-  m.def("commit_kv(Tensor(a!) kv, Tensor source, Tensor target) -> ()");
-}
-
-STABLE_TORCH_LIBRARY_IMPL(eaglet_cpu, CPU, m) {
-  m.impl("noise", TORCH_BOX(&noise));
-  m.impl("choose", TORCH_BOX(&choose));
-  m.impl("draft_topk", TORCH_BOX(&draft_topk));
-  m.impl("place_rows", TORCH_BOX(&place_rows));
-  m.impl("join_rows", TORCH_BOX(&join_rows));
-  m.impl("accept", TORCH_BOX(&accept));
-  m.impl("commit", TORCH_BOX(&commit));
-  m.impl("commit_kv", TORCH_BOX(&commit_kv));
-}
+EAGLET_OPERATOR(CPU, noise, "(Tensor seed, Tensor n, int rows, Tensor hashes) -> Tensor");
+EAGLET_OPERATOR(CPU, choose, "(Tensor logits, Tensor? noise, Tensor? depth, Tensor temperature) -> (Tensor, Tensor)");
+EAGLET_OPERATOR(CPU, draft_topk, "(Tensor logits, Tensor? noise, Tensor? ids, Tensor temperature, bool noisy, int count) "
+                "-> (Tensor, Tensor)");
+EAGLET_OPERATOR(CPU, place_rows, "(Tensor n, Tensor depth, Tensor[] rotary, int slots, int fed, Tensor? count, Tensor? tokens, "
+                "int lead, Tensor? segments) -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
+EAGLET_OPERATOR(CPU, join_rows, "(Tensor embedding, Tensor features, Tensor? source, Tensor? table_norm, Tensor? feature_norm, "
+                "float eps, bool keep_normed) -> (Tensor, Tensor)");
+EAGLET_OPERATOR(CPU, accept, "(Tensor tokens, Tensor parent, Tensor depth, Tensor ancestors, Tensor valid, Tensor choice, int D) "
+                "-> (Tensor, Tensor, Tensor, Tensor)");
+EAGLET_OPERATOR(CPU, commit, "(Tensor[] walk, Tensor usable, Tensor features, Tensor(a!)[] state) -> (Tensor, Tensor, Tensor, Tensor)");
+EAGLET_OPERATOR(CPU, commit_kv, "(Tensor(a!) kv, Tensor source, Tensor target) -> ()");

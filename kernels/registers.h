@@ -32,43 +32,62 @@ constexpr bool VNNI = true;  // products of bytes are added up in 32 bits
 constexpr bool VNNI = false;
 #endif
 
+// INTRINSIC(mul_ps) is the intrinsic of this name for these registers.
 #ifdef WIDE_REGISTERS
 constexpr int LANES = 2;
 using Ints = __m512i;
 using Floats = __m512;
+#define INTRINSIC(name) _mm512_##name
 inline Floats side_by_side(const __m256 parts[]) { return _mm512_insertf32x8(_mm512_castps256_ps512(parts[0]), parts[1], 1); }
 inline Ints load_codes(const uint8_t* const at[], int64_t i) {
   const __m256i first = _mm256_loadu_si256((const __m256i*)(at[0] + i));
   return _mm512_inserti64x4(_mm512_castsi256_si512(first), _mm256_loadu_si256((const __m256i*)(at[1] + i)), 1);
 }
-inline Ints every(int32_t x) { return _mm512_set1_epi32(x); }
-inline Floats every(float x) { return _mm512_set1_ps(x); }
-inline Ints both(Ints a, Ints b) { return _mm512_or_si512(a, b); }
-inline Ints look_up(Ints table, Ints v) { return _mm512_shuffle_epi8(table, v); }
+inline void store(uint8_t* at, Ints v) { _mm512_storeu_si512(at, v); }
 inline Ints four_times(__m128i v) { return _mm512_broadcast_i32x4(v); }
+inline Ints same_bits(Floats v) { return _mm512_castps_si512(v); }
+inline Ints both(Ints a, Ints b) { return _mm512_or_si512(a, b); }
+inline Ints common(Ints a, Ints b) { return _mm512_and_si512(a, b); }
+inline __m256 lane(Floats v, int which) { return which ? _mm512_extractf32x8_ps(v, 1) : _mm512_castps512_ps256(v); }
+#else
+constexpr int LANES = 1;
+using Ints = __m256i;
+using Floats = __m256;
+#define INTRINSIC(name) _mm256_##name
+inline Floats side_by_side(const __m256 parts[]) { return parts[0]; }
+inline Ints load_codes(const uint8_t* const at[], int64_t i) { return _mm256_loadu_si256((const __m256i*)(at[0] + i)); }
+inline void store(uint8_t* at, Ints v) { _mm256_storeu_si256((__m256i*)at, v); }
+inline Ints four_times(__m128i v) { return _mm256_broadcastsi128_si256(v); }
+inline Ints same_bits(Floats v) { return _mm256_castps_si256(v); }
+inline Ints both(Ints a, Ints b) { return _mm256_or_si256(a, b); }
+inline Ints common(Ints a, Ints b) { return _mm256_and_si256(a, b); }
+inline __m256 lane(Floats v, int) { return v; }
+#endif
+inline Ints every(int32_t x) { return INTRINSIC(set1_epi32)(x); }
+inline Floats every(float x) { return INTRINSIC(set1_ps)(x); }
+inline Ints look_up(Ints table, Ints v) { return INTRINSIC(shuffle_epi8)(table, v); }
 // Bits BY higher (lower if negative) in every byte, and of them those of `mask`.
 template <int BY>
 inline Ints moved(Ints v, int mask) {
-  const Ints at = BY > 0 ? _mm512_slli_epi16(v, BY > 0 ? BY : 0) : BY < 0 ? _mm512_srli_epi16(v, BY < 0 ? -BY : 0) : v;
-  return _mm512_and_si512(at, _mm512_set1_epi8((char)mask));
+  const Ints at = BY > 0 ? INTRINSIC(slli_epi16)(v, BY > 0 ? BY : 0) : BY < 0 ? INTRINSIC(srli_epi16)(v, BY < 0 ? -BY : 0) : v;
+  return common(at, INTRINSIC(set1_epi8)((char)mask));
 }
-inline void store(uint8_t* at, Ints v) { _mm512_storeu_si512(at, v); }
-inline Floats to_floats(Ints v) { return _mm512_cvtepi32_ps(v); }
-inline Ints same_bits(Floats v) { return _mm512_castps_si512(v); }
 template <int POWER>
-inline Ints times_power(Ints v) { return _mm512_slli_epi32(v, POWER); }
+inline Ints times_power(Ints v) { return INTRINSIC(slli_epi32)(v, POWER); }
+inline Floats to_floats(Ints v) { return INTRINSIC(cvtepi32_ps)(v); }
+inline Floats times(Floats a, Floats b) { return INTRINSIC(mul_ps)(a, b); }
+inline Floats plus(Floats a, Floats b) { return INTRINSIC(add_ps)(a, b); }
+inline Floats times_plus(Floats a, Floats b, Floats c) { return INTRINSIC(fmadd_ps)(a, b, c); }
+inline Floats larger(Floats a, Floats b) { return INTRINSIC(max_ps)(a, b); }
+inline Floats load(const float* at) { return INTRINSIC(loadu_ps)(at); }
+inline void store(float* at, Floats v) { INTRINSIC(storeu_ps)(at, v); }
+
+#ifdef WIDE_REGISTERS
 inline Ints add_byte_products(Ints sum, Ints w, Ints x) { return _mm512_dpbusd_epi32(sum, w, x); }
-inline Floats times(Floats a, Floats b) { return _mm512_mul_ps(a, b); }
-inline Floats plus(Floats a, Floats b) { return _mm512_add_ps(a, b); }
-inline Floats times_plus(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }
-inline Floats larger(Floats a, Floats b) { return _mm512_max_ps(a, b); }
-inline Floats load(const float* at) { return _mm512_loadu_ps(at); }
-inline void store(float* at, Floats v) { _mm512_storeu_ps(at, v); }
-inline __m256 lane(Floats v, int which) { return which ? _mm512_extractf32x8_ps(v, 1) : _mm512_castps512_ps256(v); }
 
 // `exponential` of cpu.h, with the same bits.
 inline Floats exponentials(Floats x) {
-  x = _mm512_min_ps(every(88.3f), _mm512_max_ps(every(-87.3f), x));
+  x = _mm512_min_ps(every(88.3f), larger(every(-87.3f), x));
   const Floats n = _mm512_roundscale_ps(times(x, every(1.44269504f)), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
   Floats r = _mm512_fnmadd_ps(n, every(0.693359375f), x);
   r = _mm512_fnmadd_ps(n, every(-2.12194440e-4f), r);
@@ -77,37 +96,9 @@ inline Floats exponentials(Floats x) {
   return times(p, _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(_mm512_cvtps_epi32(n), every(127)), 23)));
 }
 #else
-constexpr int LANES = 1;
-using Ints = __m256i;
-using Floats = __m256;
-inline Floats side_by_side(const __m256 parts[]) { return parts[0]; }
-inline Ints load_codes(const uint8_t* const at[], int64_t i) { return _mm256_loadu_si256((const __m256i*)(at[0] + i)); }
-inline Ints every(int32_t x) { return _mm256_set1_epi32(x); }
-inline Floats every(float x) { return _mm256_set1_ps(x); }
-inline Ints both(Ints a, Ints b) { return _mm256_or_si256(a, b); }
-inline Ints look_up(Ints table, Ints v) { return _mm256_shuffle_epi8(table, v); }
-inline Ints four_times(__m128i v) { return _mm256_broadcastsi128_si256(v); }
-// Bits BY higher (lower if negative) in every byte, and of them those of `mask`.
-template <int BY>
-inline Ints moved(Ints v, int mask) {
-  const Ints at = BY > 0 ? _mm256_slli_epi16(v, BY > 0 ? BY : 0) : BY < 0 ? _mm256_srli_epi16(v, BY < 0 ? -BY : 0) : v;
-  return _mm256_and_si256(at, _mm256_set1_epi8((char)mask));
-}
-inline void store(uint8_t* at, Ints v) { _mm256_storeu_si256((__m256i*)at, v); }
-inline Floats to_floats(Ints v) { return _mm256_cvtepi32_ps(v); }
-inline Ints same_bits(Floats v) { return _mm256_castps_si256(v); }
-template <int POWER>
-inline Ints times_power(Ints v) { return _mm256_slli_epi32(v, POWER); }
 #ifdef __AVXVNNI__
 inline Ints add_byte_products(Ints sum, Ints w, Ints x) { return _mm256_dpbusd_avx_epi32(sum, w, x); }
 #endif
-inline Floats times(Floats a, Floats b) { return _mm256_mul_ps(a, b); }
-inline Floats plus(Floats a, Floats b) { return _mm256_add_ps(a, b); }
-inline Floats times_plus(Floats a, Floats b, Floats c) { return _mm256_fmadd_ps(a, b, c); }
-inline Floats larger(Floats a, Floats b) { return _mm256_max_ps(a, b); }
-inline Floats load(const float* at) { return _mm256_loadu_ps(at); }
-inline void store(float* at, Floats v) { _mm256_storeu_ps(at, v); }
-inline __m256 lane(Floats v, int) { return v; }
 inline Floats exponentials(Floats x) { return exponential(x); }
 #endif
 

@@ -1,47 +1,30 @@
-"""How far replicas go: a simulation with measured times of steps and prompts, and the front's own time for a request.
+"""How far replicas go: a simulation with measured times of steps and prompts.
 
-    python -m scripts.scale                              # both, as tables
-    python -m scripts.scale --json results/scale.jsonl   # and as records
+    python -m scripts.scale                  # a table
+    python -m scripts.scale --json FILE      # and its records
 
 In the simulation people chat: they read an answer for a while, and then ask again. `serving.replicas.Queue` hands out
 their requests, as in the server. A replica does what `engine/batch.py` does: a part of a prompt, then a step of all its
 rows. A step of R rows counts as a measured step of R nodes, plus what their contexts add. Nothing is counted for the
 network, nor for copying earlier keys and values back.
-
-For the front, replicas answer at once with text that nobody has decoded, and the processor time of the front is counted.
 """
 
 from __future__ import annotations
 
-import asyncio
 import heapq
-import json
+import itertools
 import random
 import statistics
-import subprocess
-import sys
-import threading
-import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import torch
-
-from decoding.params import SamplingParams
+from bench.report import lines_table
 from engine.prefill import CHUNKS
-from engine.results import Chunk, GenerationResult
-from loading.options import DEMO
-from serving.app import Api
-from serving.replica import GATHER, NOTHING, Facts, Made, Replica
-from serving.replicas import BLOCK, Peer, Queue, Replicas, block_keys
-from serving.scheduler import ServeSettings
-from serving.server import Server, bind
+from serving.replicas import BLOCK, Peer, Queue, block_keys
 from support.errors import command_parser, run_command
 from support.files import append_json_lines, read_json_lines
-from support.machine import describe_device
 
 RESULTS = Path(__file__).resolve().parent.parent / "results"
 STEPS, PROMPTS = RESULTS / "h200_l3_8b_int4_steps.jsonl", RESULTS / "h200_prompts.jsonl"
@@ -88,9 +71,9 @@ class Times:
         self.begin = first - a * self.token
 
 
-def simulate(count: int, crowd: int, times: Times, by_prefix: bool, seed: int = 0) -> dict[str, Any]:
+def simulate(count: int, crowd: int, times: Times, by_prefix: bool) -> dict[str, Any]:
     """How `count` replicas serve count * crowd chats. by_prefix: whether the front looks at prefixes."""
-    noise = random.Random(seed)
+    noise = random.Random(0)
     peers = [Peer(number, slots=SLOTS) for number in range(count)]
     reading: list[deque[Turn]] = [deque() for _ in peers]
     writing: list[list[Turn]] = [[] for _ in peers]
@@ -99,7 +82,7 @@ def simulate(count: int, crowd: int, times: Times, by_prefix: bool, seed: int = 
     for peer in peers:
         peer.up = True
     events: list[tuple[float, int, Any]] = []
-    order = iter(range(10**12))  # of events at one time
+    order = itertools.count()  # of events at one time
     tokens, firsts, cached, prompts = 0, list[float](), 0, 0
 
     def at(seconds: float, what: Any) -> None:
@@ -141,7 +124,9 @@ def simulate(count: int, crowd: int, times: Times, by_prefix: bool, seed: int = 
         while given := queue.next():
             turn, peer = given
             known = min(BLOCK * peer.common(turn.keys), len(turn.ids) - 1)
-            cached, prompts = (cached + known, prompts + len(turn.ids)) if now > WARM else (0, 0)
+            if now > WARM:
+                cached += known
+                prompts += len(turn.ids)
             turn.to_read -= known
             peer.running[id(turn)] = turn
             peer.remember(turn.keys)
@@ -158,88 +143,31 @@ def simulate(count: int, crowd: int, times: Times, by_prefix: bool, seed: int = 
     }  # fmt: skip
 
 
-class Instant(Replica):
-    """Answers at once, in one piece or in as many as a decoder of DECODES tokens per second would send."""
-
-    async def load(self) -> Facts:
-        self._loop = asyncio.get_running_loop()
-        self._engine = SimpleNamespace(batch=SimpleNamespace(parts=0), figures=lambda: {"": {}}, close=lambda: None)
-        return Facts(8192, ASKERS, (), {}, "", [])
-
-    async def begin(self, number: int, prompt: list[int], params: SamplingParams, adapter: str) -> None:
-        """seed 0: the answer comes in one piece."""
-        count, size = params.max_new_tokens, int(DECODES * GATHER) if params.seed else params.max_new_tokens
-        result = GenerationResult(len(prompt), 0.0, 0, "x" * count, [65] * count, "length")
-        for start in range(0, count, size):
-            ids = result.token_ids[start : start + size]
-            self._put(Made(number, Chunk(0, ids, "x" * len(ids)), None))
-            await asyncio.sleep(GATHER if params.seed else 0)
-        self._put(Made(number, NOTHING, result))
-
-
-ASKERS, REQUESTS, DECODES = 16, 320, 300  # clients at once, requests, tokens per second
-ASK = """
-import concurrent.futures, http.client, json, sys
-port, askers, number, body = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
-def ask(_):
-    line = http.client.HTTPConnection("127.0.0.1", port)
-    for _ in range(number // askers):
-        line.request("POST", "/v1/completions", body)
-        answer = line.getresponse()
-        assert answer.read() and answer.status == 200
-with concurrent.futures.ThreadPoolExecutor(askers) as pool:
-    list(pool.map(ask, range(askers)))
-"""
-
-
-def front_times() -> Iterator[dict[str, Any]]:
-    """The processor time of the front for a request of ANSWERED tokens, whole and as a stream."""
-    engine, settings = Replicas({"checkpoint": str(DEMO)}, 1, kind=Instant), ServeSettings(max_queue=ASKERS)
-    sock = bind("127.0.0.1", 0, settings)
-    api = Api(engine, settings, lambda line: None)
-    server = Server(api.app(), api.scheduler, settings, lambda line: None)
-    thread = threading.Thread(target=server.serve_on, args=(sock,))
-    thread.start()
-    try:
-        for stream in (False, True):
-            asked = {"prompt": "def f(x):\n" * 100, "max_tokens": ANSWERED, "seed": int(stream), "stream": stream}
-            words = [sys.executable, "-c", ASK, str(sock.getsockname()[1]), str(ASKERS), str(REQUESTS)]
-            began, spent = time.monotonic(), time.process_time()
-            subprocess.run([*words, json.dumps(asked)], check=True)
-            spent, seconds = time.process_time() - spent, time.monotonic() - began
-            events = ANSWERED / (DECODES * GATHER) if stream else 1
-            yield {
-                "type": "front", "stream": stream, "events": events, "ms": 1e3 * spent / REQUESTS,
-                "requests_per_second": REQUESTS / seconds, "device": describe_device(torch.device("cpu")),
-            }  # fmt: skip
-    finally:
-        server.should_exit = True
-        thread.join()
-        engine.close()
-
-
 def scale_table(records: Sequence[dict[str, Any]]) -> str:
-    """The records of this script as tables of a page."""
-    lines = [
-        "| replicas | chats | handed out | tok/s | of one replica | first token | 95 % of them | tokens from caches |"
-    ]
-    lines.append("|---:|---:|---|---:|---:|---:|---:|---:|")
+    """The simulated records as a table of a page."""
     simulated = [one for one in records if one["type"] == "replicas"]
+    alone = {one["chats"]: one["tokens_per_second"] for one in simulated if one["replicas"] == 1}
+    lines = []
     for one in simulated:
-        crowd = one["chats"] // one["replicas"]
-        alone = next(o for o in simulated if o["replicas"] == 1 and o["chats"] == crowd)["tokens_per_second"]
-        how = "by prefix" if one["by_prefix"] else "by load"
-        rates = f"{one['tokens_per_second']:,.0f} | {one['tokens_per_second'] / alone:.1f}x"
-        waits = f"{one['first_token_ms']:,.0f} ms | {one['first_token_p95_ms']:,.0f} ms"
-        lines.append(
-            f"| {one['replicas']} | {one['chats']:,} | {how} | {rates} | {waits} | {one['cached_share']:.0%} |"
-        )
-    lines += ["", "| an answer of 250 tokens | processor time of the front | requests per second of one core |"]
-    lines.append("|---|---:|---:|")
-    for one in (one for one in records if one["type"] == "front"):
-        what = f"as a stream of {one['events']:.0f} events" if one["stream"] else "whole"
-        lines.append(f"| {what} | {one['ms']:.1f} ms | {1e3 / one['ms']:.0f} |")
-    return "\n".join(lines)
+        of_one = one["tokens_per_second"] / alone[one["chats"] // one["replicas"]]
+        lines.append(one | {"how": "by prefix" if one["by_prefix"] else "by load", "of_one": of_one})
+    columns = {
+        "replicas": "{replicas}", "chats": "{chats:,}", "handed out": "{how}", "tok/s": "{tokens_per_second:,.0f}",
+        "of one replica": "{of_one:.1f}x", "first token": "{first_token_ms:,.0f} ms",
+        "95 % of them": "{first_token_p95_ms:,.0f} ms", "tokens from caches": "{cached_share:.0%}",
+    }  # fmt: skip
+    return lines_table(columns, lines)
+
+
+def run(file: str | None) -> None:
+    """Simulate, and print the table."""
+    times = Times(read_json_lines(STEPS), read_json_lines(PROMPTS))
+    cases = [(count, crowd, by) for crowd in CROWDS for by in (True, False) for count in COUNTS if by or count > 1]
+    records = [simulate(count, crowd, times, by) for count, crowd, by in cases]
+    if file:
+        Path(file).unlink(missing_ok=True)
+        append_json_lines(Path(file), *records)
+    print(scale_table(records))
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -248,18 +176,6 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--json", metavar="FILE", help="write the records, too")
     args = parser.parse_args(argv)
     return run_command(lambda: run(args.json), args.debug)
-
-
-def run(file: str | None) -> None:
-    """Simulate, measure, and print both."""
-    times = Times(read_json_lines(STEPS), read_json_lines(PROMPTS))
-    cases = [(count, crowd, by) for crowd in CROWDS for by in (True, False) for count in COUNTS if by or count > 1]
-    records = [simulate(count, crowd, times, by) for count, crowd, by in cases]
-    records += front_times()
-    if file:
-        Path(file).unlink(missing_ok=True)
-        append_json_lines(Path(file), *records)
-    print(scale_table(records))
 
 
 if __name__ == "__main__":

@@ -178,7 +178,10 @@ def test_an_engine_that_does_not_move_ends_its_process(monkeypatch):
 def test_the_page_has_the_tables_of_the_record():
     """Figures of another run, or of none."""
     page = (ROOT / "docs" / "replicas.md").read_text(encoding="utf-8")
-    assert scale.scale_table(read_json_lines(ROOT / "results" / "scale.jsonl")) in page
+    records = read_json_lines(ROOT / "results" / "scale.jsonl")
+    assert scale.scale_table(records) in page
+    for one in (one for one in records if one["type"] == "front"):
+        assert f" | {one['ms']:.1f} ms | {1e3 / one['ms']:.0f} |" in page
 
 
 def test_the_simulation_counts_what_is_decoded():

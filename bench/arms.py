@@ -72,10 +72,13 @@ class Timing(NamedTuple):
     first_seconds: list[float]  # until the first token of each
     decoding: float  # tokens per second from the moment on when all had a first token, until the first one was complete
 
-    @property
-    def ready(self) -> float:
-        """The seconds until the last one had its first token."""
-        return max(self.first_seconds, default=self.seconds)
+    @classmethod
+    def of(cls, arrivals: Sequence[Sequence[float]]) -> Timing:
+        """arrivals: when each token of each request came, in seconds after the start."""
+        firsts, ends = [times[0] for times in arrivals], [times[-1] for times in arrivals]
+        ready, end = max(firsts), min(ends)
+        late = sum(ready < t <= end for times in arrivals for t in times)
+        return cls(sum(map(len, arrivals)), max(ends), firsts, late / (end - ready) if end > ready else 0.0)
 
 
 def timed_request(
@@ -85,19 +88,11 @@ def timed_request(
     engine.forget()
     synchronize(engine.model.device)
     stream = engine.generate_batch(prompts, params)
-    started, now, late, together = time.perf_counter(), 0.0, 0, 0.0
-    first: dict[int, float] = {}  # when the first token of each sequence came
-    left = [params.max_new_tokens] * len(prompts)
+    arrivals: list[list[float]] = [[] for _ in prompts]
+    started = time.perf_counter()
     for chunk in stream:
-        now = time.perf_counter() - started
-        left[chunk.row] -= len(chunk.token_ids)
-        if len(first) == len(prompts) and not together:
-            late += len(chunk.token_ids)
-            together = now if not left[chunk.row] else 0.0
-        first.setdefault(chunk.row, now)
-    rest = (together or now) - max(first.values(), default=now)
-    tokens = sum(result.new_tokens for result in stream.results)
-    return stream.results, Timing(tokens, now, list(first.values()), late / rest if rest > 0 else 0.0)
+        arrivals[chunk.row] += [time.perf_counter() - started] * len(chunk.token_ids)
+    return stream.results, Timing.of(arrivals)
 
 
 @dataclass
@@ -112,10 +107,11 @@ class EngineArm:
     def run(self, prompt: list[int], params: SamplingParams) -> Sample:
         """One request from empty caches."""
         (result,), timing = timed_request(self.engine, [prompt], params)
+        (first,) = timing.first_seconds
         if result.cached_tokens:
             raise RuntimeError("a run reused cached tokens of another run; please report this.")
         steps = [len(ids) for ids in result.tokens_per_step]
-        return Sample(result.token_ids, timing.ready, timing.seconds - timing.ready, steps, result.text)
+        return Sample(result.token_ids, first, timing.seconds - first, steps, result.text)
 
     def together(self, clients: int, tokens: int) -> Callable[[Sequence[list[int]], SamplingParams], Timing]:
         """What decodes so many prompts together, from empty caches, in an engine with a slot for each.

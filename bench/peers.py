@@ -234,16 +234,7 @@ class NativeArm:
         if clients > 1 and self.name == "ik_llama.cpp":
             return None
         arm = NativeArm(self.name, self.file, tokens * clients, clients)
-
-        def run(prompts: Sequence[list[int]], params: SamplingParams) -> Timing:
-            arrivals = arm._ask(prompts, params)[1]
-            firsts, ends = [times[0] for times in arrivals], [times[-1] for times in arrivals]
-            ready, end = max(firsts), min(ends)
-            late = sum(ready < t <= end for times in arrivals for t in times)
-            rate = late / (end - ready) if end > ready else 0.0
-            return Timing(sum(map(len, arrivals)), max(ends), firsts, rate)
-
-        return run
+        return lambda prompts, params: Timing.of(arm._ask(prompts, params)[1])
 
 
 # ---- torch by itself --------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -25,7 +25,7 @@ from bench.records import Line
 from decoding.params import SamplingParams
 from engine.engine import Engine
 from engine.runner import capture_graph
-from support.machine import synchronize
+from support.machine import seconds, synchronize
 
 QUIET = 0.05  # seconds in which the threads of the engine before fall asleep
 CLIENT_ROUNDS = 5
@@ -51,64 +51,42 @@ def captured(call: Callable[[], Any], device: torch.device) -> Callable[[], Any]
     return capture_graph(call, warm_up=2)[0].replay if device.type == "cuda" else call
 
 
-def milliseconds(call: Callable[[], Any], before: Callable[[], Any], device: torch.device) -> float:
-    """The time of one call. `before` runs ahead of it and is not timed. It waits for the device at the end."""
-    before()
-    if device.type == "cuda":
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        call()
-        end.record()
-        end.synchronize()
-        return begin.elapsed_time(end)
-    started = time.perf_counter()
-    call()
-    return (time.perf_counter() - started) * 1e3
+class Ready:
+    """An engine whose step can be timed: a call that does not wait for the device, behind whatever `Engine.pin` says."""
 
-
-def kernel_times(call: Callable[[], Any], before: Callable[[], Any], device: torch.device) -> dict[str, float]:
-    """Microseconds per call by the kernel's name, or the operator's on a CPU, the longest first. `before` counts, too.
-
-    Empty where the profiler sees nothing, as where a driver forbids it.
-    """
-    cuda = device.type == "cuda"
-    kinds = [torch.profiler.ProfilerActivity.CUDA if cuda else torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=kinds) as profile:
-        for _ in range(PROFILED):
-            before()
-            call()
-        synchronize(device)
-    times = {e.key: e.self_device_time_total if cuda else e.self_cpu_time_total for e in profile.key_averages()}
-    longest = sorted(times.items(), key=lambda item: -item[1])[:LONGEST]
-    return {name[:80]: round(time_ / PROFILED, 2) for name, time_ in longest if time_ > 0}
-
-
-def ready_step(engine: Engine, context: int) -> Callable[[], Any]:
-    """A step of the engine as a call that does not wait for the device. It runs behind whatever `Engine.pin` says.
-
-    Only a compiled engine decodes a request first, which compiles and captures.
-    """
-    params, graph = SamplingParams(max_new_tokens=SLACK, stop_ids=NO_STOP), None
-    if engine.config.compile:
-        engine.generate_batch([[1]] * engine.batch_size, params).run()
-        graph = engine.graph(params.mode)
-    engine.fill()
-    engine.pin(context)
-    return graph.replay if graph is not None else captured(partial(engine.step, params.mode), engine.model.device)
-
-
-class Ready(NamedTuple):
-    """An engine whose step can be timed."""
-
-    engine: Engine
-    step: Callable[[], Any]
+    def __init__(self, engine: Engine, context: int):
+        """Only a compiled engine decodes a request first, which compiles and captures."""
+        params, graph = SamplingParams(max_new_tokens=SLACK, stop_ids=NO_STOP), None
+        if engine.config.compile:
+            engine.generate_batch([[1]] * engine.batch_size, params).run()
+            graph = engine.graph(params.mode)
+        engine.fill()
+        engine.pin(context)
+        self.engine, self.device = engine, engine.model.device
+        self.step = graph.replay if graph is not None else captured(partial(engine.step, params.mode), self.device)
 
     def time(self, context: int) -> float:
         """Milliseconds of one step behind `context` tokens."""
-        device = self.engine.model.device
-        synchronize(device)
+        synchronize(self.device)
         with self.engine.backend.active():
-            return milliseconds(self.step, partial(self.engine.pin, context), device)
+            self.engine.pin(context)
+            return 1e3 * seconds(self.step, self.device)
+
+    def kernel_times(self, context: int) -> dict[str, float]:
+        """Microseconds per step by the kernel's name, or the operator's on a CPU, the longest first.
+
+        What sets the sequences back counts, too. Empty where the profiler sees nothing, as where a driver forbids it.
+        """
+        cuda = self.device.type == "cuda"
+        kinds = [torch.profiler.ProfilerActivity.CUDA if cuda else torch.profiler.ProfilerActivity.CPU]
+        with self.engine.backend.active(), torch.profiler.profile(activities=kinds) as profile:
+            for _ in range(PROFILED):
+                self.engine.pin(context)
+                self.step()
+            synchronize(self.device)
+        times = {e.key: e.self_device_time_total if cuda else e.self_cpu_time_total for e in profile.key_averages()}
+        longest = sorted(times.items(), key=lambda item: -item[1])[:LONGEST]
+        return {name[:80]: round(time_ / PROFILED, 2) for name, time_ in longest if time_ > 0}
 
 
 @torch.inference_mode()
@@ -134,12 +112,11 @@ def step_lines(
                 if engine.batch_size != batch:
                     engine = build_engine(engine, arm.options | {"slots": batch}, ctx)
                 with engine.backend.active():
-                    ready = Ready(engine, ready_step(engine, contexts[0]))
+                    ready = Ready(engine, contexts[0])
                 plain = plain or ready
                 for context in contexts:
                     yield {"type": "step"} | _timed(ready, plain, place | {"context": context}, bandwidth)
-                    with engine.backend.active():
-                        kernels = kernel_times(ready.step, partial(engine.pin, context), engine.model.device)
+                    kernels = ready.kernel_times(context)
                     yield {"type": "kernels", **place, "context": context, "microseconds": kernels}
             except Exception as error:  # of any library: what the other arms can tell must not be lost
                 if plain is None:

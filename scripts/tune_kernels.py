@@ -27,10 +27,10 @@ from torch import Tensor
 
 import kernels
 from bench.random_models import SHAPES
-from bench.steps import captured, milliseconds
+from bench.steps import captured
 from kernels.tuned import LinearConfig, linear_config, read_tuned, tuned_file, write_tuned
 from support.errors import UsageError, at_least, command_parser, run_command
-from support.machine import synchronize
+from support.machine import seconds, synchronize
 
 ROWS = 1, 16, 60  # of x: plain decoding, a small tree and a large one
 MODELS = ("llama-2-13b", "llama-2-70b", "llama-2-7b", "llama-3-8b", "mixtral-8x7b")
@@ -65,8 +65,11 @@ def measure(calls: list[Callable[[], Tensor]], device: torch.device, repeats: in
 
     replay = captured(run, device)
     replay()  # the first replay uploads the graph
-    samples = [milliseconds(replay, partial(synchronize, device), device) for _ in range(repeats)]
-    return statistics.median(samples) / 1e3 / len(calls)
+    samples = []
+    for _ in range(repeats):
+        synchronize(device)
+        samples.append(seconds(replay, device))
+    return statistics.median(samples) / len(calls)
 
 
 def random_weight(

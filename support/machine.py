@@ -153,13 +153,13 @@ def copy_bandwidth(device: torch.device, size: int | None = None) -> float:
     """
     source = _source(device, size)
     target = torch.empty_like(source)
-    return 2 * source.nbytes / min(_seconds(lambda: target.copy_(source), device) for _ in range(5))
+    return 2 * source.nbytes / min(seconds(lambda: target.copy_(source), device) for _ in range(5))
 
 
 def read_bandwidth(device: torch.device, size: int | None = None) -> float:
     """Bytes per second of reading `size` bytes, which is what decoding does: the best of five sums. Size as above."""
     source = _source(device, size)
-    return source.nbytes / min(_seconds(source.sum, device) for _ in range(5))
+    return source.nbytes / min(seconds(source.sum, device) for _ in range(5))
 
 
 def _source(device: torch.device, size: int | None) -> torch.Tensor:
@@ -167,7 +167,8 @@ def _source(device: torch.device, size: int | None) -> torch.Tensor:
     return torch.zeros(size // 4, device=device)
 
 
-def _seconds(work: Callable[[], object], device: torch.device) -> float:
+def seconds(work: Callable[[], object], device: torch.device) -> float:
+    """How long a call takes until the device has finished. On a CPU it is by the host's clock."""
     if device.type == "cuda":  # the host's clock would add the time of the launch
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         begin.record()

@@ -355,7 +355,7 @@ def test_every_run_starts_from_empty_caches():
     pair = Engine(model, config=EngineConfig(batch_size=2))
     for _ in range(2):
         both, timing = bench_arms.timed_request(pair, [prompt, prompt[:9]], params)
-        assert both[0].token_ids == a.token_ids and timing.ready > 0 and timing.seconds - timing.ready > 0
+        assert both[0].token_ids == a.token_ids and 0 < max(timing.first_seconds) < timing.seconds
         assert not any(result.cached_tokens for result in both)
 
 
@@ -736,7 +736,7 @@ def test_llama_cpp_gets_the_same_request_as_the_others(tmp_path, monkeypatch):
     assert sample.token_ids == [-1] * 9 and sample.tokens_per_step is None and sample.decode_seconds > 0
     params = SamplingParams(temperature=1.0, seed=11, max_new_tokens=2, stop_ids=(7,))
     timing = arm.together(3, 50)([[4], [5], [6]], params)
-    assert timing.tokens == 6 and len(timing.first_seconds) == 3 and timing.seconds >= timing.ready
+    assert timing.tokens == 6 and len(timing.first_seconds) == 3 and timing.seconds >= max(timing.first_seconds)
     (built, first), *more = map(json.loads, log.read_text().splitlines())
     assert built == [str(log), 192, 1, threads, threads] and more[0][0] == [str(log), 150, 3, threads, threads]
     off = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "repeat_penalty": 1.0, "cache_prompt": False, "stream": True}

@@ -12,8 +12,10 @@ import subprocess
 import sys
 import tarfile
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -267,7 +269,7 @@ def test_a_step_time_is_written_at_once_and_an_arm_that_fails_loses_no_other(tmp
             raise RuntimeError("no profiler here")
         return {}
 
-    monkeypatch.setattr(steps, "kernel_times", profiled)
+    monkeypatch.setattr(steps.Ready, "kernel_times", profiled)
     flags = "--device cpu --shape tiny --steps 16 --widths 4,5 --ctx 128 -q --only plain".split()
     assert bench.main([*flags, "--json", str(out)]) == 1
     assert seen == [["step"], ["step", "kernels", "step"], ["step", "kernels", "step", "failed", "step"]]
@@ -327,7 +329,7 @@ def test_random_weights_of_a_deep_model_stay_finite(quant):
 
 
 def test_the_cuda_timing_code_uses_the_api_as_it_is(monkeypatch):
-    """The calls of torch.cuda that timing makes have the signatures of the real functions, and `before` is not timed."""
+    """The calls of torch.cuda that timing makes have the signatures of the real functions, and `pin` is not timed."""
     calls = []
     for name in ("Event", "CUDAGraph", "Stream", "current_stream", "stream", "graph", "synchronize", "set_stream"):
         monkeypatch.setattr(torch.cuda, name, mock.create_autospec(getattr(torch.cuda, name)))
@@ -337,8 +339,11 @@ def test_the_cuda_timing_code_uses_the_api_as_it_is(monkeypatch):
     replay = steps.captured(lambda: calls.append("call"), device)
     assert len(calls) == 3 and replay == torch.cuda.CUDAGraph.return_value.replay
     torch.cuda.Event.return_value.record.side_effect = lambda: calls.append("record")
-    assert steps.milliseconds(lambda: calls.append("call"), lambda: calls.append("before"), device) == 1.5
-    assert calls[3:] == ["before", "record", "call", "record"]
+    ready = steps.Ready.__new__(steps.Ready)
+    engine = SimpleNamespace(pin=calls.append, backend=SimpleNamespace(active=nullcontext))
+    ready.engine, ready.device, ready.step = engine, device, lambda: calls.append("call")
+    assert ready.time(7) == 1.5
+    assert calls[3:] == [7, "record", "call", "record"]
 
 
 # ---- torch by itself, as a peer ----------------------------------------------------------------------------

@@ -43,6 +43,7 @@ CHAIN = "chain:3"  # the default chain there
 MTP_CHAINS = ("chain:1", "chain:2", "chain:3", "chain:4")  # what other programs draft with the layer that models bring
 DYNAMIC_GPU = "dynamic:32,6,8"
 MULTI_ROUND = {"verify": "multi-round"}
+Spec = tuple[str, dict[str, str]]  # the name of an arm, and its options as text
 RULES = {"": {}, "top-k drafts": {"draft_noise": "off"}, "multi-round": MULTI_ROUND}
 SUITES = {  # what every head is measured with: its trees, and the ways to draft and verify
     "paper": (("paper25", "chain:5", DYNAMIC), {"": {}, "multi-round": MULTI_ROUND}),
@@ -137,7 +138,7 @@ class Arm(Protocol):
 # ---- from options to arms ---------------------------------------------------------------------------------
 
 
-def parse_arm(text: str) -> tuple[str, dict[str, str]]:
+def parse_arm(text: str) -> Spec:
     """NAME=KEY=VALUE;KEY=VALUE as (name, options). `plain=` is plain decoding."""
     name, separator, rest = text.partition("=")
     pairs = [item.partition("=") for item in rest.split(";") if item.strip()]
@@ -164,40 +165,37 @@ def arm_options(name: str, given: dict[str, str], directory: Path | None) -> tup
     return SAME_TOKENS if options.get("verify", "match") == "match" else SAME_DISTRIBUTION, options
 
 
-def default_arms(directory: Path, config: ModelConfig, cuda: bool) -> list[tuple[str, dict[str, str]]]:
+def default_arms(directory: Path, config: ModelConfig, cuda: bool) -> list[Spec]:
     """Plain decoding, n-grams, and every drafter that lies in a folder of the checkpoint; heads with two trees.
 
     Beside a GGUF file none is looked for, because its folder often holds files of other models.
     """
-    directory = local_path(directory)
-    heads: list[tuple[str, dict[str, str]]] = [("plain", {})]
-    others = [("n-gram", {"drafter": "ngram", "tree": "chain:15" if cuda else "chain:7"})]
-    for folder in sorted(p for p in directory.iterdir() if p.is_dir()) if directory.is_dir() else ():
+    heads: list[Spec] = [("plain", {})]
+    others: list[Spec] = [("n-gram", {"drafter": "ngram", "tree": "chain:15" if cuda else "chain:7"})]
+    for folder in sorted(local_path(directory).glob("*/")):
         name = folder.name
         if medusa := [folder / file for file in MEDUSA_FILES if (folder / file).is_file()]:
             count = len({tensor.split(".")[0] for tensor in read_entries(medusa[:1])})
             others.append((name, {"medusa": name, "tree": "paper25" if count >= 5 else f"chain:{count}"}))
             continue
-        head = None
-        with contextlib.suppress(ValueError):
+        try:
             head = read_head(folder, config).config
-        if head is None:
+        except ValueError:
             with contextlib.suppress(ValueError):
                 load_config(folder)
                 others.append((f"{name} LLM", {"draft_checkpoint": name, "tree": "chain:4"}))
-        elif isinstance(head, BlockConfig):
-            heads.append((f"{name} tree", {"eagle": name, "tree": block_tree(head)}))
-            heads.append((f"{name} chain", {"eagle": name, "tree": f"chain:{head.depth}"}))
+            continue
+        if isinstance(head, BlockConfig):
+            trees = {"tree": block_tree(head), "chain": f"chain:{head.depth}"}
+        elif cuda:
+            trees = {"paper25": "paper25", "dynamic": DYNAMIC_GPU}
         else:
-            heads.append((f"{name} paper25", {"eagle": name, "tree": "paper25"}))
-            heads.append((f"{name} dynamic", {"eagle": name, "tree": DYNAMIC_GPU if cuda else DYNAMIC}))
-            heads += [] if cuda else [(f"{name} chain", {"eagle": name, "tree": CHAIN})]
+            trees = {"paper25": "paper25", "dynamic": DYNAMIC, "chain": CHAIN}
+        heads += [(f"{name} {kind}", {"eagle": name, "tree": tree}) for kind, tree in trees.items()]
     return heads + others
 
 
-def suite_arms(
-    suite: str, heads: Sequence[str], found: Sequence[tuple[str, dict[str, str]]]
-) -> list[tuple[str, dict[str, str]]]:
+def suite_arms(suite: str, heads: Sequence[str], found: Sequence[Spec]) -> list[Spec]:
     """Plain decoding, then the arms of a suite of `SUITES` for these heads.
 
     found: the arms of what lies in the checkpoint's folders. Their heads are taken if none are given, and the suite
@@ -205,7 +203,7 @@ def suite_arms(
     """
     trees, rules = SUITES[suite]
     heads = heads or list(dict.fromkeys(given["eagle"] for _, given in found if "eagle" in given))
-    arms: list[tuple[str, dict[str, str]]] = [("plain", {})]
+    arms: list[Spec] = [("plain", {})]
     for head, tree, (rule, more) in itertools.product(heads, trees, rules.items()):
         if more is not MULTI_ROUND or not tree.startswith("dynamic"):
             arms.append((f"{Path(head).name} {tree} {rule}".strip(), {"eagle": head, "tree": tree, **more}))
@@ -222,11 +220,8 @@ def build_engine(base: Engine, options: dict[str, Any], ctx: int) -> Engine:
     itself.
     """
     # tau is measured, so speculation goes on where it does not pay, unless an arm is about falling back
-    opts = replace(
-        base.options,
-        **{"ctx": ctx, "pool": None, "eagle_always": True, "tree": None, "prune": None, "ngram_nodes": None, **options},
-    )
-    model = base.model
+    own = dict.fromkeys(("pool", "tree", "prune", "ngram_nodes")) | {"ctx": ctx, "eagle_always": True}
+    opts, model = replace(base.options, **own | options), base.model
     files = DraftFiles()
     if base.head is not None and opts.eagle == base.options.eagle:
         head = base.head
@@ -245,20 +240,20 @@ def build_engine(base: Engine, options: dict[str, Any], ctx: int) -> Engine:
 def arms_of(args: argparse.Namespace, base: Engine, ctx: int) -> list[Arm]:
     """Plain decoding, then the arms that were asked for or found.
 
-    `args` holds --checkpoint, --shape, --arm, --suite, --head and --only. Raises
-    UsageError for unknown or repeated names.
+    `args` holds --checkpoint, --shape, --arm, --suite, --head and --only. Raises UsageError for names that are unknown or
+    repeated.
     """
     directory = None if args.shape else Path(args.checkpoint)
     cuda = base.model.device.type == "cuda"
-    third = {"eagle": "random:3", "tree": DYNAMIC_GPU if cuda else DYNAMIC}
-    specs: list[tuple[str, dict[str, str]]] = [("plain", {})]
+    dynamic = DYNAMIC_GPU if cuda else DYNAMIC
+    specs: list[Spec] = [("plain", {})]
     with_default = args.only or not args.arm
     if with_default and args.shape:
-        specs += [("eagle1 paper25", {"eagle": "random:1"}), ("eagle3 dynamic", third)]
+        specs += [("eagle1 paper25", {"eagle": "random:1"}), ("eagle3 dynamic", {"eagle": "random:3", "tree": dynamic})]
     elif with_default:
         specs = default_arms(directory, base.model.config, cuda)
         if base.model.mtp is not None:
-            trees = *MTP_CHAINS, "paper25", DYNAMIC_GPU if cuda else DYNAMIC
+            trees = *MTP_CHAINS, "paper25", dynamic
             specs[1:1] = [(f"mtp {tree}", {"eagle": MTP, "tree": tree}) for tree in trees]
         if args.suite:
             specs = suite_arms(args.suite, args.head, specs)

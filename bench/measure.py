@@ -128,18 +128,19 @@ class Bench:
         for place, (i, (sample, peak)) in enumerate(runs.items()):
             arm = self.arms[i]
             ids, steps = counted(sample.token_ids, sample.tokens_per_step, params.stop_ids)
-            line = {"type": "run", "suite": question.suite, "question": question.id, "turn": turn}
-            line |= {"prompt_sha256": digest(prompt), "prompt_tokens": len(prompt)}
-            line |= {"arm": arm.name, "label": arm.label, "baseline": i == 0}
-            line["depth"] = arm.engine.drafter.D if isinstance(arm, EngineArm) else None
-            line |= {"temperature": T, "seed": params.seed, "rep": rep, "order": place}
-            line |= {"new_tokens": len(ids), "ids_sha256": digest(ids)}
-            line["stopped"] = bool(ids) and ids[-1] in params.stop_ids
-            line |= {"ttft_seconds": sample.ttft_seconds, "decode_seconds": sample.decode_seconds}
-            line["tokens_per_step"] = steps
-            line |= self._judge(arm, prompt, plain, ids, params) if i else UNJUDGED
-            line |= {"working_bytes": peak, "resident_bytes": resident_memory()}
-            yield line | {"random_weights": s.random_weights, "environment": self.environment}
+            yield {
+                "type": "run", "suite": question.suite, "question": question.id, "turn": turn,
+                "prompt_sha256": digest(prompt), "prompt_tokens": len(prompt),
+                "arm": arm.name, "label": arm.label, "baseline": i == 0,
+                "depth": arm.engine.drafter.D if isinstance(arm, EngineArm) else None,
+                "temperature": T, "seed": params.seed, "rep": rep, "order": place,
+                "new_tokens": len(ids), "ids_sha256": digest(ids),
+                "stopped": bool(ids) and ids[-1] in params.stop_ids,
+                "ttft_seconds": sample.ttft_seconds, "decode_seconds": sample.decode_seconds, "tokens_per_step": steps,
+                **(self._judge(arm, prompt, plain, ids, params) if i else UNJUDGED),
+                "working_bytes": peak, "resident_bytes": resident_memory(),
+                "random_weights": s.random_weights, "environment": self.environment,
+            }  # fmt: skip
 
     def _judge(self, arm: Arm, prompt: list[int], plain: list[int], ids: list[int], params: SamplingParams) -> Line:
         """How the ids compare with those of plain decoding. There is no margin if one text is a prefix of the other."""

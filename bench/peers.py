@@ -42,25 +42,23 @@ LIBRARIES = {
 }  # fmt: skip
 
 
-def need_library(baseline: str) -> None:
-    """Raise UsageError if the library of a baseline is not installed."""
-    module, package = LIBRARIES[baseline]
-    if importlib.util.find_spec(module) is None:
-        raise UsageError(f"--baseline {baseline} needs {package}: pip install {package}")
+def check_peers(args: argparse.Namespace) -> None:
+    """Raise UsageError for a --baseline that cannot run, before a model is loaded."""
+    for name in args.baseline:
+        module, package = LIBRARIES[name]
+        if importlib.util.find_spec(module) is None:
+            raise UsageError(f"--baseline {name} needs {package}: pip install {package}")
+        if name in ("ik_llama.cpp", "torch") and any(args.temperature):
+            raise UsageError(f"--baseline {name} decodes greedily; add --temperature 0.")
+        if name in NATIVE and (args.shape or not is_gguf(args.checkpoint)):
+            raise UsageError(f"--baseline {name} reads GGUF files only; add --checkpoint FILE.gguf.")
+        if name in NATIVE and (args.device or default_device()) != "cpu":
+            raise UsageError(f"--baseline {name} is measured on CPUs only; add --device cpu.")
 
 
-def check_peers(baselines: Sequence[str], gguf: bool, device: str | None) -> None:
-    """Raise UsageError for a --baseline that cannot run, before a model is loaded.
-
-    gguf: whether the model is a GGUF file.
-    """
-    for baseline in baselines:
-        need_library(baseline)
-    for baseline in [name for name in NATIVE if name in baselines]:
-        if not gguf:
-            raise UsageError(f"--baseline {baseline} reads GGUF files only; add --checkpoint FILE.gguf.")
-        if (device or default_device()) != "cpu":
-            raise UsageError(f"--baseline {baseline} is measured on CPUs only; add --device cpu.")
+def real_stops(params: SamplingParams) -> list[int]:
+    """The stop ids that a token can have."""
+    return [i for i in params.stop_ids if i not in NO_STOP]
 
 
 def is_gguf(checkpoint: str) -> bool:
@@ -75,9 +73,6 @@ def peers_of(args: argparse.Namespace, base: Engine, ctx: int) -> list[Arm]:
         model = floats_of(base, None if args.shape else args.checkpoint)
         twin, copied = hf_model(model), bool(base.model.quant)
         arms += [HFArm(kind, twin, base.tokenizer, copied) for kind in ("hf", "hf-static")]
-    for greedy in ("ik_llama.cpp", "torch"):
-        if greedy in args.baseline and any(args.temperature):
-            raise UsageError(f"--baseline {greedy} decodes greedily; add --temperature 0.")
     arms += [NativeArm(name, args.checkpoint, ctx) for name in NATIVE if name in args.baseline]
     if "torch" in args.baseline:
         arms.append(TorchArm(base.model, ctx, base.model.quant == "int4", base.model.device.type == "cuda"))
@@ -107,7 +102,7 @@ class HFArm:
     def run(self, prompt: list[int], params: SamplingParams) -> Sample:
         """One request with a new cache."""
         clock = _Clock()
-        stops = [i for i in params.stop_ids if i not in NO_STOP]
+        stops = real_stops(params)
         ids = torch.tensor([prompt], device=self.model.device)
         options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": params.max_new_tokens}
         options |= {"eos_token_id": stops or None, "pad_token_id": stops[0] if stops else 0}
@@ -215,9 +210,8 @@ class NativeArm:
     def _ask(self, prompts: Sequence[list[int]], params: SamplingParams) -> tuple[list[list[int]], list[list[float]]]:
         """The ids of each prompt, and when they arrived, in seconds. Nothing of an earlier request is reused."""
         sampling = {name: vars(params)[name] for name in ("temperature", "top_k", "top_p", "seed")}
-        stops = [i for i in params.stop_ids if i not in NO_STOP]
-        request = {"prompts": prompts, "tokens": params.max_new_tokens, "stops": stops, "sampling": sampling}
-        print(json.dumps(request), file=self.process.stdin, flush=True)
+        request = {"prompts": prompts, "tokens": params.max_new_tokens, "sampling": sampling}
+        print(json.dumps(request | {"stops": real_stops(params)}), file=self.process.stdin, flush=True)
         answer = self._read()
         return answer["ids"], answer["arrivals"]
 
@@ -328,7 +322,7 @@ class TorchArm:
     @torch.inference_mode()
     def run(self, prompt: list[int], params: SamplingParams) -> Sample:
         """One request from an empty cache. The host waits for a token only where one may stop the text."""
-        device, stops = self.model.device, [i for i in params.stop_ids if i not in NO_STOP]
+        device, stops = self.model.device, real_stops(params)
         synchronize(device)
         started = time.perf_counter()
         ids = [self.forward(torch.tensor(prompt, device=device), self.slots[: len(prompt)])]

@@ -16,6 +16,7 @@ import random
 import statistics
 import subprocess
 import sys
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -119,7 +120,6 @@ GPU_FIELDS = (
 
 def parse_smi(line: str, processes: str, own: int) -> dict[str, Any]:
     """One CSV line of nvidia-smi and its list of compute processes as a dictionary."""
-
     gpu: dict[str, Any] = dict(zip(GPU_FIELDS.split(","), map(str.strip, line.split(",")), strict=False))
     for name, text in gpu.items():
         with contextlib.suppress(ValueError):
@@ -132,8 +132,8 @@ def gpu_state(device: torch.device) -> dict[str, Any] | None:
     """Power cap, clocks, temperature and driver of the CUDA device. None on a CPU."""
     if device.type != "cuda":
         return None
-    uuid = str(torch.cuda.get_device_properties(device).uuid)
-    command = ["nvidia-smi", "-i", uuid if uuid.startswith("GPU-") else f"GPU-{uuid}", "--format=csv,noheader,nounits"]
+    uuid = str(torch.cuda.get_device_properties(device).uuid).removeprefix("GPU-")
+    command = ["nvidia-smi", "-i", f"GPU-{uuid}", "--format=csv,noheader,nounits"]
     state = _output([*command, f"--query-gpu={GPU_FIELDS}"])
     if not state:
         return {"name": torch.cuda.get_device_name(device), "error": "nvidia-smi gave no answer"}
@@ -231,28 +231,28 @@ def summarise(runs: Sequence[Line], settings: Settings) -> list[Row]:
 
 def _measured(lines: Sequence[Line], plain: Sequence[Line]) -> dict[str, Any]:
     """What an arm's lines say: speed, acceptance, and the time of a step beside that of plain decoding."""
-    baseline = lines[0]["baseline"]
-    known = all(r["tokens_per_step"] is not None for r in lines)
-    steps = [n for r in lines for n in r["tokens_per_step"] or ()]
-    tau, by_depth = acceptance(steps)
     step, plain_step = _step_seconds(lines), _step_seconds(plain)
-    break_even = step / plain_step if step and plain_step and known else None
     per_rep = [total_rate([r for r in lines if r["rep"] == rep]) for rep in sorted({r["rep"] for r in lines})]
     per_rep = [rate for rate in per_rep if rate]
     verdicts = [r["same"] for r in lines]
-    row = {name: lines[0][name] for name in ("arm", "label", "baseline")}
-    row |= {"prompts": len({question_of(r) for r in lines}), "runs": len(lines)}
-    row["prompt_tokens"] = statistics.mean(r["prompt_tokens"] for r in lines)
-    row["new_tokens"] = sum(r["new_tokens"] for r in lines)
-    row |= {"tokens_per_second": total_rate(lines), "request_tokens_per_second": total_rate(lines, whole=True)}
-    row["tokens_per_second_sd"] = statistics.stdev(per_rep) if len(per_rep) > 1 else None
-    row["ttft_ms"] = 1e3 * statistics.median(r["ttft_seconds"] for r in lines)
-    whole = [n for r in lines for n in (r["tokens_per_step"] or ())[:-1]]  # the last step may have been cut short
-    told = {"steps": len(steps), "tau": tau, "accepted_by_depth": by_depth}
-    told["n_alpha"] = n_alpha(whole, min(lines[0].get("depth") or 0, 5))
-    row |= told if known else dict.fromkeys(told)
-    row |= {"step_ms": 1e3 * step if step else None, "break_even_tau": break_even}
-    row["same"] = None if baseline else {k: verdicts.count(k) for k in ("same", "tie", "differs")}
+    row = {name: lines[0][name] for name in ("arm", "label", "baseline")} | {
+        "prompts": len({question_of(r) for r in lines}), "runs": len(lines),
+        "prompt_tokens": statistics.mean(r["prompt_tokens"] for r in lines),
+        "new_tokens": sum(r["new_tokens"] for r in lines),
+        "tokens_per_second": total_rate(lines), "request_tokens_per_second": total_rate(lines, whole=True),
+        "tokens_per_second_sd": statistics.stdev(per_rep) if len(per_rep) > 1 else None,
+        "ttft_ms": 1e3 * statistics.median(r["ttft_seconds"] for r in lines),
+        "steps": None, "tau": None, "accepted_by_depth": None, "n_alpha": None,
+        "step_ms": 1e3 * step if step else None, "break_even_tau": None,
+        "same": None if lines[0]["baseline"] else {k: verdicts.count(k) for k in ("same", "tie", "differs")},
+    }  # fmt: skip
+    if all(r["tokens_per_step"] is not None for r in lines):
+        steps = [n for r in lines for n in r["tokens_per_step"]]
+        whole = [n for r in lines for n in r["tokens_per_step"][:-1]]  # the last step may have been cut short
+        tau, by_depth = acceptance(steps)
+        row |= {"steps": len(steps), "tau": tau, "accepted_by_depth": by_depth}
+        row["n_alpha"] = n_alpha(whole, min(lines[0].get("depth") or 0, 5))
+        row["break_even_tau"] = step / plain_step if step and plain_step else None
     return row
 
 
@@ -268,11 +268,11 @@ def _compared(row: Row, lines: Sequence[Line], plain: Sequence[Line], seed: int)
         return {"speedup": None, "blocked": None}
     base = {pair_of(r): r for r in plain}
     pairs = [(r, base[pair_of(r)]) for r in lines if pair_of(r) in base]
-    ratios: dict[tuple, list[float]] = {}
+    ratios: dict[tuple, list[float]] = defaultdict(list)
     for ours, theirs in pairs:
         rates = total_rate([ours]), total_rate([theirs])
         if all(rates):
-            ratios.setdefault(question_of(ours), []).append(rates[0] / rates[1])
+            ratios[question_of(ours)].append(rates[0] / rates[1])
     blocked = _blocked(row, lines[0]) or (None if ratios else "no run decoded more than one token")
     if blocked:
         return {"speedup": None, "blocked": blocked}
@@ -280,14 +280,11 @@ def _compared(row: Row, lines: Sequence[Line], plain: Sequence[Line], seed: int)
     mine, theirs = zip(*pairs, strict=True)
     low, high = bootstrap(per_prompt, seed)
     speedup = {
-        "median": statistics.median(per_prompt),
-        "low": low,
-        "high": high,
-        "per_prompt": per_prompt,
+        "median": statistics.median(per_prompt), "low": low, "high": high, "per_prompt": per_prompt,
         "total": total_rate(mine) / total_rate(theirs),
         "request": total_rate(mine, True) / total_rate(theirs, True),
         "ttft": statistics.median(m["ttft_seconds"] / t["ttft_seconds"] for m, t in pairs),
-    }
+    }  # fmt: skip
     return {"speedup": speedup, "blocked": None}
 
 
@@ -311,9 +308,8 @@ def broken(row: Row) -> bool:
 
 def remarks(rows: Sequence[Row], runs: Sequence[Line], facts: Sequence[dict]) -> list[str]:
     """What a reader should not overlook: broken promises, drafters that accept nothing or cost time, unsteady steps."""
-    drafting = {f["arm"] for f in facts if f.get("depth")}
-    if runs and runs[0]["random_weights"]:
-        drafting = set()
+    random_weights = bool(runs) and runs[0]["random_weights"]
+    drafting = set() if random_weights else {f["arm"] for f in facts if f.get("depth")}
     notes, slow = [], []
     for row in rows:
         where = f"{row['arm']} on {row['suite']}, T = {row['temperature']:g}"

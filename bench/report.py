@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import argparse
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
 from bench.arms import SAME_TOKENS
 from bench.records import Line
-from support.files import check_folder
 
 
 def number(value: float | None, digits: int = 2) -> str:
     """A number for a table; `-` for None."""
     return "-" if value is None else f"{value:.{digits}f}"
-
-
-def percent(value: float | None) -> str:
-    """A share for a table; `-` for None."""
-    return "-" if value is None else f"{value:.0%}"
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -88,7 +81,7 @@ def cost_table(rows: Sequence[dict[str, Any]], facts: Sequence[dict[str, Any]], 
         fact = known[row["arm"]]
         cells = [row["suite"], f"{row['temperature']:g}", row["arm"], str(fact["nodes"]), number(row["step_ms"])]
         cells += ["-" if row["baseline"] else number(row["break_even_tau"]), number(row["tau"])]
-        body.append([*cells, percent(row["bandwidth_share"])])
+        body.append([*cells, "-" if row["bandwidth_share"] is None else f"{row['bandwidth_share']:.0%}"])
     head = "suite|T|arm|nodes|step ms|break-even tau|tau".split("|")
     return table([*head, f"of {bandwidth / 1e9:.0f} GB/s copy"], body) if body else ""
 
@@ -182,12 +175,3 @@ def _header(summary: dict[str, Any]) -> str:
         text += f"{gpu['temperature.gpu']} -> {after} C   driver {gpu['driver_version']}   "
         text += f"other GPU processes {gpu['other_processes']}   utilization before {gpu['utilization.gpu']} %"
     return text
-
-
-# ---- files ------------------------------------------------------------------------------------------------
-
-
-def check_outputs(args: argparse.Namespace) -> None:
-    """Raise UsageError for results that could not be written, before anything is measured."""
-    if args.json != "-":
-        check_folder("--json", args.json)

@@ -66,7 +66,7 @@ def read_suite(path: str | Path, limit: int = 0) -> list[Question]:
     return questions
 
 
-def builtin_suite(limit: int = 0, characters: int = 500) -> list[Question]:
+def builtin_suite(limit: int = 0) -> list[Question]:
     """Text to continue: 6 (or `limit`) standard library modules that the demo model was not trained on."""
     questions = []
     for path in stdlib_files()[1]:
@@ -76,7 +76,7 @@ def builtin_suite(limit: int = 0, characters: int = 500) -> list[Question]:
         at = len(lines) * 2 // 5
         while at < len(lines) - 30 and not lines[at].lstrip().startswith(("def ", "class ")):
             at += 1
-        text = "".join(lines[max(0, at - 12) : at + 2])[-characters:]
+        text = "".join(lines[max(0, at - 12) : at + 2])[-500:]
         parent = "" if path.parent.name.startswith("python") else f"{path.parent.name}/"
         questions.append(Question("stdlib", f"{parent}{path.name}", (text,)))
     return questions[: limit or 6]

@@ -30,10 +30,10 @@ from typing import Any
 from bench.arms import NO_STOP, SHARED, SUITES, arms_of
 from bench.measure import Bench, run_session
 from bench.paper import SUITE_TABLES
-from bench.peers import LIBRARIES, check_peers, is_gguf, peers_of
+from bench.peers import LIBRARIES, check_peers, peers_of
 from bench.random_models import SHAPES, random_engine
 from bench.records import Line, Lines, Settings, broken, environment
-from bench.report import check_outputs, report
+from bench.report import report
 from bench.steps import SLACK, client_lines, numbers, step_lines
 from bench.suites import add_questions, ask
 from cli.report import ranks_json
@@ -41,6 +41,7 @@ from decoding.params import SamplingParams
 from engine.load import load
 from loading.options import add_options, add_sampling, options_from
 from support.errors import INTERRUPTED, UsageError, command_parser, run_command
+from support.files import check_folder
 from support.machine import copy_bandwidth
 from support.progress import Progress
 from weights.quantized import weights_digest
@@ -128,8 +129,9 @@ def prepare(args: argparse.Namespace, progress: Progress) -> tuple[Bench, dict[s
 
 def run(args: argparse.Namespace) -> int:
     """Measure what the flags ask for, write the files and print the report. Returns the exit code."""
-    check_outputs(args)
-    check_peers(args.baseline, not args.shape and is_gguf(args.checkpoint), args.device)
+    if args.json != "-":
+        check_folder("--json", args.json)
+    check_peers(args)
     lines, progress = Lines(args.json), Progress(args.quiet)
     bench, model = prepare(args, progress)
     bandwidth = copy_bandwidth(bench.arms[0].engine.model.device)

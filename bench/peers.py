@@ -10,9 +10,8 @@ import importlib.util
 import json
 import subprocess
 import sys
-import threading
+import tempfile
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -192,19 +191,19 @@ class NativeArm:
         self.name, self.file = name, file
         threads = torch.get_num_threads()
         command = [sys.executable, "-m", "bench.native_peers", name, file, *map(str, (ctx, threads, clients))]
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        self.errors = tempfile.TemporaryFile("w+", errors="replace")
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self.errors, "text": True}
         folder = Path(__file__).parents[1]
         self.process = subprocess.Popen(command, cwd=folder, **pipes)  # it ends when its stdin does
-        # it would wait forever for a reader of what its library prints
-        self.errors: deque[str] = deque(maxlen=1)
-        threading.Thread(target=self.errors.extend, args=(self.process.stderr,), daemon=True).start()
         self.options = self._read() | {"threads": threads}
 
     def _read(self) -> Any:
         line = self.process.stdout.readline()
         if not line:
             code = self.process.wait()
-            raise UsageError(f"--baseline {self.name} ended with code {code}: {' '.join(self.errors).strip()[:300]}")
+            self.errors.seek(0)
+            last = " ".join(self.errors.readlines()[-1:]).strip()[:300]
+            raise UsageError(f"--baseline {self.name} ended with code {code}: {last}")
         return json.loads(line)
 
     def _ask(self, prompts: Sequence[list[int]], params: SamplingParams) -> tuple[list[list[int]], list[list[float]]]:

@@ -59,14 +59,8 @@ class Settings:
 
     def params(self, temperature: float, rep: int, stop_ids: tuple[int, ...]) -> SamplingParams:
         """Repetition r draws with seed + r, so that sampling sees several texts; greedy repeats the same one."""
-        return SamplingParams(
-            temperature=temperature,
-            top_k=self.top_k if temperature else 0,
-            top_p=self.top_p if temperature else 1.0,
-            seed=self.seed + rep,
-            max_new_tokens=self.max_new_tokens,
-            stop_ids=stop_ids,
-        )
+        limits = {"max_new_tokens": self.max_new_tokens, "stop_ids": stop_ids}
+        return SamplingParams(temperature, self.top_k, self.top_p, seed=self.seed + rep, **limits)
 
 
 class Lines:

@@ -74,11 +74,6 @@ class Part(NamedTuple):
 # ---- the parts ----------------------------------------------------------------------------------------------
 
 
-def python(module: str, *arguments: str) -> tuple[str, ...]:
-    """The command of a module of this project."""
-    return (sys.executable, "-m", module, *arguments)
-
-
 def checks(tiny: bool, workers: int) -> list[Part]:
     """What compares, the most important first: a row with itself in wider forwards, then kernels with references."""
     equal = "independent or rows or alone or slots or plain_decoding"
@@ -87,57 +82,55 @@ def checks(tiny: bool, workers: int) -> list[Part]:
     found = []
     for what, file in itertools.product((equal,) if tiny else (equal, f"not ({equal})"), ("engine", "kernels")):
         name = f"{'equal' if what == equal else 'tests'}-{file}"
-        command = python("pytest", *pytest, f"tests/test_{file}_gpu.py", "-k", what)
+        command = (sys.executable, "-m", "pytest", *pytest, f"tests/test_{file}_gpu.py", "-k", what)
         found.append(Part(name, command, 150, (*FILES, "pytest"), 1.5 * (workers if shared else 1)))
-    prove = ["-p", "def", "--eagle", "demo/eagle3", "--prove", "--max-new-tokens", "16" if tiny else "100"]
-    prove += ["--device", "cpu"] if tiny else ["--compile", "--check"]
-    return [*found, Part("prove", (sys.executable, "generate.py", *prove), 90, FILES)]
+    how = "--max-new-tokens 16 --device cpu" if tiny else "--max-new-tokens 100 --compile --check"
+    prove = f"generate.py -p def --eagle demo/eagle3 --prove {how}".split()
+    return [*found, Part("prove", (sys.executable, *prove), 90, FILES)]
 
 
 def timed(device: str, tiny: bool) -> list[Part]:
     """What measures, the most important first. SmolLM2 is measured if its file is there. The last two parts are one short
     request with an empty cache folder, and one that finds what the first one compiled and compared."""
     usual, experts = ("tiny", "tiny-moe") if tiny else ("llama-3-8b", "mixtral-8x7b")
-    contexts, ctx = ("32", "128") if tiny else ("128,2048", "4096")
-    trees = {"e3-16": "dynamic:16,5,8", "e3-60": "dynamic:60,7,10"}
-    heads = [word for name, tree in trees.items() for word in ("--arm", f"{name}=eagle=random:3;tree={tree}")]
+    ctx, prompts = ("128", "32") if tiny else ("4096", "500,2000")
+    int4, steps = f"--shape {usual} --quant int4", f"--ctx {ctx} --steps {'32' if tiny else '128,2048'}"
+    heads = "--arm e3-16=eagle=random:3;tree=dynamic:16,5,8 --arm e3-60=eagle=random:3;tree=dynamic:60,7,10"
+    mtp = "--arm mtp-3=eagle=mtp;tree=chain:3 --arm mtp-16=eagle=mtp;tree=dynamic:16,5,8"
     texts = "--limit 1 --reps 1 --max-new-tokens 8 --temperature 0" if tiny else "--limit 4 --reps 2 --max-seconds 40"
-    texts = texts.split()
-    compiled = () if tiny else ("--compile",)
+    compiled = "" if tiny else "--compile"  # a step is captured for --steps in any case
 
-    def bench(name: str, seconds: float, gigabytes: float, *arguments: str, needs: tuple[str, ...] = ()) -> Part:
-        command = python("scripts.bench", "-q", "--device", device, *arguments, "--json", f"{{records}}/{name}.jsonl")
-        return Part(name, command, seconds, needs, gigabytes)
-
-    def steps(name: str, shape: str, quant: str, gigabytes: float, *arms: str) -> Part:
-        # A step is captured for --steps in any case.
-        random = ("--shape", shape, *(("--quant", quant) if quant else ()))
-        return bench(name, 40, gigabytes, *random, *(arms or ("--only", "plain")), "--steps", contexts, "--ctx", ctx)
+    def bench(
+        name: str, seconds: float, gigabytes: float, options: str, *more: str, needs: tuple[str, ...] = ()
+    ) -> Part:
+        words = ["-q", "--device", device, *options.split(), *more, "--json", f"{{records}}/{name}.jsonl"]
+        return Part(name, (sys.executable, "-m", "scripts.bench", *words), seconds, needs, gigabytes)
 
     parts = [
-        steps("int4", usual, "int4", 8, *heads),
-        bench("demo", 70, 2, *compiled, *texts, *["--only", "plain"] * tiny, needs=FILES),
+        bench("int4", 40, 8, f"{int4} {heads} {steps}"),
+        bench("demo", 70, 2, f"{compiled} {texts} {'--only plain' * tiny}", needs=FILES),
     ]
     if file := find_model():
         smollm2 = ("--checkpoint", str(file), "--arm", f"e3=eagle={ROOT / 'heads' / 'smollm2-eagle3'}")
-        parts.append(bench("smollm2", 70, 3, *compiled, *smollm2, *texts, needs=FILES))
-    asked = "--only plain --clients 1 --max-new-tokens 16 --prompt-tokens".split()
-    asked += ["32" if tiny else "500,2000", "--shape", usual, "--quant", "int4", "--ctx", ctx]
-    parts.append(bench("prompts", 60, 8, *compiled, *asked))
-    beside = ("--shape", usual, "--quant", "int4", "--baseline", "torch", "--only", "plain")
-    parts.append(bench("torch-int4", 70, 16, *compiled, *beside, *texts, "--temperature", "0"))
+        parts.append(bench("smollm2", 70, 3, f"{compiled} {texts}", *smollm2, needs=FILES))
+    asked = f"--only plain --clients 1 --max-new-tokens 16 --prompt-tokens {prompts} --ctx {ctx}"
+    parts.append(bench("prompts", 60, 8, f"{compiled} {int4} {asked}"))
+    parts.append(
+        bench("torch-int4", 70, 16, f"{compiled} {int4} --baseline torch --only plain {texts} --temperature 0")
+    )
     if not tiny:
-        parts.append(steps("bf16", usual, "", 20, *heads))
-        parts.append(steps("int8", usual, "int8", 12, *heads))
-        parts.append(steps("l2-7b-int4", "llama-2-7b", "int4", 7, *heads))
-        own = ("--arm", "mtp-3=eagle=mtp;tree=chain:3", "--arm", "mtp-16=eagle=mtp;tree=dynamic:16,5,8")
-        parts.append(steps("q35-9b-int4", "qwen3.5-9b", "int4", 10, *own))
-    parts.append(steps("mixtral-int4", experts, "int4", 28))
+        parts += [
+            bench("bf16", 40, 20, f"--shape {usual} {heads} {steps}"),
+            bench("int8", 40, 12, f"--shape {usual} --quant int8 {heads} {steps}"),
+            bench("l2-7b-int4", 40, 7, f"--shape llama-2-7b --quant int4 {heads} {steps}"),
+            bench("q35-9b-int4", 40, 10, f"--shape qwen3.5-9b --quant int4 {mtp} {steps}"),
+        ]
+    parts.append(bench("mixtral-int4", 40, 28, f"--shape {experts} --quant int4 --only plain {steps}"))
     tilings = ["--help"] if tiny else ["--models", usual, "--seconds", "50", "--tuned", "{records}/tilings"]
-    parts.append(Part("tilings", python("scripts.tune_kernels", *tilings), 70, ("triton",), 4))
+    parts.append(Part("tilings", (sys.executable, "-m", "scripts.tune_kernels", *tilings), 70, ("triton",), 4))
     cache = "TRITON_CACHE_DIR" if tiny else "EAGLET_CACHE"  # the latter has the C++ kernels of CPUs, too
-    request = ["--eagle", "demo/eagle3", "-p", "The", "--max-new-tokens", "8", "--device", device, *compiled]
-    command = ("env", f"{cache}={{work}}/caches", sys.executable, "generate.py", *request)
+    request = f"generate.py --eagle demo/eagle3 -p The --max-new-tokens 8 --device {device} {compiled}".split()
+    command = ("env", f"{cache}={{work}}/caches", sys.executable, *request)
     return [*parts, *(Part(f"start-{kind}", command, 60, FILES) for kind in ("cold", "warm"))]
 
 
@@ -209,23 +202,22 @@ class Visit:
         log = self.work / "logs" / f"{phase}-{part.name}.log"
         records, work = str(self.work / phase), str(self.work)
         command = [word.replace("{records}", records).replace("{work}", work) for word in part.command]
+        environment = os.environ | {"PYTHONUNBUFFERED": "1"}
         with log.open("w") as file:
-            how = {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": file, "cwd": ROOT}
-            how["env"] = os.environ | {"PYTHONUNBUFFERED": "1"}
+            how = {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": file, "cwd": ROOT, "env": environment}
             process = subprocess.Popen(command, start_new_session=True, **how)
         now = time.monotonic()
         return Running(part, process, log, now, min(until, now + part.seconds * self.scale))
 
     def _finish(self, ended: list[Running], phase: str) -> None:
         """End parts that still run, and note how all of these ended."""
-        late = [one for one in ended if one.process.poll() is None]
-        seconds = {one.part.name: time.monotonic() - one.began for one in ended}
+        now, late = time.monotonic(), [one for one in ended if one.process.poll() is None]
         end([one.process for one in late])
         for one in ended:
-            stopped = f"stopped after {seconds[one.part.name]:.0f} s"
+            seconds = now - one.began
             lines = one.log.read_text(encoding="utf-8", errors="replace").splitlines()[-LAST_LINES:]
-            how = stopped if one in late else one.process.returncode
-            self._note(one.part, phase, how, "", round(seconds[one.part.name], 1), lines)
+            how = f"stopped after {seconds:.0f} s" if one in late else one.process.returncode
+            self._note(one.part, phase, how, "", round(seconds, 1), lines)
         if ended:
             self.save()
 

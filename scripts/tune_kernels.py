@@ -116,27 +116,17 @@ def refused() -> tuple[type[Exception], ...]:
     return (RuntimeError, *((kernels.triton.runtime.errors.TritonError,) if kernels.triton is not None else ()))
 
 
-def tune(
-    shapes: list[tuple[int, int, int]],
-    time_of: Callable[[int, int, int, LinearConfig], float],
-    default_of: Callable[[int, int, int], LinearConfig] = linear_config,
-) -> dict[str, LinearConfig]:
-    """The fastest tiling of every (n, k, bits). The default stays unless another is 2 % faster.
+def fastest(tilings: list[LinearConfig], time_of: Callable[[LinearConfig], float]) -> LinearConfig | None:
+    """The fastest tiling, or None where all are refused. The default, the first one, stays unless another is 2 % faster.
 
     time_of raises RuntimeError or a Triton error for a tiling that the device cannot run.
     """
-    best: dict[str, LinearConfig] = {}
-    for n, k, bits in shapes:
-        default, *others = candidates(default_of(n, k, bits), k)
-        seconds = {}
-        for config in (default, *others):
-            with contextlib.suppress(*refused()):
-                seconds[config] = time_of(n, k, bits, config)
-        if seconds:
-            fastest = min(seconds, key=seconds.get)
-            keep = seconds.get(default, math.inf) <= 1.02 * seconds[fastest]
-            best[kernels.shape_key(n, k, bits)] = default if keep else fastest
-    return best
+    seconds = {}
+    for config in tilings:
+        with contextlib.suppress(*refused()):
+            seconds[config] = time_of(config)
+    best = min(seconds, key=seconds.get, default=None)
+    return tilings[0] if best and seconds.get(tilings[0], math.inf) <= 1.02 * seconds[best] else best
 
 
 def tune_device(args: argparse.Namespace) -> None:
@@ -166,22 +156,19 @@ def tune_device(args: argparse.Namespace) -> None:
     shapes = sorted(shapes, key=lambda s: ((s[2] == 4) == (s[0] < 30000), s[0] * s[1]), reverse=True)
     shapes = [shape for shape in shapes if kernels.shape_key(*shape) not in known]
     gpu = properties.multi_processor_count, (properties.major, properties.minor), "GeForce" in properties.name
-
-    def default_of(n: int, k: int, bits: int) -> LinearConfig:
-        return linear_config(n, k, bits, *gpu)
-
-    jobs = {(b, (n, k) in gated, dtype, c) for n, k, b in shapes for c in candidates(default_of(n, k, b), k)}
+    tilings = {(n, k, bits): candidates(linear_config(n, k, bits, *gpu), k) for n, k, bits in shapes}
+    jobs = {(bits, (n, k) in gated, dtype, config) for (n, k, bits), found in tilings.items() for config in found}
     with ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("spawn")) as pool:
         for done in [pool.submit(compile_tiling, *job) for job in jobs]:
             done.result()
-    for count, shape in enumerate(shapes):
+    for count, (shape, found) in enumerate(tilings.items()):
         if time.monotonic() - began > args.seconds:
             print(f"out of time: {len(shapes) - count} shapes keep their default tilings", flush=True)
             break
-        best = tune([shape], time_of, default_of)
-        for key, config in best.items():
-            print(json.dumps({"shape": key} | config._asdict()), flush=True)
-        write_tuned(properties.name, best, path)
+        if best := fastest(found, partial(time_of, *shape)):
+            key = kernels.shape_key(*shape)
+            print(json.dumps({"shape": key} | best._asdict()), flush=True)
+            write_tuned(properties.name, {key: best}, path)
     print(f"the tilings of {properties.name} are in {path}", file=sys.stderr)
 
 

@@ -567,6 +567,10 @@ def test_tuned_tilings_are_kept_per_gpu_and_shape_and_reach_the_packing(tmp_path
     and a bad file that stops the program."""
     path, shapes = tmp_path / "cache" / "tilings", [(4096, 4096, 4), (4096, 4096, 8), (64, 128, 4)]
 
+    def fastest(shape, time_of, **gpu):
+        tilings = tune_kernels.candidates(kernels.linear_config(*shape, **gpu), shape[1])
+        return tune_kernels.fastest(tilings, partial(time_of, *shape))
+
     def timer(n, k, bits, config):
         if config.warps == 8:
             raise RuntimeError("out of resources")
@@ -581,10 +585,9 @@ def test_tuned_tilings_are_kept_per_gpu_and_shape_and_reach_the_packing(tmp_path
                 raise kernels.triton.runtime.errors.OutOfResources(106496, 101376, "shared memory")
             return 1.0 if config.accumulate == "float32" else 0.9
 
-        geforce = partial(kernels.linear_config, geforce=True)
-        small, eight = tune_kernels.tune(shapes[:2], large, geforce).values()
+        small, eight = (fastest(shape, large, geforce=True) for shape in shapes[:2])
         assert (small.block_n, small.accumulate, eight.accumulate) == (64, "float16", "float32")
-    best = tune_kernels.tune(shapes, timer)
+    best = {kernels.shape_key(*shape): fastest(shape, timer) for shape in shapes}
     four, eight = best["4096x4096 w4"], best["4096x4096 w8"]
     assert four[:2] == (64, 1) and eight == kernels.linear_config(4096, 4096, 8) and len(best) == 3
     assert kernels.read_tuned("A", path) == ({}, "")

@@ -82,9 +82,8 @@ def _chains(rows: Rows, published: dict[str, Any]) -> Table:
             body.append([f"{T:g}", model, number(chain), number(tree), *map(number, alphas)])
         for arm in rows.heads("chain:5"):
             line, tree = (rows.at.get((a, rows.suites[0], T)) for a in (arm, arm.replace("chain:5", "paper25")))
-            if line and len(rows.suites) > 1 and not rows.at.get((arm, rows.suites[1], T)):
-                continue  # a head that is there for the table of the training alone
-            if line:
+            # a head may be there for the table of the training alone
+            if line and (len(rows.suites) == 1 or (arm, rows.suites[1], T) in rows.at):
                 taus = [number(row["tau"] if row else None) for row in (line, tree)]
                 name = arm.replace(" chain:5", "")
                 body.append([f"{T:g}", f"**{name}**", *taus, *_alphas(line["n_alpha"])])
@@ -105,11 +104,8 @@ def _training(rows: Rows) -> Table:
         if card:
             body.append(cells)
     columns = [f"{tree}, T = {T:g}" for T in rows.temperatures for tree in ("chain", "tree")]
-    return (
-        f"tau by what the head sees and learnt from, on {rows.suites[0]}:",
-        ["head", "inputs", "text", "steps", *columns],
-        body,
-    )
+    title = f"tau by what the head sees and learnt from, on {rows.suites[0]}:"
+    return title, ["head", "inputs", "text", "steps", *columns], body
 
 
 def acceptance_table(summary: dict[str, Any]) -> str:

@@ -152,8 +152,7 @@ def floats_of(base: Engine, source: str | None) -> Transformer:
     if size > free:
         what = f"--baseline hf needs a copy in bfloat16, which takes {size_text(size)}; {size_text(free)} are free."
         raise NotEnoughMemory(f"{what} Leave it out.")
-    checkpoint = Checkpoint.open(source)
-    return checkpoint.load(model.device, torch.bfloat16, max_positions=1, floats=True)
+    return Checkpoint.open(source).load(model.device, torch.bfloat16, max_positions=1, floats=True)
 
 
 def hf_model(model: Transformer):

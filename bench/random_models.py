@@ -14,12 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from drafters.block import BlockHead
-from eagle_draft import EagleHead
 from engine.engine import Engine, EngineConfig
 from engine.load import open_backend, use_threads
 from engine.prefill import CHUNKS, WIDE_CHUNKS
 from families.config import DTYPES, DeltaConfig, ModelConfig, RopeConfig
+from loading.drafting import DraftHead, head_class
 from loading.options import LoadOptions
 from model import Transformer
 from support.machine import shapes_only
@@ -138,16 +137,13 @@ def block_config(target: ModelConfig, kind: str, layers: int = 5) -> BlockConfig
     return BlockConfig(layer, target.hidden_size, taps, mask_id=vocab - 1, target_vocab_size=vocab, **BLOCKS[kind])
 
 
-def random_head(model: Transformer, kind: str, quant: str | None = None) -> EagleHead | BlockHead:
+def random_head(model: Transformer, kind: str, quant: str | None = None) -> DraftHead:
     """A head for `model`, on its device and in its dtype, not packed yet. kind: "1" or "3" (the generation of an EAGLE
     head), or one of BLOCKS."""
     torch.manual_seed(0 if kind in BLOCKS else int(kind))
+    config = block_config(model.config, kind) if kind in BLOCKS else head_config(model.config, int(kind))
     with shapes_only():
-        if kind in BLOCKS:
-            head = BlockHead(block_config(model.config, kind), model)
-        else:
-            head = EagleHead(head_config(model.config, int(kind)), model)
-        head = head.eval().requires_grad_(False)
+        head = head_class(config)(config, model).eval().requires_grad_(False)
     if quant:
         apply_spec_(head, _spec(model.config, quant))
     if head.draft_ids is not None:

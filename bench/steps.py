@@ -138,8 +138,8 @@ def client_lines(
     """
     together = [arm for arm in arms if isinstance(arm, EngineArm | NativeArm)]
     longest = max(lengths) + params.max_new_tokens
-    found = {(arm.name, count): arm.together(count, longest) for arm in together for count in clients}
-    runs = {pair: run for pair, run in found.items() if run is not None}
+    pairs = {(arm.name, count): arm.together(count, longest) for arm in together for count in clients}
+    runs = {pair: run for pair, run in pairs.items() if run is not None}
     cases = [(*pair, length) for length in lengths for pair in runs]
     timings: dict[tuple[str, int, int], list[Timing]] = {case: [] for case in cases}
     for number in range(CLIENT_ROUNDS + 1):

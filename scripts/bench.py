@@ -40,7 +40,7 @@ from cli.report import ranks_json
 from decoding.params import SamplingParams
 from engine.load import load
 from loading.options import add_options, add_sampling, options_from
-from support.errors import INTERRUPTED, UsageError, command_parser, run_command
+from support.errors import INTERRUPTED, UsageError, at_least, command_parser, run_command
 from support.files import check_folder
 from support.machine import copy_bandwidth
 from support.progress import Progress
@@ -64,9 +64,9 @@ def build_parser() -> argparse.ArgumentParser:
     add_sampling(parser, "top_k", "top_p", "seed", "max_new_tokens", max_new_tokens=64)
     add = parser.add_argument_group("measuring").add_argument
     add("--temperature", type=float, nargs="+", default=[0.0, 1.0])
-    add("--reps", type=int, default=3)
+    add("--reps", type=at_least(1), default=3)
     add("--max-seconds", type=float, default=80, help="no repetition starts that would end later (0: no limit)")
-    add("--warmup-runs", type=int, default=3, help="at most this many per arm, until two agree within 1 %%")
+    add("--warmup-runs", type=at_least(1), default=3, help="at most this many per arm, until two agree within 1 %%")
     add = parser.add_argument_group("engine alone").add_argument
     add("--shape", choices=tuple(SHAPES), help="random weights of this shape, for --steps and peers")
     for name, default, example, what in (
@@ -87,7 +87,6 @@ def settings_of(args: argparse.Namespace) -> Settings:
     """Settings from the flags. Raises UsageError for values that make no sense."""
     several, foreign = (args.tp or 1) > 1, args.shape or args.baseline
     for wrong, message in (
-        (args.reps < 1 or args.warmup_runs < 1, "--reps and --warmup-runs: allowed are 1 or more."),
         (args.max_new_tokens < 2, "--max-new-tokens is too small; allowed: 2 or more."),
         (args.suite and (args.shape or args.arm), "--suite has arms of its own; leave --shape and --arm out."),
         (args.head and not args.suite, "--head belongs to --suite; another arm is --arm NAME=eagle=HEAD."),

@@ -42,11 +42,8 @@ def build_parser() -> argparse.ArgumentParser:
         help="a site whose pages may use this server, such as https://example.org; *: all; may be repeated")  # fmt: skip
     add("--allowed-host", metavar="NAME", action="append", default=[],
         help="a further name of this server where no key is set, such as a container's; may be repeated")  # fmt: skip
-    add(
-        "--model-name",
-        metavar="NAME",
-        help="what the API calls the model (default: the name of its folder or file, or that of its only adapter)",
-    )
+    add("--model-name", metavar="NAME",
+        help="what the API calls the model (default: the name of its folder, file or only adapter)")  # fmt: skip
     add("--template", metavar="NAME", help="chat template: vicuna, llama-2-chat, mixtral, or one of the model's")
     add("-q", "--quiet", action="store_true", help="no line for each request")
     add = parser.add_argument_group("limits").add_argument
@@ -94,9 +91,7 @@ def run(args: argparse.Namespace) -> int:
     limits = PromptCacheLimits(args.prompt_cache_mb, args.prompt_cache_disk_mb, args.keep_prompt_cache)
     engine = load_engine(args, report, limits)
     if settings.model in engine.adapters:
-        raise UsageError(
-            f"an adapter and the base model are called {settings.model!r:.80}; --model-name names the base."
-        )
+        raise UsageError(f"an adapter, too, is called {settings.model!r:.80}; --model-name names the base model.")
     api = Api(engine, settings, (lambda line: None) if args.quiet else report.line)
     if settings.api_keys and not (args.api_key or os.environ.get(KEY_VARIABLE)):
         report.line(f"key     {settings.api_keys[0]}   (made for this run; --api-key or ${KEY_VARIABLE} sets one)")

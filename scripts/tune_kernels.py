@@ -35,6 +35,7 @@ from support.machine import seconds, synchronize
 ROWS = 1, 16, 60  # of x: plain decoding, a small tree and a large one
 MODELS = ("llama-2-13b", "llama-2-70b", "llama-2-7b", "llama-3-8b", "mixtral-8x7b")
 GROUP = 128
+DEVICE = torch.device("cuda")
 
 
 def layers(model: str) -> dict[str, tuple[int, int]]:
@@ -53,7 +54,7 @@ def layers(model: str) -> dict[str, tuple[int, int]]:
 
 
 @torch.no_grad()
-def measure(calls: list[Callable[[], Tensor]], device: torch.device, repeats: int) -> float:
+def measure(calls: list[Callable[[], Tensor]], repeats: int) -> float:
     """Median seconds per call. The list holds the same call on different weight buffers.
 
     All calls are one graph. Raises RuntimeError for a call that cannot be captured.
@@ -63,30 +64,28 @@ def measure(calls: list[Callable[[], Tensor]], device: torch.device, repeats: in
         for call in calls:
             call()
 
-    replay = captured(run, device)
+    replay = captured(run, DEVICE)
     replay()  # the first replay uploads the graph
     samples = []
     for _ in range(repeats):
-        synchronize(device)
-        samples.append(seconds(replay, device))
+        synchronize(DEVICE)
+        samples.append(seconds(replay, DEVICE))
     return statistics.median(samples) / len(calls)
 
 
-def random_weight(
-    bits: int, n: int, k: int, dtype: torch.dtype, device: torch.device, config: LinearConfig
-) -> kernels.PackedWeight:
+def random_weight(bits: int, n: int, k: int, dtype: torch.dtype, config: LinearConfig) -> kernels.PackedWeight:
     """A weight [n, k] of random values in layout 'planes', with this tiling."""
     if bits == 8:
-        codes = torch.randint(-128, 128, (n, k), dtype=torch.int8, device=device)
-        return kernels.pack_int8(codes, torch.rand(n, device=device), dtype, "planes", config)
-    codes = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8, device=device)
-    scales = torch.rand(k // GROUP, n, device=device).half()
+        codes = torch.randint(-128, 128, (n, k), dtype=torch.int8, device=DEVICE)
+        return kernels.pack_int8(codes, torch.rand(n, device=DEVICE), dtype, "planes", config)
+    codes = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8, device=DEVICE)
+    scales = torch.rand(k // GROUP, n, device=DEVICE).half()
     return kernels.pack_int4(codes, scales, dtype=dtype, layout="planes", config=config)
 
 
-def rotating(size: int, device: torch.device) -> int:
+def rotating(size: int) -> int:
     """How many buffers of `size` bytes are larger than the last-level cache, so that every call reads DRAM."""
-    cache = torch.cuda.get_device_properties(device).L2_cache_size
+    cache = torch.cuda.get_device_properties(DEVICE).L2_cache_size
     return min(64, max(2, 4 * cache // size + 1))
 
 
@@ -104,11 +103,10 @@ def candidates(base: LinearConfig, k: int) -> list[LinearConfig]:
 
 def compile_tiling(bits: int, gated: bool, dtype: torch.dtype, config: LinearConfig) -> None:
     """Run a small product with this tiling, so that Triton's cache has its kernels for weights of any size."""
-    device = torch.device("cuda")
     for rows in ROWS:
-        x = torch.zeros(rows, 2048, dtype=dtype, device=device)
+        x = torch.zeros(rows, 2048, dtype=dtype, device=DEVICE)
         with contextlib.suppress(*refused()):
-            kernels.packed_linear(x, random_weight(bits, 512, 2048, dtype, device, config), gated=gated)
+            kernels.packed_linear(x, random_weight(bits, 512, 2048, dtype, config), gated=gated)
 
 
 def refused() -> tuple[type[Exception], ...]:
@@ -138,17 +136,16 @@ def tune_device(args: argparse.Namespace) -> None:
     if not torch.cuda.is_available():
         raise UsageError("tilings are measured on a GPU, and there is no CUDA device here.")
     models, path, began = args.models, args.tuned, time.monotonic()
-    dtype, device = getattr(torch, args.dtype), torch.device("cuda")
-    properties = torch.cuda.get_device_properties(device)
+    dtype, properties = getattr(torch, args.dtype), torch.cuda.get_device_properties(DEVICE)
     gated = {layers(m)["gate_up"] for m in models if "gate_up" in layers(m)}
 
     def time_of(n: int, k: int, bits: int, config: LinearConfig) -> float:
-        buffers, calls = rotating(n * k * bits // 8, device), []
-        for x in (torch.randn(m, k, device=device, dtype=dtype) for m in ROWS):
+        buffers, calls = rotating(n * k * bits // 8), []
+        for x in (torch.randn(m, k, device=DEVICE, dtype=dtype) for m in ROWS):
             for _ in range(buffers):
-                packed = random_weight(bits, n, k, dtype, device, config)
+                packed = random_weight(bits, n, k, dtype, config)
                 calls.append(partial(kernels.packed_linear, x, packed, gated=(n, k) in gated))
-        return measure(calls, device, args.repeats)
+        return measure(calls, args.repeats)
 
     shapes = {(n, k, bits) for m in models for n, k in layers(m).values() for bits in (4, 8)}
     known = read_tuned(properties.name, path)[0]

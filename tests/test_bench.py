@@ -619,7 +619,7 @@ def test_broken_promise_sets_the_exit_code(tiny_directory, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("flags", "why"),
     [
-        (["--shape", "tiny", "--reps", "0"], "allowed are 1 or more"),
+        (["--shape", "tiny", "--max-new-tokens", "1"], "--max-new-tokens is too small; allowed: 2 or more"),
         (["--shape", "tiny", "--only", "nothing"], "--only nothing"),
         (["--shape", "tiny", "--arm", "plain=tree=chain:2"], "names must differ"),
         (["--questions", "/nonexistent.jsonl", "--checkpoint", "/nonexistent"], "nonexistent"),

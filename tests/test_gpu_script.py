@@ -281,12 +281,13 @@ def test_a_step_time_is_written_at_once_and_an_arm_that_fails_loses_no_other(tmp
 
 
 def test_step_times_need_room(capsys):
-    """A context that does not fit --ctx, and a list that is none, are one line each."""
+    """A context that does not fit --ctx, a list that is none, and a number that is too small, are one line each."""
     assert bench.main("--device cpu --shape tiny --steps 100 --ctx 64 --max-new-tokens 4 -q".split()) == 2
     assert "needs 108 of 64 tokens" in capsys.readouterr().err
-    with pytest.raises(SystemExit, match="2"):
-        bench.main("--device cpu --shape tiny --steps 1,x -q".split())
-    assert "expected numbers like 1,8,60" in capsys.readouterr().err
+    for flags, message in (("--steps 1,x", "expected numbers like 1,8,60"), ("--reps 0", "allowed: 1 or more")):
+        with pytest.raises(SystemExit, match="2"):
+            bench.main(f"--device cpu --shape tiny {flags} -q".split())
+        assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("shape,quant,version,nodes,gigabytes", [

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from bench.random_models import random_head
 from decoding.params import SamplingParams
@@ -54,6 +54,11 @@ SUITES = {  # what every head is measured with: its trees, and the ways to draft
 # ---- what runs --------------------------------------------------------------------------------------------
 
 
+# of requests that run together: when each of their tokens came, in seconds after the start
+Arrivals = list[list[float]]
+Together = Callable[[Sequence[list[int]], SamplingParams], Arrivals]  # decodes prompts together, from empty caches
+
+
 @dataclass
 class Sample:
     """What one run gave. ids and steps are as the engine returned them; `counted` truncates at the first stop."""
@@ -65,35 +70,18 @@ class Sample:
     text: str = ""
 
 
-class Timing(NamedTuple):
-    """What requests that ran together took."""
-
-    tokens: int
-    seconds: float  # from the first prompt to the last token
-    first_seconds: list[float]  # until the first token of each
-    decoding: float  # tokens per second from the moment on when all had a first token, until the first one was complete
-
-    @classmethod
-    def of(cls, arrivals: Sequence[Sequence[float]]) -> Timing:
-        """arrivals: when each token of each request came, in seconds after the start."""
-        firsts, ends = [times[0] for times in arrivals], [times[-1] for times in arrivals]
-        ready, end = max(firsts), min(ends)
-        late = sum(ready < t <= end for times in arrivals for t in times)
-        return cls(sum(map(len, arrivals)), max(ends), firsts, late / (end - ready) if end > ready else 0.0)
-
-
 def timed_request(
     engine: Engine, prompts: Sequence[list[int]], params: SamplingParams
-) -> tuple[list[GenerationResult], Timing]:
+) -> tuple[list[GenerationResult], Arrivals]:
     """Decode prompts together, from empty caches."""
     engine.forget()
     synchronize(engine.model.device)
     stream = engine.generate_batch(prompts, params)
-    arrivals: list[list[float]] = [[] for _ in prompts]
+    arrivals: Arrivals = [[] for _ in prompts]
     started = time.perf_counter()
     for chunk in stream:
         arrivals[chunk.row] += [time.perf_counter() - started] * len(chunk.token_ids)
-    return stream.results, Timing.of(arrivals)
+    return stream.results, arrivals
 
 
 @dataclass
@@ -107,20 +95,18 @@ class EngineArm:
 
     def run(self, prompt: list[int], params: SamplingParams) -> Sample:
         """One request from empty caches."""
-        (result,), timing = timed_request(self.engine, [prompt], params)
-        (first,) = timing.first_seconds
+        (result,), (times,) = timed_request(self.engine, [prompt], params)
         if result.cached_tokens:
             raise RuntimeError("a run reused cached tokens of another run; please report this.")
         steps = [len(ids) for ids in result.tokens_per_step]
-        return Sample(result.token_ids, first, timing.seconds - first, steps, result.text)
+        return Sample(result.token_ids, times[0], times[-1] - times[0], steps, result.text)
 
-    def together(self, clients: int, tokens: int) -> Callable[[Sequence[list[int]], SamplingParams], Timing]:
-        """What decodes so many prompts together, from empty caches, in an engine with a slot for each.
+    def together(self, clients: int, tokens: int) -> Together:
+        """What decodes so many prompts together, in an engine with a slot for each.
 
         tokens: that each of them needs. Plain steps replace drafted ones where these do not pay, as for a user.
         """
         engine = build_engine(self.engine, {"eagle_always": False} | self.options | {"slots": clients}, tokens)
-
         return lambda prompts, params: timed_request(engine, prompts, params)[1]
 
 

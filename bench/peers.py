@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from bench.arms import NO_STOP, OTHER_ENGINE, Arm, Sample, Timing
+from bench.arms import NO_STOP, OTHER_ENGINE, Arm, Arrivals, Sample, Together
 from bench.native_peers import ENGINES as NATIVE
 from decoding.params import SamplingParams
 from engine.engine import Engine
@@ -205,8 +205,8 @@ class NativeArm:
             raise UsageError(f"--baseline {self.name} ended with code {code}: {last}")
         return json.loads(line)
 
-    def _ask(self, prompts: Sequence[list[int]], params: SamplingParams) -> tuple[list[list[int]], list[list[float]]]:
-        """The ids of each prompt, and when they arrived, in seconds. Nothing of an earlier request is reused."""
+    def _ask(self, prompts: Sequence[list[int]], params: SamplingParams) -> tuple[list[list[int]], Arrivals]:
+        """The ids of each prompt, and when they arrived. Nothing of an earlier request is reused."""
         sampling = {name: vars(params)[name] for name in ("temperature", "top_k", "top_p", "seed")}
         request = {"prompts": prompts, "tokens": params.max_new_tokens, "sampling": sampling}
         print(json.dumps(request | {"stops": real_stops(params)}), file=self.process.stdin, flush=True)
@@ -218,7 +218,7 @@ class NativeArm:
         (ids,), (times,) = self._ask([prompt], params)
         return Sample(ids, times[0], times[-1] - times[0])
 
-    def together(self, clients: int, tokens: int) -> Callable[[Sequence[list[int]], SamplingParams], Timing] | None:
+    def together(self, clients: int, tokens: int) -> Together | None:
         """What decodes so many prompts together, greedily, in a process with a slot for each; None if it cannot.
 
         tokens: that each of them needs.
@@ -226,7 +226,7 @@ class NativeArm:
         if clients > 1 and self.name == "ik_llama.cpp":
             return None
         arm = NativeArm(self.name, self.file, tokens * clients, clients)
-        return lambda prompts, params: Timing.of(arm._ask(prompts, params)[1])
+        return lambda prompts, params: arm._ask(prompts, params)[1]
 
 
 # ---- torch by itself --------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from bench.arms import NO_STOP, Arm, EngineArm, Timing, build_engine
+from bench.arms import NO_STOP, Arm, Arrivals, EngineArm, build_engine
 from bench.measure import step_bytes
 from bench.peers import NativeArm
 from bench.records import Line
@@ -125,6 +125,13 @@ def step_lines(
                 yield {"type": "failed", **place, "error": f"{type(error).__name__}: {error}"[:500]}
 
 
+def decoding_rate(arrivals: Arrivals) -> float:
+    """Tokens per second from the moment on when all requests had a first token, until the first one was complete."""
+    ready, end = max(times[0] for times in arrivals), min(times[-1] for times in arrivals)
+    late = sum(ready < t <= end for times in arrivals for t in times)
+    return late / (end - ready) if end > ready else 0.0
+
+
 def client_lines(
     arms: Sequence[Arm], clients: Sequence[int], lengths: Sequence[int], text: list[int], params: SamplingParams
 ) -> Iterator[Line]:
@@ -141,21 +148,21 @@ def client_lines(
     pairs = {(arm.name, count): arm.together(count, longest) for arm in together for count in clients}
     runs = {pair: run for pair, run in pairs.items() if run is not None}
     cases = [(*pair, length) for length in lengths for pair in runs]
-    timings: dict[tuple[str, int, int], list[Timing]] = {case: [] for case in cases}
+    rounds: dict[tuple[str, int, int], list[Arrivals]] = {case: [] for case in cases}
     for number in range(CLIENT_ROUNDS + 1):
         for name, count, length in random.sample(cases, len(cases)):
             whole = text * (1 + length * count // len(text))
             time.sleep(QUIET)
-            timing = runs[name, count]([whole[length * i : length * (i + 1)] for i in range(count)], params)
+            arrivals = runs[name, count]([whole[length * i : length * (i + 1)] for i in range(count)], params)
             if number:  # the first one warms up
-                timings[name, count, length].append(timing)
+                rounds[name, count, length].append(arrivals)
     bases: dict[int, float] = {}
-    for (name, count, length), taken in timings.items():
-        rates = sorted(timing.decoding for timing in taken)
+    for (name, count, length), taken in rounds.items():
+        rates = sorted(map(decoding_rate, taken))
         rate = statistics.median(rates)
-        firsts = [[statistics.median(t.first_seconds) for t in taken], [max(t.first_seconds) for t in taken]]
-        middle, last = (round(1e3 * statistics.median(seconds), 1) for seconds in firsts)
-        whole = statistics.median(timing.tokens / timing.seconds for timing in taken)
+        firsts = [[times[0] for times in arrivals] for arrivals in taken]
+        middle, last = (round(1e3 * statistics.median(map(of, firsts)), 1) for of in (statistics.median, max))
+        whole = statistics.median(sum(map(len, arrivals)) / max(map(max, arrivals)) for arrivals in taken)
         yield {"type": "clients", "arm": name, "clients": count, "prompt_tokens": length} | {
             "new_tokens": params.max_new_tokens, "rounds": len(rates), "first_token_ms": middle,
             "last_first_token_ms": last, "tokens_per_second": round(rate, 1), "low": round(rates[0], 1),

@@ -22,13 +22,12 @@ from bench.report import result_table
 from bench.suites import add_questions, ask
 from decoding.params import SamplingParams
 from engine.load import load
-from loading.drafting import tuned_tree_path
+from loading.drafting import read_drafter, tuned_tree_path
 from loading.options import LoadOptions, add_options, options_from
 from support.errors import UsageError, at_least, command_parser, run_command
 from support.files import write_json
 from support.progress import Progress
 from tree import DynamicTree, parse_tree
-from weights.block_heads import read_head
 
 # options of `load` that a tree is tuned for
 TUNED_FOR = """checkpoint eagle eagle_config draft_vocab draft_vocab_text device dtype quant threads compile kernels
@@ -92,7 +91,7 @@ def race(args: argparse.Namespace) -> dict[str, Any]:
 def run(args: argparse.Namespace) -> int:
     """Race, write the tree and say which one won. Returns 1 where no tree is worth writing."""
     if args.eagle is None:  # the checkpoint's first head
-        heads = sorted(p for p in Path(args.checkpoint).glob("eagle*") if p.is_dir())
+        heads = sorted(Path(args.checkpoint).glob("eagle*/"))
         if not heads:
             raise UsageError(f"no eagle* folder in {args.checkpoint}; give --eagle HEAD.")
         args.eagle = str(heads[0])
@@ -109,8 +108,7 @@ def run(args: argparse.Namespace) -> int:
     if not args.out:
         options = LoadOptions(**options_from(args, *TUNED_FOR))
         checkpoint = options.open_checkpoint()
-        overrides = dict(item.split("=", 1) for item in options.eagle_config)
-        path = tuned_tree_path(options, checkpoint, read_head(options.eagle, checkpoint.config, overrides))
+        path = tuned_tree_path(options, checkpoint, read_drafter(options, checkpoint.config, None).head)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path, content)
     print(f"written to {path}" + ("" if args.out else "   (--tree auto)"))

@@ -51,6 +51,11 @@ def summary_of(folder: Path) -> dict:
     return json.loads((folder / "cpu-tiny-summary.json").read_text())
 
 
+def endings(folder: Path) -> dict[str, int | str]:
+    """How each part ended, by its name."""
+    return {part["part"]: part["ended"] for part in summary_of(folder)["parts"]}
+
+
 def packed(folder: Path, kind: str) -> dict[str, str]:
     """The texts in one of the two archives, by file name."""
     with tarfile.open(folder / f"cpu-tiny-{kind}.tar.gz") as archive:
@@ -60,32 +65,26 @@ def packed(folder: Path, kind: str) -> dict[str, str]:
 def short_visit(monkeypatch, checks=(), timed=()):
     """Let `gpu.main` run these parts: (name, Python code) or a Part. Ctrl-C has a second to work."""
 
-    def parts(given):
-        return [p if isinstance(p, gpu.Part) else gpu.Part(p[0], (sys.executable, "-c", p[1]), 2) for p in given]
-
     for name, given in (("checks", checks), ("timed", timed)):
-        monkeypatch.setattr(gpu, name, lambda *_, given=given: parts(given))
+        parts = [p if isinstance(p, gpu.Part) else gpu.Part(p[0], (sys.executable, "-c", p[1]), 2) for p in given]
+        monkeypatch.setattr(gpu, name, lambda *_, parts=parts: parts)
     monkeypatch.setattr(gpu, "GRACE", 1.0)
 
 
 def test_a_tiny_visit_writes_the_records_of_its_parts(tmp_path):
     """A part whose command cannot run, that leaves no record, or that is not one of the two phases."""
-    run = ["equal-kernels", "int4"]
-    assert gpu.main([*TINY, "--seconds", "100", "--out", str(tmp_path), "--only", *run]) == 0
-    summary = summary_of(tmp_path)
-    untimed = {"equal-kernels", "int4"}
-    assert {p["part"] for p in summary["parts"] if p["phase"] == "untimed"} == untimed
-    assert [p["part"] for p in summary["parts"] if p["phase"] == "timed"] == ["int4"]
+    assert gpu.main([*TINY, "--seconds", "100", "--out", str(tmp_path), "--only", "equal-kernels", "int4"]) == 0
+    summary, logs = summary_of(tmp_path), packed(tmp_path, "logs")
+    ran = [f"{part['phase']}-{part['part']}" for part in summary["parts"]]
+    assert sorted(ran) == ["timed-int4", "untimed-equal-kernels", "untimed-int4"] and ran[-1] == "timed-int4"
+    assert set(logs) == {f"{name}.log" for name in ran} and "test_kernels_gpu" in logs["untimed-equal-kernels.log"]
     assert all(part["ended"] == 0 for part in summary["parts"]) and summary["environment"]["versions"]["torch"]
-    records = packed(tmp_path, "records")
-    assert list(records) == ["int4.jsonl"]
-    timed = [json.loads(line) for line in records["int4.jsonl"].splitlines()]
-    assert {line["nodes"] for line in timed if line["type"] == "step"} == {1, 16, 60}
+    ((name, record),) = packed(tmp_path, "records").items()
+    timed = [json.loads(line) for line in record.splitlines()]
+    assert name == "int4.jsonl" and {line["nodes"] for line in timed if line["type"] == "step"} == {1, 16, 60}
     kernels = [line["microseconds"] for line in timed if line["type"] == "kernels"]
     assert len(kernels) == 3 and all(times and min(times.values()) > 0 for times in kernels)
-    logs = packed(tmp_path, "logs")
-    assert set(logs) == {f"untimed-{name}.log" for name in untimed} | {"timed-int4.log"}
-    assert "test_kernels_gpu" in logs["untimed-equal-kernels.log"] and len(list(tmp_path.iterdir())) == 3
+    assert len(list(tmp_path.iterdir())) == 3
 
 
 def test_the_parts_of_a_visit_come_in_the_order_of_their_weight(monkeypatch):
@@ -144,7 +143,7 @@ def test_parts_that_fail_or_hang_do_not_end_the_visit(tmp_path, monkeypatch, cap
     assert "large: skipped, because it needs inf GB of memory, and the device has 24" in printed
     assert "failed: untimed deaf, timed raises, timed killed, timed polite; not begun: never" in printed
     assert printed.index("so far") < printed.index("so good") < printed.index("timed polite")
-    ended = {part["part"]: part["ended"] for part in summary_of(tmp_path)["parts"]}
+    ended = endings(tmp_path)
     assert list(ended.values())[1:6] == [1, -9, "skipped", "skipped", 0] and ended["never"] == "not begun"
     assert all(str(ended[name]).startswith("stopped after") for name in ("deaf", "polite"))
     logs = packed(tmp_path, "logs")
@@ -180,9 +179,8 @@ def test_a_visit_that_is_interrupted_ends_its_parts_and_keeps_the_summary(tmp_pa
     assert ended == 128 + number
     with pytest.raises(ProcessLookupError):
         os.kill(int(running.read_text()), 0)
-    ended = {part["part"]: part["ended"] for part in summary_of(tmp_path)["parts"]}
-    assert list(ended) == ["one", "two", "three"]
-    assert ended["one"] == 0 and ended["three"] == "not begun"
+    ended = endings(tmp_path)
+    assert list(ended) == ["one", "two", "three"] and ended["one"] == 0 and ended["three"] == "not begun"
 
 
 def test_a_visit_that_is_killed_has_saved_what_ended(tmp_path):
@@ -194,7 +192,7 @@ def test_a_visit_that_is_killed_has_saved_what_ended(tmp_path):
     code += f"gpu.main({[*TINY, '--out', str(tmp_path)]})"
     done = subprocess.run([sys.executable, "-c", code], cwd=gpu.ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == -signal.SIGKILL, done.stderr
-    assert [part["part"] for part in summary_of(tmp_path)["parts"]] == ["one"]
+    assert list(endings(tmp_path)) == ["one"]
     assert packed(tmp_path, "logs")["timed-one.log"] == "7\n"
 
 
@@ -314,9 +312,8 @@ def test_real_shapes_build_and_step_on_a_fake_gpu(monkeypatch, shape, quant, ver
 @pytest.mark.parametrize("quant", ["", "int4", "int8"])
 def test_random_weights_of_a_deep_model_stay_finite(quant):
     """The activations of 80 layers of random weights stay far from what fp16 can hold."""
-    config = replace(
-        random_models.SHAPES["tiny"], hidden_size=128, intermediate_size=256, num_hidden_layers=80, windows=()
-    )
+    larger = dict(hidden_size=128, intermediate_size=256, num_hidden_layers=80, windows=())
+    config = replace(random_models.SHAPES["tiny"], **larger)
     with torch.no_grad():
         model = random_models.random_model(config, quant, torch.device("cpu"), torch.float32)
         kv, n = model.new_cache(1, 40), torch.zeros(1, dtype=torch.int64)

@@ -40,7 +40,7 @@ def checkpoint(tmp_path_factory):
     return directory
 
 
-def run_main(checkpoint, monkeypatch, tmp_path, *flags: str) -> int:
+def run_main(checkpoint, *flags: str) -> int:
     common = "--device cpu --ctx 128 --max-new-tokens 4 --reps 1 --prompts 2 -q --trees chain:1 dynamic:6,2,3".split()
     return tune_tree.main(["--checkpoint", str(checkpoint), *common, *flags])
 
@@ -49,15 +49,12 @@ def fake_race(monkeypatch, **gains: float) -> None:
     """Replaces what is measured by these speedups over plain decoding; every other tree has 1.5."""
 
     def rows(runs, settings):
-        arms = dict.fromkeys(run["arm"] for run in runs)
+        assert len({run["arm"] for run in runs}) == 4
         real = summarise(runs, settings)
         for row in real:
+            gain = 0.0 if row["baseline"] else gains.get(row["arm"], 1.5)
             row["blocked"] = None
-            gain = gains.get(row["arm"], 1.5)
-            if not row["baseline"]:
-                speedup = {"median": gain, "low": gain, "high": gain, "total": gain}
-                row["speedup"] = speedup if gain else None
-        assert len(arms) == 4
+            row["speedup"] = dict.fromkeys(("median", "low", "high", "total"), gain) if gain else None
         return real
 
     monkeypatch.setattr(tune_tree, "summarise", rows)
@@ -67,16 +64,16 @@ def test_nothing_is_written_where_the_default_or_plain_decoding_wins(checkpoint,
     """The exit code is 1 and the cache stays empty. --out asks for the file all the
     same, which then holds the fastest of the named trees."""
     fake_race(monkeypatch, **{tune_tree.DEFAULT: 1.6})
-    assert run_main(checkpoint, monkeypatch, tmp_path) == 1
+    assert run_main(checkpoint) == 1
     assert "nothing was written" in capsys.readouterr().out
     fake_race(monkeypatch, **{tune_tree.DEFAULT: 0.8, "chain:1": 0.7, "dynamic:6,2,3": 0.0})
-    assert run_main(checkpoint, monkeypatch, tmp_path) == 1
+    assert run_main(checkpoint) == 1
     assert "plain decoding is fastest" in capsys.readouterr().out and not (tmp_path / "cache" / "trees").exists()
     out = tmp_path / "tree.json"
-    assert run_main(checkpoint, monkeypatch, tmp_path, "--out", str(out)) == 1
+    assert run_main(checkpoint, "--out", str(out)) == 1
     assert json.loads(out.read_text())["winner"] == tune_tree.PLAIN and trees.parse_tree(str(out)) == trees.chain(1)
     fake_race(monkeypatch, **{tune_tree.DEFAULT: 1.8, "dynamic:6,2,3": 1.7})
-    assert run_main(checkpoint, monkeypatch, tmp_path, "--out", str(out)) == 1
+    assert run_main(checkpoint, "--out", str(out)) == 1
     assert trees.parse_tree(str(out)) == DynamicTree(6, 2, 3)
 
 
@@ -89,7 +86,7 @@ def test_a_winning_tree_is_written_and_found_by_auto(checkpoint, monkeypatch, tm
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and "python -m scripts.tune_tree --checkpoint" in error and head in error
     fake_race(monkeypatch, **{"dynamic:6,2,3": 1.8})
-    assert run_main(checkpoint, monkeypatch, tmp_path) == 0
+    assert run_main(checkpoint) == 0
     page = capsys.readouterr().out
     assert "(--tree auto)" in page and "dynamic:6,2,3 is fastest. Speed over that of plain decoding: 1.80" in page
     (file,) = (tmp_path / "cache" / "trees").iterdir()
@@ -103,11 +100,11 @@ def test_a_winning_tree_is_written_and_found_by_auto(checkpoint, monkeypatch, tm
     assert "needs --eagle" in capsys.readouterr().err
 
 
-def test_a_real_race_runs_every_tree(checkpoint, monkeypatch, tmp_path, capsys):
+def test_a_real_race_runs_every_tree(checkpoint, tmp_path, capsys):
     """With real engines and clocks every tree, the default and plain decoding have a row at both temperatures, and all
     tokens agree."""
     out = tmp_path / "tree.json"
-    assert run_main(checkpoint, monkeypatch, tmp_path, "--out", str(out)) in (0, 1)  # a random head need not pay
+    assert run_main(checkpoint, "--out", str(out)) in (0, 1)  # a random head need not pay
     content = json.loads(out.read_text())
     arms = [tune_tree.PLAIN, tune_tree.DEFAULT, "chain:1", "dynamic:6,2,3"]
     assert [(row["temperature"], row["arm"]) for row in content["rows"]] == [(T, arm) for T in (0, 1) for arm in arms]
@@ -122,29 +119,21 @@ def test_the_key_tells_apart_what_changes_the_best_tree(checkpoint, monkeypatch,
     opened = Checkpoint.open(checkpoint)
     one, two = (read_eagle(checkpoint / f"eagle{i}", opened.config) for i in (1, 2))
     opts = options.LoadOptions(str(checkpoint), device="cpu")
-    path = drafting.tuned_tree_path(opts, opened, one)
-    assert path == drafting.tuned_tree_path(opts, opened, one)
-    quantized = tmp_path / "int4"
-    quantized.mkdir()
+    path = drafting.tuned_tree_path
+    (tmp_path / "int4").mkdir()
     raw = json.loads((checkpoint / "config.json").read_text()) | {"eaglet_quant": {"mode": "int4"}}
-    (quantized / "config.json").write_text(json.dumps(raw))
-    others = [
-        drafting.tuned_tree_path(opts, opened, two),
-        drafting.tuned_tree_path(opts, Checkpoint.open(quantized), one),
-        drafting.tuned_tree_path(opts, replace(opened, spec=QuantSpec("int4")), one),
-        drafting.tuned_tree_path(opts, replace(opened, config=replace(opened.config, rms_norm_eps=1e-3)), one),
-    ]
-    for more in (
-        {"dtype": "bfloat16"},
-        {"compile": True, "compile_mode": "blocks"},
-        {"draft_vocab": 9},
-        {"kv": "int8"},
-    ):
-        others.append(drafting.tuned_tree_path(replace(opts, **more), opened, one))
+    (tmp_path / "int4" / "config.json").write_text(json.dumps(raw))
+    paths = [path(opts, opened, one), path(opts, opened, one), path(opts, opened, two)]
+    paths.append(path(opts, Checkpoint.open(tmp_path / "int4"), one))
+    paths.append(path(opts, replace(opened, spec=QuantSpec("int4")), one))
+    paths.append(path(opts, replace(opened, config=replace(opened.config, rms_norm_eps=1e-3)), one))
+    blocks = {"compile": True, "compile_mode": "blocks"}
+    for more in ({"dtype": "bfloat16"}, blocks, {"draft_vocab": 9}, {"kv": "int8"}):
+        paths.append(path(replace(opts, **more), opened, one))
     monkeypatch.setattr("loading.drafting.describe_device", lambda device: "NVIDIA GeForce RTX 3090")
-    others.append(drafting.tuned_tree_path(opts, opened, one))
-    assert "NVIDIA-GeForce-RTX-3090" in others[-1].name
-    assert len({path, *others}) == 10
+    paths.append(path(opts, opened, one))
+    assert "NVIDIA-GeForce-RTX-3090" in paths[-1].name
+    assert paths[0] == paths[1] and len(set(paths)) == 10
 
 
 @pytest.mark.parametrize("flags, message", [(["--reps", "0"], "--reps"), (["--eagle", "nowhere"], "nowhere")])

@@ -9,6 +9,7 @@ import statistics
 import sys
 from collections import defaultdict
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,7 +19,7 @@ from tiny import CTX, ScriptedDrafter, V, eagle_engine, tiny_head, tiny_model
 
 import tree
 from bench import arms as bench_arms
-from bench import measure, paper, peers, records, report, suites
+from bench import measure, paper, peers, records, report, steps, suites
 from decoding.params import SamplingParams
 from drafters.medusa import MedusaHeads, save_medusa
 from engine.engine import Engine, EngineConfig
@@ -55,11 +56,12 @@ class ScriptedArm(bench_arms.EngineArm):
 class OtherArm:
     """Not our engine: always the same ids, whatever the prompt."""
 
-    def __init__(self, label, ids=(1, 2, 3, 4)):
-        self.name, self.label, self.options, self.ids = "other", label, {}, list(ids)
+    def __init__(self, label, ids=(1, 2, 3, 4), name="other", text=""):
+        self.name, self.label, self.options = name, label, {}
+        self.sample = bench_arms.Sample(list(ids), 0.01, 0.03, [1] * (len(ids) - 1), text)
 
     def run(self, prompt, params):
-        return bench_arms.Sample(list(self.ids), 0.01, 0.03, [1] * (len(self.ids) - 1))
+        return self.sample
 
 
 def scripted(model, name, shift):
@@ -130,11 +132,8 @@ def recount(runs, rows, seed):
     which = ("suite", "question", "turn", "rep", "temperature")
     plain = {tuple(r[key] for key in which): r for r in runs if r["arm"] == "plain"}
     for row in rows:
-        mine = [
-            r
-            for r in runs
-            if (r["arm"], r["temperature"]) == (row["arm"], row["temperature"]) and row["suite"] in (r["suite"], "all")
-        ]
+        here = [r for r in runs if r["temperature"] == row["temperature"] and row["suite"] in (r["suite"], "all")]
+        mine = [r for r in here if r["arm"] == row["arm"]]
         assert row["runs"] == len(mine) and row["new_tokens"] == sum(r["new_tokens"] for r in mine)
         assert row["tokens_per_second"] == pytest.approx(rate_of(mine))
         assert row["ttft_ms"] == pytest.approx(1e3 * statistics.median(r["ttft_seconds"] for r in mine))
@@ -237,14 +236,9 @@ def test_promises_and_extremes_on_a_real_engine(measured):
 
 def test_a_drafter_that_accepts_nothing_shows_its_cost():
     """Acceptance 0 looked like a speedup when tokens per step were assumed instead of counted."""
-    runs = []
-    for q in "abc":
-        runs += [
-            line("plain", q, baseline=True, depth=0),
-            line("broken", q, decode=1.3, depth=5),
-            line("lucky", q, decode=0.9, depth=5),
-            line("other build", q, decode=0.5, depth=0),
-        ]
+    runs = [line("plain", q, baseline=True, depth=0) for q in "abc"]
+    for arm, decode, depth in (("broken", 1.3, 5), ("lucky", 0.9, 5), ("other build", 0.5, 0)):
+        runs += [line(arm, q, decode=decode, depth=depth) for q in "abc"]
     rows = {row["arm"]: row for row in records.summarise(runs, SETTINGS)}
     for name, cost in (("broken", 1.3), ("lucky", 0.9)):
         row = rows[name]
@@ -274,8 +268,12 @@ def test_differing_tokens_give_a_speedup_only_to_arms_that_promise_none():
 
 
 def test_a_near_tie_is_counted_apart(monkeypatch):
-    """Rounding at a tie blocked the speedup of a correct drafter; a real fork must still block it, as in --prove."""
+    """Rounding at a tie blocked the speedup of a correct drafter; a real fork must still block it, as in --prove. An arm
+    that stops early shares every token it has; that is a broken promise, not rounding."""
     plain = plain_arm()
+    stops_early = OtherArm(bench_arms.SAME_TOKENS, plain.run(PROMPT, PARAMS).token_ids[:4])
+    other = next(r for r in compared(plain, stops_early, questions=QUESTIONS[:1])[0] if not r["baseline"])
+    assert other["same"] == "differs" and other["fork"] == 4 and other["margin"] is None
     for margin, ulps, kind in ((9e-5, 9.0, "tie"), (2e-4, 2.0, "tie"), (2e-4, 2.1, "differs")):
         monkeypatch.setattr(plain.engine, "margin", lambda *a, found=(margin, ulps): found)
         runs, row = compared(plain, OtherArm(bench_arms.SAME_TOKENS))
@@ -284,35 +282,20 @@ def test_a_near_tie_is_counted_apart(monkeypatch):
         assert {(r["margin"], r["margin_ulps"]) for r in runs if not r["baseline"]} == {(margin, ulps)}
 
 
-def test_a_prefix_is_no_near_tie():
-    """An arm that stops early shares every token it has; that is a broken promise, not rounding."""
-    plain = plain_arm()
-    ids = plain.run(PROMPT, PARAMS).token_ids
-    runs, _ = compared(plain, OtherArm(bench_arms.SAME_TOKENS, ids[:4]), questions=QUESTIONS[:1])
-    other = next(r for r in runs if not r["baseline"])
-    assert other["same"] == "differs" and other["fork"] == 4 and other["margin"] is None
-
-
 def test_labels_of_arms_follow_from_their_options():
     """--verify multi-round promises the distribution only; nobody may label it stronger."""
-    label, options = bench_arms.arm_options("a", {"eagle": "h", "verify": "multi-round"}, None)
-    assert label == bench_arms.SAME_DISTRIBUTION and options == {"eagle": "h", "verify": "multi-round"}
+    given = {"eagle": "h", "verify": "multi-round"}
+    assert bench_arms.arm_options("a", given, None) == (bench_arms.SAME_DISTRIBUTION, given)
     given = {"draft-noise": "off", "draft_vocab": "50", "tree": "dynamic:8,2,3"}
-    label, options = bench_arms.arm_options("a", given, None)
-    assert label == bench_arms.SAME_TOKENS
-    assert options == {"draft_noise": False, "draft_vocab": 50, "tree": "dynamic:8,2,3"}
+    options = {"draft_noise": False, "draft_vocab": 50, "tree": "dynamic:8,2,3"}
+    assert bench_arms.arm_options("a", given, None) == (bench_arms.SAME_TOKENS, options)
 
 
-@pytest.mark.parametrize(
-    ("text", "why"),
-    [
-        ("plain", "expected NAME=KEY=VALUE"),
-        ("a=eagle", "expected NAME=KEY=VALUE"),
-        ("a=nonsense=1", "nonsense is unknown"),
-        ("a=dtype=float16", "dtype is the same for all arms"),
-        ("a=draft_noise=maybe", "--arm a: draft_noise='maybe'; allowed: on, off"),
-    ],
-)
+@pytest.mark.parametrize("text, why", [
+    ("plain", "expected NAME=KEY=VALUE"), ("a=eagle", "expected NAME=KEY=VALUE"),
+    ("a=nonsense=1", "nonsense is unknown"), ("a=dtype=float16", "dtype is the same for all arms"),
+    ("a=draft_noise=maybe", "--arm a: draft_noise='maybe'; allowed: on, off"),
+])  # fmt: skip
 def test_bad_arms_are_one_line_errors(text, why):
     """A mistyped option was ignored and the arm measured something else."""
     with pytest.raises(UserError, match=why):
@@ -355,22 +338,23 @@ def test_every_run_starts_from_empty_caches():
         assert not any(result.cached_tokens for result in both)
 
 
+def test_clients_are_counted_while_all_of_them_decode():
+    """A rate that counts tokens beside the prompts of others, or the time when only the slowest client is left."""
+    assert steps.decoding_rate([[1.0, 2.0, 3.0], [1.5, 2.5, 3.5]]) == 2.0  # three tokens in 1.5 s
+    assert steps.decoding_rate([[1.0]]) == 0.0
+
+
 def test_warm_up_ends_when_two_runs_agree_and_is_bounded(monkeypatch):
     """Compilation inside the measured runs; or a warm-up on a noisy machine that never ends."""
-
-    class Timed(OtherArm):
-        def __init__(self, seconds):
-            super().__init__(bench_arms.SAME_TOKENS)
-            self.seconds = iter(seconds)
-
-        def run(self, prompt, params):
-            return bench_arms.Sample([1, 2], 0.0, next(self.seconds), [1])
-
-    settings = replace(SETTINGS, temperatures=(0.0,), warmup_runs=6)
-    (note,) = bench_of([Timed([9, 9.0, 2.0, 1.0, 1.001, 1.0])], settings=settings).warm_up()
-    assert note["agreed"] and len(note["tokens_per_second"]) == 4
-    (note,) = bench_of([Timed([9, *(2.0**i for i in range(9))])], settings=settings).warm_up()
-    assert not note["agreed"] and len(note["tokens_per_second"]) == 6
+    settings, arm = replace(SETTINGS, temperatures=(0.0,), warmup_runs=6), OtherArm(bench_arms.SAME_TOKENS)
+    for seconds, agreed, runs in (
+        ([9, 9.0, 2.0, 1.0, 1.001, 1.0], True, 4),
+        ([9, *(2.0**i for i in range(9))], False, 6),
+    ):
+        samples = iter([bench_arms.Sample([1, 2], 0.0, spent, [1]) for spent in seconds])
+        monkeypatch.setattr(arm, "run", lambda *_, samples=samples: next(samples))
+        (note,) = bench_of([arm], settings=settings).warm_up()
+        assert note["agreed"] == agreed and len(note["tokens_per_second"]) == runs
 
 
 # ---- suites and prompts -----------------------------------------------------------------------------------
@@ -403,17 +387,11 @@ def test_multi_turn_questions_carry_the_models_own_answers(tmp_path):
     assert [(q.suite, q.id, q.turns) for q in questions] == found
     assert len(suites.read_suite(path, limit=1)) == 1
 
-    class Talker(OtherArm):
-        def __init__(self, name, text):
-            super().__init__(bench_arms.OTHER_ENGINE)
-            self.name, self.text = name, text
-
-        def run(self, prompt, params):
-            return replace(super().run(prompt, params), text=self.text)
-
+    said = ("plain", " fine \n"), ("b", "other")
+    talkers = [OtherArm(bench_arms.OTHER_ENGINE, name=name, text=text) for name, text in said]
     words = Words()
     prompts = suites.Prompts(words, True, " ", "be brief")
-    runs, _ = compared(Talker("plain", " fine \n"), Talker("b", "other"), questions=questions, prompts=prompts)
+    runs, _ = compared(*talkers, questions=questions, prompts=prompts)
     assert [(r["question"], r["turn"]) for r in runs if r["baseline"]] == [("81", 1), ("81", 2), ("2", 1)]
     system = {"role": "system", "content": "be brief"}
     first, again = {"role": "user", "content": "Hello"}, {"role": "user", "content": "Again"}
@@ -444,15 +422,12 @@ def test_builtin_suite_is_held_out_text():
 
 def test_questions_that_do_not_fit_are_left_out():
     """One prompt that is longer than the context stopped the whole benchmark."""
-    prompts = suites.Prompts(None, False)
-    kept, ctx = suites.fit_context(QUESTIONS, prompts, 9, limit=48, least=30)
-    assert ctx == 48 and kept == QUESTIONS
-    kept, ctx = suites.fit_context(QUESTIONS, prompts, 9, limit=CTX)
-    assert ctx == 64 and kept == QUESTIONS  # 37 + 9 + 16 tokens, rounded up
-    kept, ctx = suites.fit_context(QUESTIONS, prompts, 9, limit=CTX, ctx=20)
-    assert ctx == 20 and kept == QUESTIONS[:2]
+    fit = partial(suites.fit_context, QUESTIONS, suites.Prompts(None, False), 9)
+    assert fit(limit=48, least=30) == (QUESTIONS, 48)
+    assert fit(limit=CTX) == (QUESTIONS, 64)  # 37 + 9 + 16 tokens, rounded up
+    assert fit(limit=CTX, ctx=20) == (QUESTIONS[:2], 20)
     with pytest.raises(UserError, match="no question fits 10 tokens"):
-        suites.fit_context(QUESTIONS, prompts, 9, limit=CTX, ctx=10)
+        fit(limit=CTX, ctx=10)
 
 
 # ---- files ------------------------------------------------------------------------------------------------
@@ -460,9 +435,8 @@ def test_questions_that_do_not_fit_are_left_out():
 
 def test_outputs_that_cannot_be_written_are_found_first(tiny_directory, tmp_path, capsys, monkeypatch):
     """A long measurement whose table is lost at the end for want of a folder."""
-    flags = ["--checkpoint", str(tiny_directory), "-q"]
     monkeypatch.setattr(bench, "load", None)
-    assert bench.main([*flags, "--json", str(tmp_path / "none" / "x")]) == 2
+    assert bench.main(["--checkpoint", str(tiny_directory), "-q", "--json", str(tmp_path / "none" / "x")]) == 2
     assert "there is no folder" in capsys.readouterr().err
 
 
@@ -558,7 +532,6 @@ def test_the_suites_measure_every_head_and_their_tables_are_the_rows(tiny_direct
         assert ("multi-round" in text.splitlines()[0]) == (suite == "acceptance")
     bad = [row | {"speedup": None, "blocked": "DIFFERS 1/1"} for row in summary["rows"]]
     assert "DIFFERS 1/1, " in paper.paper_tables(summary | {"rows": bad})
-    assert bench.main(["--head", "x"]) == 2 and "--head belongs to --suite" in capsys.readouterr().err
 
 
 def test_every_drafter_becomes_an_arm(tiny_directory, monkeypatch, tmp_path):
@@ -607,22 +580,18 @@ def test_broken_promise_sets_the_exit_code(tiny_directory, monkeypatch, capsys):
     assert "DIFFERS" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("flags", "why"),
-    [
-        (["--shape", "tiny", "--max-new-tokens", "1"], "--max-new-tokens is too small; allowed: 2 or more"),
-        (["--shape", "tiny", "--only", "nothing"], "--only nothing"),
-        (["--shape", "tiny", "--arm", "plain=tree=chain:2"], "names must differ"),
-        (["--questions", "/nonexistent.jsonl", "--checkpoint", "/nonexistent"], "nonexistent"),
-        (["--baseline", "llama.cpp", "--shape", "tiny"], "add --checkpoint FILE.gguf"),
-        (["--baseline", "hf", "--shape", "tiny", "--quant", "int8"], "this model has quantized weights only"),
-    ],
-)
+@pytest.mark.parametrize("flags, why", [
+    ("--shape tiny --max-new-tokens 1", "--max-new-tokens is too small; allowed: 2 or more"),
+    ("--shape tiny --only nothing", "--only nothing"), ("--shape tiny --arm plain=tree=chain:2", "names must differ"),
+    ("--questions /nonexistent.jsonl --checkpoint /nonexistent", "nonexistent"),
+    ("--baseline llama.cpp --shape tiny", "add --checkpoint FILE.gguf"), ("--head x", "--head belongs to --suite"),
+    ("--baseline hf --shape tiny --quant int8", "this model has quantized weights only"),
+])  # fmt: skip
 def test_usage_errors_are_one_line(flags, why, capsys, monkeypatch):
     """A traceback for a mistyped flag, for llama.cpp on other files than its own, or for transformers on weights that it
     cannot read."""
     monkeypatch.setattr(peers, "LIBRARIES", dict.fromkeys(peers.LIBRARIES, ("torch", "torch")))
-    assert bench.main([*flags, "-q"]) in (2, 3)
+    assert bench.main([*flags.split(), "-q"]) in (2, 3)
     error = capsys.readouterr().err
     assert why in error and error.count("\n") == 1
 

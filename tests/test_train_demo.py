@@ -19,24 +19,26 @@ TINY = replace(
 STEPS = 6
 
 
+STDLIB = Path(sysconfig.get_paths()["stdlib"])
+
+
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory) -> bytes:
     """The tiny corpus' tokenizer, trained once."""
-    stdlib, path = Path(sysconfig.get_paths()["stdlib"]), tmp_path_factory.mktemp("spm") / "tokenizer.model"
+    path = tmp_path_factory.mktemp("spm") / "tokenizer.model"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train_demo, "VOCAB_SIZE", VOCAB)
-        train_demo.train_tokenizer([stdlib / "bisect.py", stdlib / "heapq.py"], path)
+        train_demo.train_tokenizer([STDLIB / "bisect.py", STDLIB / "heapq.py"], path)
     return path.read_bytes()
 
 
 @pytest.fixture
 def run(tokenizer, tmp_path, monkeypatch):
     """run(name, *flags) -> exit code of a tiny training in tmp_path / name, exported to its `out`."""
-    stdlib = Path(sysconfig.get_paths()["stdlib"])
-    monkeypatch.setattr(train_demo, "VOCAB_SIZE", VOCAB)
-    monkeypatch.setattr(train_demo, "CONFIG", TINY)
-    monkeypatch.setattr(train_demo, "LENGTHS", (32, 64))
-    monkeypatch.setattr(train_demo, "stdlib_files", lambda: ([stdlib / "bisect.py"], [stdlib / "heapq.py"]))
+    files = [STDLIB / "bisect.py"], [STDLIB / "heapq.py"]
+    small = {"VOCAB_SIZE": VOCAB, "CONFIG": TINY, "LENGTHS": (32, 64), "stdlib_files": lambda: files}
+    for name, value in small.items():
+        monkeypatch.setattr(train_demo, name, value)
     before = signal.getsignal(signal.SIGINT)
 
     def train(name: str, *flags: str) -> int:
@@ -89,8 +91,8 @@ def test_a_second_ctrl_c_does_not_wait(run, monkeypatch, capsys):
     """The second Ctrl-C ends the command within the step, in one line."""
 
     def stuck(*args):
-        os.kill(os.getpid(), signal.SIGINT)
-        os.kill(os.getpid(), signal.SIGINT)
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGINT)
         raise AssertionError("the second Ctrl-C did nothing")
 
     monkeypatch.setattr(train_demo, "batch", stuck)

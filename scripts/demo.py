@@ -64,16 +64,13 @@ def run(
     for chunk in stream:
         print(chunk.text if show else "", end="", flush=True)
     result = stream.result
-    same = ""
+    line = f"{title:<44} {result.new_tokens:4d} tokens  {result.steps:4d} target forwards  tau {result.tau:4.2f}  "
+    line += f"{result.tokens_per_second:7.1f} tok/s"
     if plain:
         # in float32 a forward of 26 rows rounds differently from 26 forwards of one row
         fork = "NO (a near-tie? generate.py --prove shows the margin)"
-        same = f"   same tokens as plain: {'yes' if result.token_ids == plain.token_ids else fork}"
-    new_lines = "\n\n" if show else ""
-    print(
-        f"{new_lines}{title:<44} {result.new_tokens:4d} tokens  {result.steps:4d} target forwards  "
-        f"tau {result.tau:4.2f}  {result.tokens_per_second:7.1f} tok/s{same}"
-    )
+        line += f"   same tokens as plain: {'yes' if result.token_ids == plain.token_ids else fork}"
+    print(f"\n\n{line}" if show else line)
     return result
 
 

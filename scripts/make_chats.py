@@ -112,16 +112,14 @@ def write_answers(
     reached = max((i // size + 1 for i, question in enumerate(questions) if question in done), default=0) * size
     for numbers in groups(len(questions), size, "answers", reached):
         asked = [[{"role": "user", "content": questions[i]}] for i in numbers]
-        greedy = numbers.start // size % 2 == 0
-        params = SamplingParams(
-            0.0 if greedy else 1.0, max_new_tokens=args.answer_tokens, seed=args.seed + numbers.start
-        )
+        temperature = float(numbers.start // size % 2)
+        params = SamplingParams(temperature, max_new_tokens=args.answer_tokens, seed=args.seed + numbers.start)
         results = engine.generate_batch([tokenizer.encode_chat(messages) for messages in asked], params).run()
         records = []
         for messages, result in zip(asked, results, strict=True):
             if result.text.strip() and not repeats_itself(result.token_ids):
                 messages.append({"role": "assistant", "content": result.text.strip()})
-                records.append({"messages": messages, "temperature": params.temperature})
+                records.append({"messages": messages, "temperature": temperature})
         append_json_lines(path, *records)
         done.update(record["messages"][0]["content"] for record in records)
     return len(done)

@@ -52,12 +52,9 @@ CONFIG = ModelConfig(
     bos_token_id=1,
     eos_token_ids=(2,),
 )
-TOKENIZER = {
-    "tokenizer_class": "LlamaTokenizer",
-    "model_max_length": 2048,
-    **{"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"},
-    **{"add_bos_token": True, "add_eos_token": False, "legacy": False, "add_prefix_space": False},
-}
+TOKENIZER = {"tokenizer_class": "LlamaTokenizer", "model_max_length": 2048, "legacy": False}
+TOKENIZER |= {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+TOKENIZER |= {"add_bos_token": True, "add_eos_token": False, "add_prefix_space": False}
 CARD = """# The demo model
 
 A LLaMA-architecture model of {parameters:.2f} M parameters, made by `python -m scripts.train_demo` from the standard
@@ -117,12 +114,6 @@ def batch(stream: np.ndarray, rng: np.random.Generator, count: int, length: int)
     return torch.from_numpy(stream[starts[:, None] + np.arange(length + 1)].astype(np.int64))
 
 
-def loss_of(model: Transformer, tokens: Tensor) -> Tensor:
-    """Mean cross-entropy in nats of each next token of tokens [B, T + 1]."""
-    hidden_states, _ = model.forward_train(tokens[:, :-1])
-    return F.cross_entropy(model.logits(hidden_states).flatten(0, 1), tokens[:, 1:].flatten())
-
-
 def train(args: argparse.Namespace) -> None:
     """Train in args.work, going on from what lies there, then write args.out.
 
@@ -142,7 +133,8 @@ def train(args: argparse.Namespace) -> None:
         rng = np.random.default_rng((args.seed, step))
         length = LENGTHS[step >= 0.6 * args.steps]
         tokens = batch(corpus, rng, args.batch_tokens // length, length)
-        loss = loss_of(model, tokens)
+        hidden_states, _ = model.forward_train(tokens[:, :-1])
+        loss = F.cross_entropy(model.logits(hidden_states).flatten(0, 1), tokens[:, 1:].flatten())
         loss.backward()
         update(optims, RECIPE.factor(step, args.steps))
         return float(loss.detach()), [], args.batch_tokens

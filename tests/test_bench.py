@@ -347,10 +347,8 @@ def test_clients_are_counted_while_all_of_them_decode():
 def test_warm_up_ends_when_two_runs_agree_and_is_bounded(monkeypatch):
     """Compilation inside the measured runs; or a warm-up on a noisy machine that never ends."""
     settings, arm = replace(SETTINGS, temperatures=(0.0,), warmup_runs=6), OtherArm(bench_arms.SAME_TOKENS)
-    for seconds, agreed, runs in (
-        ([9, 9.0, 2.0, 1.0, 1.001, 1.0], True, 4),
-        ([9, *(2.0**i for i in range(9))], False, 6),
-    ):
+    steady, never = [9, 9.0, 2.0, 1.0, 1.001, 1.0], [9, *(2.0**i for i in range(9))]
+    for seconds, agreed, runs in ((steady, True, 4), (never, False, 6)):
         samples = iter([bench_arms.Sample([1, 2], 0.0, spent, [1]) for spent in seconds])
         monkeypatch.setattr(arm, "run", lambda *_, samples=samples: next(samples))
         (note,) = bench_of([arm], settings=settings).warm_up()

@@ -49,7 +49,7 @@ def check_peers(args: argparse.Namespace) -> None:
             raise UsageError(f"--baseline {name} needs {package}: pip install {package}")
         if name in ("ik_llama.cpp", "torch") and any(args.temperature):
             raise UsageError(f"--baseline {name} decodes greedily; add --temperature 0.")
-        if name in NATIVE and (args.shape or not is_gguf(args.checkpoint)):
+        if name in NATIVE and (args.shape or not Path(args.checkpoint).is_file()):
             raise UsageError(f"--baseline {name} reads GGUF files only; add --checkpoint FILE.gguf.")
         if name in NATIVE and (args.device or default_device()) != "cpu":
             raise UsageError(f"--baseline {name} is measured on CPUs only; add --device cpu.")
@@ -58,11 +58,6 @@ def check_peers(args: argparse.Namespace) -> None:
 def real_stops(params: SamplingParams) -> list[int]:
     """The stop ids that a token can have."""
     return [i for i in params.stop_ids if i not in NO_STOP]
-
-
-def is_gguf(checkpoint: str) -> bool:
-    """Whether a --checkpoint names a GGUF file. All other formats are folders."""
-    return Path(checkpoint).is_file()
 
 
 def peers_of(args: argparse.Namespace, base: Engine, ctx: int) -> list[Arm]:
@@ -145,7 +140,7 @@ def floats_of(base: Engine, source: str | None) -> Transformer:
     model = base.model
     if not model.quant:
         return unpacked(model)
-    if source is None or not (is_gguf(source) or base.options.quant):
+    if source is None or not (Path(source).is_file() or base.options.quant):
         what = "--baseline hf needs weights that are not quantized, a GGUF file, or a folder of floats with --quant;"
         raise UsageError(f"{what} this model has quantized weights only.")
     size, free = float_bytes(model.config, LoadOptions(device="cpu", dtype="bfloat16")), free_memory(model.device)

@@ -20,6 +20,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -197,14 +198,8 @@ def bootstrap(ratios: Sequence[float], seed: int) -> tuple[float, float]:
     return medians[int(0.025 * RESAMPLES)], medians[math.ceil(0.975 * RESAMPLES) - 1]
 
 
-def question_of(line: Line) -> tuple:
-    """What was asked: suite, question, turn."""
-    return line["suite"], line["question"], line["turn"]
-
-
-def pair_of(line: Line) -> tuple:
-    """What the runs of one round through the arms have in common."""
-    return *question_of(line), line["rep"], line["temperature"]
+question_of = itemgetter("suite", "question", "turn")  # what a line asked
+pair_of = itemgetter("suite", "question", "turn", "rep", "temperature")  # what the runs of one round have in common
 
 
 def summarise(runs: Sequence[Line], settings: Settings) -> list[Row]:

@@ -75,13 +75,12 @@ def arms_table(summary: dict[str, Any]) -> str:
 
 def cost_table(rows: Sequence[dict[str, Any]], facts: Sequence[dict[str, Any]], bandwidth: float) -> str:
     """What a step costs: its time, the tau at which it breaks even, and its share of the memory's bandwidth."""
-    known = {f["arm"]: f for f in facts if "nodes" in f}
+    known = {f["arm"]: f["nodes"] for f in facts if "nodes" in f}
     body = []
     for row in (r for r in rows if r["arm"] in known and r["step_ms"] and r["steps"]):
-        fact = known[row["arm"]]
-        cells = [row["suite"], f"{row['temperature']:g}", row["arm"], str(fact["nodes"]), number(row["step_ms"])]
+        cells = [row["suite"], f"{row['temperature']:g}", row["arm"], str(known[row["arm"]]), number(row["step_ms"])]
         cells += ["-" if row["baseline"] else number(row["break_even_tau"]), number(row["tau"])]
-        body.append([*cells, "-" if row["bandwidth_share"] is None else f"{row['bandwidth_share']:.0%}"])
+        body.append([*cells, f"{row['bandwidth_share']:.0%}"])
     head = "suite|T|arm|nodes|step ms|break-even tau|tau".split("|")
     return table([*head, f"of {bandwidth / 1e9:.0f} GB/s copy"], body) if body else ""
 

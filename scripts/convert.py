@@ -53,10 +53,8 @@ def convert_eagle(head: Path, target: Path, destination: Path, overrides: Sequen
     read = read_head(head, Checkpoint.open(target).config, dict(pair.split("=", 1) for pair in overrides))
     check_written(read.config)
     with directory_written_whole(destination, keep=True) as unfinished:
-        if isinstance(read.config, EagleConfig):
-            save_eagle(read.config, read.tensors, unfinished)
-        else:
-            save_block(read.config, read.tensors, unfinished)
+        save = save_eagle if isinstance(read.config, EagleConfig) else save_block
+        save(read.config, read.tensors, unfinished)
     for note in read.notes:
         print(f"note  {note}", file=sys.stderr)
 

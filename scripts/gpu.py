@@ -27,7 +27,6 @@ import itertools
 import math
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -35,7 +34,7 @@ import tarfile
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -156,7 +155,7 @@ class Visit:
     summary: dict[str, Any]
     gigabytes: float  # of the device
     scale: float  # of the parts' limits
-    work: Path = field(default_factory=lambda: Path(tempfile.mkdtemp(prefix="eaglet-gpu-")))
+    work: Path  # a folder that is deleted after the visit
     saved: float = 0.0
 
     def run(self, parts: Sequence[Part], phase: str, width: int, until: float) -> None:
@@ -279,16 +278,12 @@ def run(args: argparse.Namespace) -> int:
     known = list(dict.fromkeys(part.name for part in untimed + alone))
     if unknown := [part for part in args.only if part not in known]:
         raise UsageError(f"--only {' '.join(unknown)}: the parts are {', '.join(known)}.")
-    visit = Visit(args.out, name, summary, gigabytes, max(1.0, args.seconds / USUAL))
     untimed, alone = ([p for p in parts if not args.only or p.name in args.only] for parts in (untimed, alone))
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the parts that run are ended, too
-    until = began + args.seconds - GRACE
-    first = began + args.seconds * CHECKING
-    try:
-        visit.run(untimed, "untimed", cores, first)
-        visit.run(alone, "timed", 1, until)
-    finally:
-        shutil.rmtree(visit.work, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix="eaglet-gpu-", ignore_cleanup_errors=True) as work:
+        visit = Visit(args.out, name, summary, gigabytes, max(1.0, args.seconds / USUAL), Path(work))
+        visit.run(untimed, "untimed", cores, began + args.seconds * CHECKING)
+        visit.run(alone, "timed", 1, began + args.seconds - GRACE)
     failed = [f"{p['phase']} {p['part']}" for p in summary["parts"] if p["ended"] not in (0, SKIPPED, UNDONE)]
     undone = [p["part"] for p in summary["parts"] if p["ended"] == UNDONE]
     sums = [f"; {what}: {', '.join(parts)}" for what, parts in (("failed", failed), (UNDONE, undone)) if parts]

@@ -83,12 +83,6 @@ def random_weight(bits: int, n: int, k: int, dtype: torch.dtype, config: LinearC
     return kernels.pack_int4(codes, scales, dtype=dtype, layout="planes", config=config)
 
 
-def rotating(size: int) -> int:
-    """How many buffers of `size` bytes are larger than the last-level cache, so that every call reads DRAM."""
-    cache = torch.cuda.get_device_properties(DEVICE).L2_cache_size
-    return min(64, max(2, 4 * cache // size + 1))
-
-
 def candidates(base: LinearConfig, k: int) -> list[LinearConfig]:
     """The default tiling first, then all others: splits of the sum with four blocks of 128 k values each, narrow and wide
     programs on few and on many rows, and stages."""
@@ -140,7 +134,8 @@ def tune_device(args: argparse.Namespace) -> None:
     gated = {layers(m)["gate_up"] for m in models if "gate_up" in layers(m)}
 
     def time_of(n: int, k: int, bits: int, config: LinearConfig) -> float:
-        buffers, calls = rotating(n * k * bits // 8), []
+        # so many are larger than the last-level cache, so that every call reads DRAM
+        buffers, calls = min(64, max(2, 4 * properties.L2_cache_size // (n * k * bits // 8) + 1)), []
         for x in (torch.randn(m, k, device=DEVICE, dtype=dtype) for m in ROWS):
             for _ in range(buffers):
                 packed = random_weight(bits, n, k, dtype, config)

@@ -470,8 +470,7 @@ def tiny_directory(tmp_path_factory):
     model = tiny_model(torch.float32)
     save_hf(model, directory)
     head = tiny_head(model)
-    tensors = {n: t for n, t in head.state_dict().items() if not n.startswith("rotary") and n != "draft_ids"}
-    save_eagle(head.config, tensors, directory / "eagle1")
+    save_eagle(head.config, head.state_dict(), directory / "eagle1")
     save_hf(tiny_model(torch.float32, seed=3, layers=1), directory / "draft")
     save_medusa(MedusaHeads(model, 2).state_dict(), directory / "medusa")
     (directory / "notes").mkdir()
@@ -492,7 +491,7 @@ def test_command_end_to_end(tiny_directory, tmp_path, capsys):
     """Default arms not found, the JSON not last on stdout, a file that is not JSON lines, machine paths in it."""
     out = tmp_path / "out.jsonl"
     flags = f"--checkpoint {tiny_directory} --dtype float64 --max-new-tokens 6 --reps 2 --limit 2 --kernels reference"
-    summary, page = ran(capsys, f"{flags} --arm chain=eagle=eagle1;tree=chain:2 --json - --temperature 0")
+    summary, page = ran(capsys, f"{flags} --arm chain=eagle=eagle1;tree=chain:2 --temperature 0")
     assert [r["arm"] for r in summary["rows"]] == ["plain", "chain"] and "| random" in page
     assert bench.main([*f"{QUICK} {flags} --json".split(), str(out)]) == 0
     assert "break-even" in capsys.readouterr().out

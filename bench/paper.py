@@ -30,18 +30,15 @@ class Rows:
         suites = dict.fromkeys(row["suite"] for row in rows)
         self.suites = sorted(suites, key=lambda suite: suite != "mt_bench")  # the paper's main one comes first
         self.temperatures = sorted({row["temperature"] for row in rows})
-        self.options = {fact["arm"]: fact["options"] for fact in summary["arms"] if fact["options"].get("eagle")}
+        options = {fact["arm"]: fact["options"] for fact in summary["arms"] if fact["options"].get("eagle")}
+        # an earlier program named a batch size
+        self.options = {arm: given for arm, given in options.items() if given.get("batch_size", 1) == 1}
         self.cards = {fact["arm"]: fact.get("card", {}) for fact in summary["arms"]}
 
     def heads(self, tree: str, verify: str | None = None) -> list[str]:
-        """The arms of batch 1 that draft this tree with a head, verified like this (None: in any way)."""
-        return [
-            arm
-            for arm, options in self.options.items()
-            if options.get("tree") == tree
-            and options.get("batch_size", 1) == 1  # which an earlier program named
-            and verify in (None, options.get("verify", "match"))
-        ]
+        """The arms that draft this tree with a head, verified like this (None: in any way)."""
+        drafting = [(arm, given) for arm, given in self.options.items() if given.get("tree") == tree]
+        return [arm for arm, given in drafting if verify in (None, given.get("verify", "match"))]
 
 
 def paper_tables(summary: dict[str, Any]) -> str:

@@ -107,14 +107,12 @@ def tiling_table(lines: Sequence[Line]) -> str:
         tried = [line for line in lines if line["shape"] == shape and "config" in line]
         default = next((line for line in tried if line.get("default")), tried[0])
         about = next((line for line in lines if line["shape"] == shape and "n" in line), {})
-        best = [min(line[f"us_{m}"] for line in tried if f"us_{m}" in line) for m in rows]
-        for name, times in (
-            ("default", [default[f"us_{m}"] for m in rows]),
-            ("fastest tried", best if len(tried) > 1 else []),
-            ("torch's int4", [about[f"tinygemm_us_{m}"] for m in rows] if "tinygemm_us_1" in about else []),
-        ):
-            if times:
-                body.append([shape, name, *(number(time, 1) for time in times)])
+        found = {"default": [default[f"us_{m}"] for m in rows]}
+        if len(tried) > 1:
+            found["fastest tried"] = [min(line[f"us_{m}"] for line in tried if f"us_{m}" in line) for m in rows]
+        if "tinygemm_us_1" in about:
+            found["torch's int4"] = [about[f"tinygemm_us_{m}"] for m in rows]
+        body += [[shape, name, *(number(time, 1) for time in times)] for name, times in found.items()]
     return table(["linear", "tiling", *(f"{m} row{'s' * (m != '1')}" for m in rows)], body)
 
 

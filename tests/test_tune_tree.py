@@ -7,14 +7,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tiny import eagle_engine, tiny_head, tiny_model
+from tiny import tiny_head, tiny_model
 
 import generate
 import tree as trees
-from bench.arms import build_engine
 from bench.records import summarise
-from drafters.trees import TreeDrafter
-from eagle_draft import UnshiftedDrafter
 from engine import load
 from loading import drafting, options
 from scripts import tune_tree
@@ -146,15 +143,3 @@ def test_bad_flags_are_one_line(flags, message, checkpoint, capsys):
     assert code in (2, 3)
     error = capsys.readouterr().err
     assert error.startswith("error  ") and error.count("\n") == 1 and message in error
-
-
-def test_an_unshifted_head_races_with_its_own_drafter():
-    """A head of the paper's Figure 8 is raced with the drafter that pairs its features with the right tokens."""
-    model = tiny_model(torch.float32)
-    for unshifted in (False, True):
-        head = tiny_head(model, unshifted=unshifted)
-        base = eagle_engine(head, trees.chain(2))
-        opts = options.LoadOptions(eagle="x", slots=1, ctx=64, device="cpu")
-        base = base.sibling(None, replace(base.config, options=opts, head=head))
-        drafter = build_engine(base, {"tree": "paper25"}, 64).drafter
-        assert isinstance(drafter, TreeDrafter) and isinstance(drafter, UnshiftedDrafter) == unshifted

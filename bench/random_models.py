@@ -21,6 +21,7 @@ from families.config import DTYPES, DeltaConfig, ModelConfig, RopeConfig
 from loading.drafting import DraftHead, head_class
 from loading.options import LoadOptions
 from model import Transformer
+from support.errors import UsageError
 from support.machine import shapes_only
 from weights.block_heads import BlockConfig
 from weights.heads import EagleConfig, default_taps
@@ -72,14 +73,12 @@ def _layers(target: ModelConfig, family: str, count: int, vocab: int, **more: An
 
 def head_config(target: ModelConfig, version: int) -> EagleConfig:
     """The geometry of a published EAGLE head (generation 1 or 3) for `target`."""
-    taps, vocab = (), target.vocab_size
-    if version == 3:
-        # Published heads read layers 2, L // 2 and L - 3. They draft 32,000 of LLaMA-3's 128,256 tokens, and all tokens
-        # of a target with a vocabulary of 32,000, which then needs no table of draft ids.
-        taps = default_taps(target.num_hidden_layers)
-        vocab = min(vocab, 32000)
-    layer = _layers(target, "llama", 1, vocab)
-    return EagleConfig(version, layer, target.hidden_size, taps, fc_bias=version == 1, has_lm_head=version == 3)
+    if version == 1:
+        return EagleConfig(1, _layers(target, "llama", 1, target.vocab_size), target.hidden_size, fc_bias=True)
+    # Published heads read layers 2, L // 2 and L - 3. They draft 32,000 of LLaMA-3's 128,256 tokens, and all tokens
+    # of a target with a vocabulary of 32,000, which then needs no table of draft ids.
+    layer = _layers(target, "llama", 1, min(target.vocab_size, 32000))
+    return EagleConfig(3, layer, target.hidden_size, default_taps(target.num_hidden_layers), has_lm_head=True)
 
 
 def _random(owner: nn.Module, name: str, like: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
@@ -140,6 +139,8 @@ def block_config(target: ModelConfig, kind: str, layers: int = 5) -> BlockConfig
 def random_head(model: Transformer, kind: str, quant: str | None = None) -> DraftHead:
     """A head for `model`, on its device and in its dtype, not packed yet. kind: "1" or "3" (the generation of an EAGLE
     head), or one of BLOCKS."""
+    if kind not in ("1", "3", *BLOCKS):
+        raise UsageError(f"eagle=random:{kind}: allowed behind the colon are 1, 3, {', '.join(BLOCKS)}.")
     torch.manual_seed(0 if kind in BLOCKS else int(kind))
     config = block_config(model.config, kind) if kind in BLOCKS else head_config(model.config, int(kind))
     with shapes_only():

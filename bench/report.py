@@ -43,10 +43,9 @@ def result_table(rows: Sequence[dict[str, Any]]) -> str:
         cells += [f"{gain['low']:.2f} .. {gain['high']:.2f}", f"{gain['total']:.2f}x"] if gain else ["", ""]
         depth = " ".join(f"{share:.2f}".lstrip("0") for share in row["accepted_by_depth"] or ())
         cells += [number(row["tau"]), depth, f"{row['ttft_ms']:.1f}"]
-        if same:
-            ties = f", {same['tie']} near-tie" if same["tie"] else ""
-            cells += [f"{same['same']} / {row['runs']}{ties}", row["label"]]
-        body.append(cells if same else [*cells, "", "baseline"])
+        ties = f", {same['tie']} near-tie" if same and same["tie"] else ""
+        cells += [f"{same['same']} / {row['runs']}{ties}", row["label"]] if same else ["", "baseline"]
+        body.append(cells)
     return table(head, body)
 
 

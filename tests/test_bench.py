@@ -583,6 +583,7 @@ def test_broken_promise_sets_the_exit_code(tiny_directory, monkeypatch, capsys):
     ("--questions /nonexistent.jsonl --checkpoint /nonexistent", "nonexistent"),
     ("--baseline llama.cpp --shape tiny", "add --checkpoint FILE.gguf"), ("--head x", "--head belongs to --suite"),
     ("--baseline hf --shape tiny --quant int8", "this model has quantized weights only"),
+    ("--shape tiny --arm x=eagle=random:2", "allowed behind the colon are 1, 3, dflash"),
 ])  # fmt: skip
 def test_usage_errors_are_one_line(flags, why, capsys, monkeypatch):
     """A traceback for a mistyped flag, for llama.cpp on other files than its own, or for transformers on weights that it

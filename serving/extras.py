@@ -63,9 +63,7 @@ def apply_template(engine: Intake, settings: ServeSettings, body: dict[str, Any]
 def embeddings(engine: Intake, settings: ServeSettings, body: dict[str, Any]) -> dict[str, Any]:
     """POST /v1/embeddings: one vector of length 1 for each text, the mean of the last hidden states of its tokens."""
     fields = Fields(body)
-    coded = fields.get("encoding_format", str, "float")
-    if coded not in ("float", "base64"):
-        raise wrong("encoding_format", f"is {coded!r:.40}; allowed: float, base64")
+    coded = fields.choice("encoding_format", ("float", "base64"), "float")
     fields.refuse("dimensions", (engine.model_config.hidden_size,), "the vectors have the model's own size.")
     inputs = text_prompts(body.get("input"), "input")
     if len(inputs) > MAX_INPUTS:

@@ -5,19 +5,22 @@ Also the fields that constrain the text, under the names of OpenAI, llama.cpp an
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
+from decoding.params import SettingError
 from engine.grammar_text import GrammarError, checked_grammar, json_grammar
 from support.errors import UsageError, one_line
 from support.reader import NAMES, is_a, parse_json
 
 KINDS = NAMES | {str: "a string", bool: "a boolean"}  # what OpenAI's API calls values
 NEVER = -100  # the least bias of a logit
+# fields of SamplingParams -> their names in the API
+RENAMED = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "stop_ids": "stop_token_ids"}
 INVALID, FORBIDDEN, BUSY, SERVER = "invalid_request_error", "permission_error", "rate_limit_error", "server_error"
 
 
@@ -58,6 +61,22 @@ def no_replica(why: str) -> ApiError:
 def unsupported(param: str, why: str) -> ApiError:
     """The error for a field that the API knows and this server does not."""
     return ApiError(400, f"{param} is not supported: {why}", param, "unsupported_parameter")
+
+
+@contextlib.contextmanager
+def blamed(field: str | None) -> Iterator[None]:
+    """A ValueError becomes the error for the setting that it names, or else for this field of the request."""
+    try:
+        yield
+    except SettingError as error:
+        name = RENAMED.get(error.setting, error.setting)
+        why = one_line(error, notes=False).replace(error.setting, name)
+        raise ApiError(400, why, name, "invalid_value") from None
+    except ValueError as error:
+        if isinstance(error, UsageError) and not isinstance(error, GrammarError):
+            raise unsupported(field, "this server has no package for grammars.") from None
+        why = one_line(error, notes=False)
+        raise ApiError(400, f"{field} cannot be used: {why}" if field else why, field, "invalid_value") from None
 
 
 def parse_object(data: bytes) -> dict[str, Any]:
@@ -121,6 +140,13 @@ class Fields:
         value = self.get(field, int, default)
         if not low <= value <= high:
             raise wrong(self.name(field), f"is {value!r:.40}; allowed: {low} to {high}")
+        return value
+
+    def choice(self, field: str, allowed: Iterable[str], default: str | None = None) -> str:
+        """One of the texts that are allowed, or the default. Without a default the field must be there."""
+        value = self.required(field, str) if default is None else self.get(field, str, default)
+        if value not in (*allowed, default):
+            raise wrong(self.name(field), f"is {value!r:.40}; allowed: {', '.join(allowed)}")
         return value
 
     def inner(self, field: str) -> Fields:
@@ -215,8 +241,11 @@ def read_constraint(fields: Fields, holder: str = "") -> str | None:
     places = [(fields.inner(holder), "format", _response_format)] if holder else []
     places += [(fields, name, read) for name, read in _READERS.items()]
     places += [(guided, name, _READERS[f"guided_{name}"]) for name in _GUIDED]
-    found = {where.name(name): read(where, name) for where, name, read in places if where.given(name)}
-    grammars = {name: grammar for name, grammar in found.items() if grammar is not None}
+    grammars: dict[str, str] = {}
+    for where, name, read in places:
+        with blamed(where.name(name)):
+            if where.given(name) and (grammar := read(where, name)) is not None:
+                grammars[where.name(name)] = grammar
     if len(grammars) > 1:
         first, second = list(grammars)[:2]
         raise wrong(second, f"does not go with {first}")
@@ -226,47 +255,43 @@ def read_constraint(fields: Fields, holder: str = "") -> str | None:
 def _response_format(fields: Fields, name: str) -> str | None:
     """The output format: text, any JSON object, or JSON that follows a schema."""
     form = fields.inner(name)
-    kind = form.required("type", str)
+    kind = form.choice("type", ("text", "json_object", "json_schema"))
     if kind == "text":
         return None
     if kind == "json_object":  # llama.cpp's server takes a schema here, too
-        return grammar_of(fields.name(name), json_grammar, form.get("schema", dict))
-    if kind != "json_schema":
-        raise wrong(form.name("type"), f"is {kind!r:.40}; allowed: text, json_object, json_schema")
+        return json_grammar(form.get("schema", dict))
     # the endpoint for responses has its fields one level higher
     held = form.inner(kind) if form.given(kind) else form
-    strict = held.get("strict", bool, False)
     schema = held.values.get("schema")
     schema = schema if schema is True else held.required("schema", dict)
-    return grammar_of(fields.name(name), partial(json_grammar, strict=strict), schema)
+    return json_grammar(schema, strict=held.get("strict", bool, False))
 
 
 def _grammar(fields: Fields, name: str) -> str:
-    return grammar_of(fields.name(name), checked_grammar, fields.get(name, str))
+    return checked_grammar(fields.get(name, str))
 
 
 def _schema(fields: Fields, name: str) -> str:
     value = fields.values[name]
-    schema = value if isinstance(value, str | bool) else fields.get(name, dict)
-    return grammar_of(fields.name(name), json_grammar, schema)
+    return json_grammar(value if isinstance(value, str | bool) else fields.get(name, dict))
 
 
 def _any_object(fields: Fields, name: str) -> str | None:
-    return grammar_of(fields.name(name), json_grammar, None) if fields.get(name, bool) else None
+    return json_grammar() if fields.get(name, bool) else None
 
 
 def _regex(fields: Fields, name: str) -> str:
     pattern = fields.get(name, str).replace("\n", "\\n")
     # a slash ends a pattern in Lark's syntax, unless a backslash stands before it
     escaped = re.sub(r"\\.|/", lambda found: "\\/" if found[0] == "/" else found[0], pattern)
-    return grammar_of(fields.name(name), checked_grammar, f"start: /{escaped}/")
+    return checked_grammar(f"start: /{escaped}/")
 
 
 def _choice(fields: Fields, name: str) -> str:
     texts = fields.get(name, list)
     if not texts or not all(isinstance(text, str) and text for text in texts):
         raise wrong(fields.name(name), "must be a list of texts, none of them empty")
-    return grammar_of(fields.name(name), checked_grammar, f"start: {' | '.join(map(quoted, texts))}")
+    return checked_grammar(f"start: {' | '.join(map(quoted, texts))}")
 
 
 _READERS: dict[str, Callable[[Fields, str], str | None]] = {
@@ -285,13 +310,3 @@ _GUIDED = ("json", "json_object", "regex", "choice", "grammar")  # fields of str
 def quoted(text: str) -> str:
     """A text as a literal of Lark's syntax."""
     return json.dumps(text, ensure_ascii=False)
-
-
-def grammar_of(name: str, make: Callable[..., str], value: object) -> str:
-    """A grammar that is made of a field's value."""
-    try:
-        return make(value)
-    except GrammarError as error:
-        raise wrong(name, f"cannot be used: {one_line(error, notes=False)}") from None
-    except UsageError:
-        raise unsupported(name, "this server has no package for grammars.") from None

@@ -9,14 +9,14 @@ from typing import Any
 from engine.intake import Intake
 from serving.answers import Part, ToolCall
 from serving.completions import Message, Writer
-from serving.fields import ApiError, Fields, unsupported, wrong
+from serving.fields import ApiError, Fields, unsupported
 from serving.prompts import prompts_of
-from serving.requests import Ask, choose_tools, common, read_text, set_thinking, tool_of
+from serving.requests import Ask, choose_tools, common, functions_of, read_text, set_thinking
 from serving.scheduler import Job, ServeSettings
 
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
-THINKING = {"": None, "enabled": True, "adaptive": True, "disabled": False}  # whether the model thinks first
-MODES = {"auto": "auto", "any": "required", "none": "none"}  # their tool_choice -> OpenAI's
+THINKING = {"enabled": True, "adaptive": True, "disabled": False}  # whether the model thinks first
+MODES = {"auto": "auto", "any": "required", "none": "none", "tool": "required"}  # their tool_choice -> OpenAI's
 
 
 def message_ask(body: dict[str, Any]) -> Ask:
@@ -27,12 +27,9 @@ def message_ask(body: dict[str, Any]) -> Ask:
     if fields.given("stop_sequences"):
         ask.given["stop"] = tuple(fields.get("stop_sequences", list))
     thinking = fields.inner("thinking")
-    kind = thinking.get("type", str, "")
-    if kind not in THINKING:
-        raise wrong("thinking.type", f"is {kind!r:.40}; allowed: {', '.join(filter(None, THINKING))}")
-    set_thinking(
-        ask, {}, THINKING[kind], thinking.integer("budget_tokens", 1, 2**31, 2**31) if kind == "enabled" else -1
-    )
+    kind = thinking.choice("type", THINKING, "")
+    budget = thinking.integer("budget_tokens", 1, 2**31, 2**31) if kind == "enabled" else -1
+    set_thinking(ask, {}, THINKING.get(kind), budget)
     for name in ("container", "mcp_servers"):
         fields.refuse(name, ([],), "this server runs nothing but the model.")
     messages = fields.some("messages")
@@ -46,27 +43,17 @@ def message_ask(body: dict[str, Any]) -> Ask:
 
 def _read_tools(ask: Ask, fields: Fields) -> None:
     """The tools and which of them may or must be called."""
-    tools = []
-    for tool in fields.items("tools"):
-        if (kind := tool.get("type", str, "custom")) != "custom":  # the server itself would run it
-            ask.ignored.append(f"tools of type {kind!r:.40}")
-            continue
-        tools.append(tool_of(tool, "input_schema"))
-        ask.strict |= tool.get("strict", bool, False)
+    tools = functions_of(ask, fields, "custom", "input_schema", ignores=True)
     choice = fields.inner("tool_choice")
-    kind = choice.get("type", str, "auto")
-    if kind not in (*MODES, "tool"):
-        raise wrong(choice.name("type"), f"is {kind!r:.40}; allowed: {', '.join(MODES)}, tool")
+    kind = choice.choice("type", MODES, "auto")
     name = choice.required("name", str) if kind == "tool" else None
     ask.one_call = choice.get("disable_parallel_tool_use", bool, False)
-    choose_tools(ask, tools, MODES.get(kind, "required"), name, choice.name("name"))
+    choose_tools(ask, tools, MODES[kind], name, choice.name("name"))
 
 
 def _messages(fields: Fields) -> list[dict[str, Any]]:
     """The messages, as chat templates take them, that one of theirs stands for: results of tools are messages there."""
-    role = fields.required("role", str)
-    if role not in ("user", "assistant", "system"):
-        raise wrong(fields.name("role"), f"is {role!r:.40}; allowed: user, assistant")
+    role = fields.choice("role", ("user", "assistant", "system"))
     if isinstance(fields.values.get("content"), str):
         return [{"role": role, "content": fields.values["content"]}]
     fields.required("content", list)

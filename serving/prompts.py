@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from decoding.params import SettingError, Thought
+from decoding.params import Thought
 from engine.grammar_text import ReadGrammar, schemas_grammar
 from engine.intake import Intake
-from serving.fields import ApiError, grammar_of, quoted, wrong
+from serving.fields import ApiError, blamed, quoted, wrong
 from serving.requests import Ask
-from support.errors import one_line
 from text.dialect import as_text, with_calls
 from text.splitter import TEXT, THOUGHT
 from text.template import answer_room, in_turns, newest_turns
 from text.tokenizer import TOOL_KEYS, Tokenizer
 
 CHARACTERS = 16  # for each token of the context; no tokenizer makes so few tokens of a longer text
-# fields of SamplingParams -> their names in the API
-RENAMED = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "stop_ids": "stop_token_ids"}
 
 
 def adapter_named(engine: Intake, model: str) -> str:
@@ -137,7 +133,8 @@ def settings_of(tokenizer: Tokenizer, ask: Ask) -> dict[str, Any]:
     dialect = tokenizer.dialect
     found: dict[str, Any] = {"shown_ids": tokenizer.shown_ids(bool(ask.tools))}
     if ask.forced:
-        found["grammar"] = grammar_of("tools", partial(_calls, tokenizer), ask)
+        with blamed("tools"):
+            found["grammar"] = _calls(tokenizer, ask)
     thoughts, constrained = dialect.thoughts, ask.forced or "grammar" in ask.given
     may = ask.begun == THOUGHT or (not ask.begun and ask.think is not False)
     if thoughts and may and (constrained or ask.budget is not None):
@@ -169,20 +166,6 @@ def why_too_long(characters: int, ctx: int) -> str:
     if characters <= CHARACTERS * ctx:
         return ""
     return f"has a text of {characters:,} characters, far more than the context of {ctx:,} tokens holds"
-
-
-@contextlib.contextmanager
-def blamed(field: str | None) -> Iterator[None]:
-    """A ValueError becomes the error for the setting that it names, or else for this field of the request."""
-    try:
-        yield
-    except SettingError as error:
-        name = RENAMED.get(error.setting, error.setting)
-        why = one_line(error, notes=False).replace(error.setting, name)
-        raise ApiError(400, why, name, "invalid_value") from None
-    except ValueError as error:
-        why = one_line(error, notes=False)
-        raise ApiError(400, f"{field} cannot be used: {why}" if field else why, field, "invalid_value") from None
 
 
 def too_long(ask: Ask, message: str) -> ApiError:

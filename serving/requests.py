@@ -142,10 +142,7 @@ def response_ask(body: dict[str, Any]) -> Ask:
         fields.refuse(name, (), "this server keeps no conversations. Send the whole input.")
     fields.refuse("prompt", (), "this server stores no prompts.")
     fields.refuse("background", (False,), "the answer comes with this request.")
-    truncation = fields.get("truncation", str, "disabled")
-    if truncation not in ("auto", "disabled"):
-        raise wrong("truncation", f"is {truncation!r:.40}; allowed: auto, disabled")
-    ask.drop_oldest = truncation == "auto"
+    ask.drop_oldest = fields.choice("truncation", ("auto", "disabled"), "disabled") == "auto"
     if "message.output_text.logprobs" in fields.get("include", list, []) or fields.given("top_logprobs"):
         ask.logprobs = fields.integer("top_logprobs", 0, MAX_LOGPROBS, 0)
     _read_thinking(ask, fields)
@@ -217,29 +214,20 @@ def common(fields: Fields, *limits: str, holder: str = "", least: int = 1) -> As
 
 def text_prompts(value: Any, name: str) -> list[str | list[int]]:
     """The prompts in a field of this name: a text, token ids, or a list of one of these."""
-    if isinstance(value, str):
-        return [value]
-    if isinstance(value, list) and value:
-        if all(isinstance(item, int) for item in value):
-            return [value]
-        if all(isinstance(item, str) for item in value):
-            return value
-        if all(isinstance(item, list) and all(isinstance(i, int) for i in item) for item in value):
-            return value
-    raise wrong(name, "must be a text, a list of token ids, or a list of texts or of such lists, and not empty")
+    several = isinstance(value, list) and value and isinstance(value[0], str | list)
+    prompts = value if several else [value]
+    texts = all(isinstance(prompt, str) for prompt in prompts)
+    if not texts and not all(isinstance(p, list) and p and all(isinstance(i, int) for i in p) for p in prompts):
+        raise wrong(name, "must be a text, a list of token ids, or a list of texts or of such lists, and not empty")
+    return prompts
 
 
 def _read_thinking(ask: Ask, fields: Fields) -> None:
     """Whether the model thinks first, how hard and how long, and where its thoughts go."""
     variables = fields.get("chat_template_kwargs", dict, {})
     own = fields.inner("reasoning")
-    effort = fields.get("reasoning_effort", str) or own.get("effort", str) or ""
-    if effort and effort not in EFFORTS:
-        raise wrong("reasoning_effort", f"is {effort!r:.40}; allowed: {', '.join(EFFORTS)}")
-    kind = fields.get("reasoning_format", str, "auto")
-    if kind not in FORMATS:
-        raise wrong("reasoning_format", f"is {kind!r:.40}; allowed: {', '.join(FORMATS)}")
-    ask.raw_thoughts = kind == "none"
+    effort = fields.choice("reasoning_effort", EFFORTS, "") or own.choice("effort", EFFORTS, "")
+    ask.raw_thoughts = fields.choice("reasoning_format", FORMATS, "auto") == "none"
     budgets = [fields.integer(name, -1, 2**31, -1) for name in BUDGETS] + [own.integer("max_tokens", -1, 2**31, -1)]
     think = fields.get("enable_thinking", bool, own.get("enabled", bool))
     set_thinking(ask, variables, False if effort == "none" else think, max(budgets))
@@ -267,9 +255,7 @@ def set_thinking(ask: Ask, variables: dict[str, Any], think: bool | None, budget
 
 def _message(fields: Fields) -> dict[str, Any]:
     """A message: its role, its content, and what belongs to tools."""
-    role = fields.required("role", str)
-    if role not in ROLES:
-        raise wrong(fields.name("role"), f"is {role!r:.40}; allowed: {', '.join(ROLES)}")
+    role = fields.choice("role", ROLES)
     message: dict[str, Any] = {"role": ROLES[role], "content": read_text(fields, "content")}
     fields.refuse("function_call", (), "use tool_calls.")
     if message["role"] == "tool":
@@ -354,17 +340,7 @@ def _read_tools(ask: Ask, fields: Fields, flat: bool = False) -> None:
     flat: as /v1/responses has them, where a function's fields stand in the tool itself, and in tool_choice.
     """
     ask.one_call = not fields.get("parallel_tool_calls", bool, True)
-    tools = []
-    for tool in fields.items("tools"):
-        kind = tool.get("type", str, "function")
-        if kind != "function" and not flat:
-            raise unsupported(tool.name("type"), f"{kind!r:.40}; tools must be functions.")
-        if kind != "function":  # the client offers what its server would run, too
-            ask.ignored.append(f"tools of type {kind!r:.40}")
-            continue
-        function = tool.inner("function") if tool.given("function") else tool
-        tools.append(tool_of(function, "parameters"))
-        ask.strict |= function.get("strict", bool, False)
+    tools = functions_of(ask, fields, "function", "parameters", ignores=flat)
     choice = fields.values.get("tool_choice") or "auto"
     if isinstance(choice, dict) and choice.get("type") in CHOICES:
         choice = choice["type"]
@@ -376,9 +352,7 @@ def _read_tools(ask: Ask, fields: Fields, flat: bool = False) -> None:
     holder = named if flat else named.inner(kind)
     if kind == "function":
         return choose_tools(ask, tools, "required", holder.required("name", str), holder.name("name"))
-    mode = holder.required("mode", str)
-    if mode not in ("auto", "required"):
-        raise wrong(holder.name("mode"), f"is {mode!r:.40}; allowed: auto, required")
+    mode = holder.choice("mode", ("auto", "required"))
     holder.required("tools", list)
     names = {(tool if flat else tool.inner("function")).required("name", str) for tool in holder.items("tools")}
     if unknown := names - {tool["function"]["name"] for tool in tools}:
@@ -405,11 +379,28 @@ def choose_tools(ask: Ask, tools: list[dict[str, Any]], choice: str, name: str |
     ask.tools, ask.forced = tools, True
 
 
-def tool_of(function: Fields, parameters: str) -> dict[str, Any]:
-    """A tool as chat templates take it. parameters: the name of the field with the schema of its arguments."""
-    name = function.required("name", str)
-    if not 1 <= len(name) <= TOOL_NAME:
-        raise wrong(function.name("name"), f"has {len(name)} characters; allowed: 1 to {TOOL_NAME}")
-    described = {"name": name, "description": function.get("description", str, "")}
-    described["parameters"] = function.get(parameters, dict, NO_PARAMETERS)
-    return {"type": "function", "function": described}
+def functions_of(ask: Ask, fields: Fields, kind: str, parameters: str, ignores: bool) -> list[dict[str, Any]]:
+    """The functions among the tools of a request, as chat templates take them.
+
+    Args:
+        kind: the type of a tool that is a function.
+        parameters: the field with the schema of its arguments.
+        ignores: other tools, which the client's usual server would run itself, are left out. Otherwise they are refused.
+    """
+    tools = []
+    for tool in fields.items("tools"):
+        own = tool.get("type", str, kind)
+        if own != kind and not ignores:
+            raise unsupported(tool.name("type"), f"{own!r:.40}; tools must be functions.")
+        if own != kind:
+            ask.ignored.append(f"tools of type {own!r:.40}")
+            continue
+        function = tool.inner("function") if tool.given("function") else tool
+        ask.strict |= function.get("strict", bool, False)
+        name = function.required("name", str)
+        if not 1 <= len(name) <= TOOL_NAME:
+            raise wrong(function.name("name"), f"has {len(name)} characters; allowed: 1 to {TOOL_NAME}")
+        described = {"name": name, "description": function.get("description", str, "")}
+        described["parameters"] = function.get(parameters, dict, NO_PARAMETERS)
+        tools.append({"type": "function", "function": described})
+    return tools

@@ -23,8 +23,8 @@ from engine.ranks import RankLost
 from engine.results import GenerationResult
 from engine.streams import Stream
 from serving.answers import Answer, Event
-from serving.fields import BUSY, SERVER, ApiError, no_replica, parse_object, unsupported
-from serving.prompts import adapter_named, blamed, drop_oldest, prompts_of, settings_of, too_long
+from serving.fields import BUSY, SERVER, ApiError, blamed, no_replica, parse_object, unsupported
+from serving.prompts import adapter_named, drop_oldest, prompts_of, settings_of, too_long
 from serving.requests import Ask, Parse
 from support.errors import one_line
 

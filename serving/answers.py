@@ -1,5 +1,4 @@
-"""What the choices of a request give: text, thoughts, tool calls and log-probabilities as they come, and figures at the
-end."""
+"""What the choices of a request give: text, thoughts, tool calls and log-probabilities as they come."""
 
 from __future__ import annotations
 
@@ -8,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from engine.results import Chunk, GenerationResult, TokenLogprob, acceptance
+from engine.results import Chunk, GenerationResult, TokenLogprob
 from serving.requests import Ask
 from text.splitter import ARGUMENTS, CALL, TEXT, THOUGHT, Piece, Splitter
 from text.tokenizer import Tokenizer
@@ -40,7 +39,8 @@ class Event:
             self.seen |= later.seen | {"steps": self.seen.get("steps", []) + later.seen["steps"]}
 
 
-TokenInfo = tuple[int, TokenLogprob]  # a token of the answer, and how likely it and others were
+# A token, and how likely it and others were. Of the first token of a prompt that is not known.
+TokenInfo = tuple[int, TokenLogprob | None]
 
 
 class Part(NamedTuple):
@@ -129,33 +129,3 @@ class Answer:
                 text += f"\n{self._marks.end}\n\n{piece.text}" if self._around else piece.text
                 self._around = False
         return text, thought, [part for part in parts if part[0] == 0 or not self._ask.one_call]
-
-
-def usage_counts(results: Sequence[GenerationResult], choices: int = 1) -> tuple[int, int, int]:
-    """(prompt tokens, those of them that were cached, new tokens). A prompt counts once for all of its choices."""
-    prompts = results[::choices]
-    cached = sum(result.cached_tokens for result in prompts)
-    return sum(r.prompt_tokens for r in prompts), cached, sum(r.new_tokens for r in results)
-
-
-def timings(results: Sequence[GenerationResult], queue_seconds: float) -> dict[str, Any]:
-    """The figures of a request, with the names of llama.cpp's server where it has the same ones."""
-    prompt_seconds = sum(r.prefill_seconds for r in results)
-    seconds = sum(r.decode_seconds for r in results)
-    cached = sum(r.cached_tokens for r in results)
-    run = sum(r.prompt_tokens for r in results) - cached
-    new = sum(r.new_tokens for r in results)
-    decoded = new - len(results)  # the first token comes from the prompt's forward
-    return {
-        "queue_ms": round(1000 * queue_seconds, 3),
-        "cache_n": cached,
-        "prompt_n": run,
-        "prompt_ms": round(1000 * prompt_seconds, 3),
-        "prompt_per_second": round(run / prompt_seconds, 3) if prompt_seconds else 0.0,
-        "predicted_n": new,
-        "predicted_ms": round(1000 * seconds, 3),
-        "predicted_per_second": round(decoded / seconds, 3) if seconds else 0.0,
-        "steps": sum(r.steps for r in results),
-        "tau": round(acceptance([count for r in results for count in r.drafted])[0], 4),
-        "seed": results[0].seed if results else 0,
-    }

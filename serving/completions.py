@@ -8,8 +8,8 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from engine.results import TokenLogprob
-from serving.answers import Part, TokenInfo, ToolCall, timings, usage_counts
+from engine.results import TokenLogprob, acceptance
+from serving.answers import Part, TokenInfo, ToolCall
 from serving.fields import ApiError
 from serving.scheduler import Job
 
@@ -65,10 +65,35 @@ class Writer:
         return Message(error.body())
 
     def timings(self) -> dict[str, Any]:
-        """The figures of the request."""
-        more: dict[str, Any] = {"dropped_messages": self.ask.dropped} if self.ask.dropped else {}
-        more |= {"ignored": self.job.ignored} if self.job.ignored else {}
-        return timings(self.job.results, self.job.queue_seconds) | more
+        """The figures of the choices that have ended, with the names of llama.cpp's server where it has the same ones."""
+        results = self.job.results
+        prompt_seconds = sum(r.prefill_seconds for r in results)
+        seconds = sum(r.decode_seconds for r in results)
+        cached = sum(r.cached_tokens for r in results)
+        run = sum(r.prompt_tokens for r in results) - cached
+        new = sum(r.new_tokens for r in results)
+        decoded = new - len(results)  # the first token comes from the prompt's forward
+        more = {"dropped_messages": self.ask.dropped, "ignored": self.job.ignored}
+        return {
+            "queue_ms": round(1000 * self.job.queue_seconds, 3),
+            "cache_n": cached,
+            "prompt_n": run,
+            "prompt_ms": round(1000 * prompt_seconds, 3),
+            "prompt_per_second": round(run / prompt_seconds, 3) if prompt_seconds else 0.0,
+            "predicted_n": new,
+            "predicted_ms": round(1000 * seconds, 3),
+            "predicted_per_second": round(decoded / seconds, 3) if seconds else 0.0,
+            "steps": sum(r.steps for r in results),
+            "tau": round(acceptance([count for r in results for count in r.drafted])[0], 4),
+            "seed": results[0].seed if results else 0,
+        } | {name: value for name, value in more.items() if value}
+
+    def usage(self) -> tuple[int, int, int]:
+        """Tokens of the prompts, those of them that were cached, and new tokens. Choices of one prompt share it."""
+        results = [stream.result for stream in self.job.streams]
+        prompts = results[:: self.ask.n]
+        cached = sum(r.cached_tokens for r in prompts)
+        return sum(r.prompt_tokens for r in prompts), cached, sum(r.new_tokens for r in results)
 
     def thought_tokens(self) -> int:
         """How many tokens the text of the thoughts takes."""
@@ -106,7 +131,7 @@ class ChunkWriter(Writer):
         entries = self._prompt_tokens(index)
         return {"prompt_logprobs": [chances and self._ranked(token, chances) for token, chances in entries]}
 
-    def _prompt_tokens(self, index: int) -> list[tuple[int, TokenLogprob | None]]:
+    def _prompt_tokens(self, index: int) -> list[TokenInfo]:
         """The tokens of the prompt of a choice, with log-probabilities where those are asked for."""
         ids = self.ask.prompt_ids[index // self.ask.n]
         return list(zip(ids, self.job.streams[index].result.prompt_logprobs, strict=True))
@@ -149,7 +174,7 @@ class ChunkWriter(Writer):
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
 
     def _usage(self) -> dict[str, Any]:
-        prompt, cached, new = usage_counts(self.job.results, self.ask.n)
+        prompt, cached, new = self.usage()
         counts = {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
         counts |= {"prompt_tokens_details": {"cached_tokens": cached}}
         return counts | {"completion_tokens_details": {"reasoning_tokens": self.thought_tokens()}}
@@ -217,7 +242,7 @@ class CompletionWriter(ChunkWriter):
         self._offsets = [0] * len(job.answers)  # where the next token's text begins
         self._echoed: set[int] = set()  # choices whose prompt a stream has sent
 
-    def _prompt(self, index: int) -> tuple[str, list[tuple[int, TokenLogprob | None]]]:
+    def _prompt(self, index: int) -> tuple[str, list[TokenInfo]]:
         """What a choice begins with: the text of the prompt, and its tokens with log-probabilities, if asked for."""
         if not self.ask.echo:
             return "", []
@@ -240,13 +265,11 @@ class CompletionWriter(ChunkWriter):
         chosen = self._choice(index, prompt + answer.text, [*tokens, *answer.tokens], answer.finish)
         return chosen | self.of_prompt(index)
 
-    def _choice(
-        self, index: int, text: str, tokens: Sequence[tuple[int, TokenLogprob | None]], finish: str | None = None
-    ) -> dict[str, Any]:
+    def _choice(self, index: int, text: str, tokens: Sequence[TokenInfo], finish: str | None = None) -> dict[str, Any]:
         logprobs = None if self.ask.logprobs is None else self._columns(index, tokens)
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish}
 
-    def _columns(self, index: int, tokens: Sequence[tuple[int, TokenLogprob | None]]) -> dict[str, list]:
+    def _columns(self, index: int, tokens: Sequence[TokenInfo]) -> dict[str, list]:
         """Log-probabilities as this endpoint writes them: one list for each kind of figure. The first token has none.
 
         A token that is part of a character has its bytes for a name. Of tokens with the same name the likeliest counts.

@@ -164,9 +164,9 @@ class MessageWriter(Writer):
         return message | {"stop_reason": reason, "stop_sequence": sequence, "usage": self._usage()}
 
     def _usage(self) -> dict[str, int]:
-        result = self.job.streams[0].result
-        counts = {"input_tokens": result.prompt_tokens - result.cached_tokens, "output_tokens": result.new_tokens}
-        return counts | {"cache_read_input_tokens": result.cached_tokens, "cache_creation_input_tokens": 0}
+        prompt, cached, new = self.usage()
+        counts = {"input_tokens": prompt - cached, "output_tokens": new}
+        return counts | {"cache_read_input_tokens": cached, "cache_creation_input_tokens": 0}
 
 
 def _call(call: ToolCall) -> dict[str, Any]:

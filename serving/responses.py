@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from serving.answers import Part, TokenInfo, ToolCall, usage_counts
+from serving.answers import Part, TokenInfo, ToolCall
 from serving.completions import Message, Writer, new_id
 from serving.scheduler import Job
 
@@ -169,7 +169,7 @@ class ResponseWriter(Writer):
         return response | repeated | ({"timings": self.timings()} if ended else {})
 
     def _usage(self) -> dict[str, Any]:
-        prompt, cached, new = usage_counts(self.job.results)
+        prompt, cached, new = self.usage()
         counts = {"input_tokens": prompt, "input_tokens_details": {"cached_tokens": cached}}
         counts |= {"output_tokens": new, "output_tokens_details": {"reasoning_tokens": self.thought_tokens()}}
         return counts | {"total_tokens": prompt + new}

@@ -120,14 +120,11 @@ class Metrics:
         for result in results:
             if result.new_tokens > 1:
                 self.times["time_between_tokens_seconds"].add(result.decode_seconds / (result.new_tokens - 1))
-            self.counts["prompt_tokens_total"] += result.prompt_tokens
-            self.counts["cached_tokens_total"] += result.cached_tokens
+            for name in ("prompt_tokens", "cached_tokens", "steps", "prefill_seconds", "decode_seconds"):
+                self.counts[f"{name}_total"] += getattr(result, name)
             self.counts["generated_tokens_total"] += result.new_tokens
-            self.counts["steps_total"] += result.steps
             self.counts["draft_steps_total"] += len(result.drafted)
             self.counts["draft_step_tokens_total"] += sum(result.drafted)
-            self.counts["prefill_seconds_total"] += result.prefill_seconds
-            self.counts["decode_seconds_total"] += result.decode_seconds
 
     def text(self, scheduler: Scheduler) -> str:
         """All figures in Prometheus' text format."""

@@ -18,6 +18,7 @@ from serving.messages import count_tokens
 from serving.prompts import adapter_named, prompts_of, why_too_long
 from serving.requests import Ask, chat_ask, text_prompts
 from serving.scheduler import ServeSettings
+from support.reader import is_a
 from text.tokenizer import Tokenizer
 
 MAX_INPUTS = 256  # texts that one request may have embedded
@@ -48,7 +49,7 @@ def tokenize(engine: Intake, settings: ServeSettings, body: dict[str, Any]) -> d
 def detokenize(engine: Intake, settings: ServeSettings, body: dict[str, Any]) -> dict[str, Any]:
     """POST /detokenize: the text of ids, with the text of control tokens, as llama.cpp and as vLLM call it."""
     ids = Fields(body).required("tokens", list)
-    if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
+    if not all(is_a(i, int) for i in ids):
         raise wrong("tokens", "must be a list of token ids")
     text = _tokenizer(engine).decode(ids, skip_special=False, continuation=True)
     return {"content": text, "prompt": text}

@@ -98,9 +98,9 @@ def _told(tokenizer: Tokenizer, ask: Ask) -> tuple[list[dict[str, Any]], list[di
     messages, tools = ask.messages, ask.tools
     if not tokenizer.takes_tools and (tools or any(message.keys() & TOOL_KEYS for message in messages)):
         return as_text(messages, tools), []
-    if not tokenizer.template_writes("tool_calls"):
+    if "tool_calls" not in tokenizer.chat_template:
         messages = [with_calls(message, tokenizer.dialect.calls[0]) for message in messages]
-    if tools and tokenizer.template_writes("message['tools']"):  # of a system message, as Phi-4-mini reads them
+    if tools and "message['tools']" in tokenizer.chat_template:  # of a system message, as Phi-4-mini reads them
         system = messages[0] if messages[0]["role"] == "system" else {"role": "system", "content": ""}
         described = json.dumps([tool["function"] for tool in tools], ensure_ascii=False)
         messages = [system | {"tools": described}, *messages[messages[0] is system :]]

@@ -121,7 +121,10 @@ class Job:
         self._asked = time.perf_counter()
         self._until = time.monotonic() + self._max_seconds
         if self.ask.steps:  # only such a request is watched, because the engine then waits for the host
-            self._recorders = [self._recorder(stream.result) for stream in self.streams]
+            try:
+                self._recorders = [StepRecorder(self._engine, stream.result) for stream in self.streams]
+            except ValueError as error:
+                raise unsupported("eaglet.steps", one_line(error, notes=False)) from None
         for index, stream in enumerate(self.streams):
             stream.start(functools.partial(self._news, index))
 
@@ -156,12 +159,6 @@ class Job:
         self._left -= 1
         if not self._left:
             self._set(self.finished)
-
-    def _recorder(self, result: GenerationResult) -> StepRecorder:
-        try:
-            return StepRecorder(self._engine, result)
-        except ValueError as error:
-            raise unsupported("eaglet.steps", one_line(error, notes=False)) from None
 
     def end(self) -> None:
         """Say that nothing more will come."""

@@ -102,17 +102,16 @@ DEEPSEEK_R1 = _section(*DEEPSEEK, "function<｜tool▁sep｜>NAME\n```json\nARGU
 DEEPSEEK_V3 = _section(*DEEPSEEK, "NAME<｜tool▁sep｜>ARGUMENTS")
 KIMI = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "<|tool_call_begin|>", "<|tool_call_end|>"
 KIMI_K2 = _section(*KIMI, "functions.NAME:0<|tool_call_argument_begin|>ARGUMENTS")
+GEMMA_4 = _braces("<|tool_call>", "<tool_call|>", '<|"|>')
+FUNCTION_GEMMA = _braces("<start_function_call>", "<end_function_call>", "<escape>")
 GRANITE = Calls("<|tool_call|>", "<|/tool_call|>", f"<|tool_call|>[{OBJECT}]")
 PHI = Calls("functools", "", f"functools[{OBJECT}]")
 HUNYUAN = Calls("<tool_calls>", "</tool_calls>", f"<tool_calls>[{OBJECT}]</tool_calls>")
 # Rows: the texts that a template or a vocabulary must have, and the forms of calls. The first row that fits counts.
 CALLS: tuple[tuple[tuple[str, ...], tuple[Calls, ...]], ...] = (
     (("<|channel|>", "<|message|>"), (GPT_OSS,)),
-    (("<|tool_call>",), (_braces("<|tool_call>", "<tool_call|>", '<|"|>'),)),  # Gemma 4
-    (
-        ("<start_function_call>",),
-        (_braces("<start_function_call>", "<end_function_call>", "<escape>"),),
-    ),  # FunctionGemma
+    (("<|tool_call>",), (GEMMA_4,)),
+    (("<start_function_call>",), (FUNCTION_GEMMA,)),
     (("<seed:tool_call>",), (SEED_OSS,)),
     (("<function=", "<parameter="), (QWEN_CODER,)),  # and Qwen3.5
     (("<arg_key>",), (GLM,)),

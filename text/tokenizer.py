@@ -33,7 +33,7 @@ LLAMA2_SYSTEM = (
 )
 NAMED_TOKEN = re.compile("[a-z]+_token")  # keys such as bos_token
 TOKEN = (str, {"content": str, "special?": (bool, None)})
-# What is read of tokenizer_config.json and special_tokens_map.json, besides the keys of NAMED_TOKEN.
+# What is read of tokenizer_config.json and special_tokens_map.json. Keys of NAMED_TOKEN hold a TOKEN or null.
 CONFIG = dict.fromkeys(("add_bos_token?", "add_eos_token?", "legacy?"), (bool, None))
 CONFIG |= {"added_tokens_decoder?": ({"*": TOKEN[1]}, None), "additional_special_tokens?": ([TOKEN], None)}
 CONFIG |= {"extra_special_tokens?": ([TOKEN], {"*": TOKEN}, None)}
@@ -99,8 +99,7 @@ def load_tokenizer(source: str | Path | Mapping[str, Any], vocab_size: int | Non
         return None
     where = f"the {name} in the GGUF file" if isinstance(source, Mapping) else Path(source).absolute() / name
     with _one_line_errors(f"cannot use {where}", "Download the tokenizer files again, or pass --prompt-ids."):
-        config = _named_tokens(read, "special_tokens_map.json")
-        config |= _named_tokens(read, "tokenizer_config.json")
+        config = _named_tokens(read, "special_tokens_map.json") | _named_tokens(read, "tokenizer_config.json")
         named = {k: _content(v) for k, v in config.items() if NAMED_TOKEN.fullmatch(k) and v}
         tokens = _added_tokens(read, config, named)
         if name == "tokenizer.json":
@@ -303,8 +302,7 @@ class Tokenizer:
         ids: list[int] = []
         run = ""  # text since the last control token
         for i, piece in enumerate(pieces):
-            is_content = i % 2 == 1
-            for part in [piece] if is_content else self.parts(piece):
+            for part in [piece] if i % 2 else self.parts(piece):
                 if isinstance(part, str):
                     run += part
                     continue
@@ -337,10 +335,6 @@ class Tokenizer:
         end = self.decode(ids[-16:], skip_special=False, continuation=True)  # no mark has so many tokens
         return bool(thoughts) and end.rstrip().endswith(thoughts.begin)
 
-    def template_writes(self, text: str) -> bool:
-        """Whether the model's chat template in use holds a text, such as the name of a variable or of a tag."""
-        return text in self.chat_template
-
     @property
     def chat_template(self) -> str:
         """The source of the template in use; "" for a built-in one or none."""
@@ -349,7 +343,7 @@ class Tokenizer:
     @property
     def takes_tools(self) -> bool:
         """Whether the chat template in use has a place for tools."""
-        return self.template_writes("tools")
+        return "tools" in self.chat_template
 
     def check_variables(self, variables: Mapping[str, Any]) -> None:
         """Refuse variables of a template that it would be given in any case, and control tokens in them."""
@@ -594,13 +588,10 @@ def _content(token: str | dict) -> str:
 
 
 def _named_tokens(read: Reader, name: str) -> dict:
-    """A JSON file whose `*_token` values are texts or objects that hold one. ValueError names any other value."""
-    value = _json(read, name, CONFIG)
-    for key, token in value.items():
-        text = token.get("content") if isinstance(token, dict) else token
-        if NAMED_TOKEN.fullmatch(key) and token is not None and not isinstance(text, str):
-            raise ValueError(f"{name}: {key} = {token!r:.80}, expected a text, an object with content, or null")
-    return value
+    """A JSON file of the shape CONFIG, whose `*_token` values are texts or objects that hold one."""
+    value = _json(read, name)
+    named = {key: (*TOKEN, None) for key in value if NAMED_TOKEN.fullmatch(key)}
+    return check(value, CONFIG | named, name, "the file")
 
 
 def _json(read: Reader, name: str, shape: dict[str, Any] | None = None) -> dict:

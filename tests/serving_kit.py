@@ -13,14 +13,22 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from decoding.params import SamplingParams
-from engine.engine import Engine
-from engine.results import Chunk, GenerationResult, TokenLogprob
-from loading.options import DEMO
-from serving.app import Api
-from serving.scheduler import ServeSettings
-from serving.server import Server, bind
+import pytest
 
+for package in ("starlette", "uvicorn"):
+    pytest.importorskip(package, reason="the server needs starlette and uvicorn (requirements-dev.txt)")
+httpx = pytest.importorskip("httpx", reason="the client needs httpx (requirements-dev.txt)")
+
+from decoding.params import SamplingParams  # noqa: E402
+from engine.engine import Engine  # noqa: E402
+from engine.results import Chunk, GenerationResult, TokenLogprob  # noqa: E402
+from generate import load  # noqa: E402
+from loading.options import DEMO  # noqa: E402
+from serving.app import Api  # noqa: E402
+from serving.scheduler import ServeSettings  # noqa: E402
+from serving.server import Server, bind  # noqa: E402
+
+ASK = [{"role": "user", "content": "def f(x):"}]
 # A template in the manner of Qwen's: it writes the tools, the calls, and what the tools gave.
 TEMPLATE = (
     "{% if tools %}{% for tool in tools %}{{ tool.function | tojson }}{% endfor %}Write <tool_call> to call one."
@@ -36,6 +44,16 @@ def instruct_folder(folder: Path) -> Path:
         shutil.copy(DEMO / name, folder)
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE, "add_bos_token": True}))
     return folder
+
+
+def instruct_engine(tmp_path_factory: pytest.TempPathFactory, **options: Any) -> Engine:
+    """An engine of that model."""
+    return load(instruct_folder(tmp_path_factory.mktemp("instruct")), device="cpu", threads=1, **options)
+
+
+def text_of(engine: Engine, prompt: str | list[int], **params: Any) -> str:
+    """The text with which the engine alone goes on from a prompt."""
+    return engine.generate(prompt, SamplingParams(**params)).run()[0].text
 
 
 def until(condition, seconds: float = 20) -> None:
@@ -68,7 +86,31 @@ class Running:
         """Wait until no request is under way."""
         until(lambda: not self.api.scheduler.jobs)
 
-    def post(self, path: str, body: dict[str, Any]) -> http.client.HTTPConnection:
+    def get(self, path: str, **headers: str) -> httpx.Response:
+        """GET a path."""
+        return httpx.get(self.address + path, headers=headers)
+
+    def ask(self, path: str, status: int = 200, **body: Any) -> dict[str, Any]:
+        """POST a request. Returns the answer, which must have this status."""
+        answer = httpx.post(self.address + path, json=body, timeout=60)
+        assert answer.status_code == status, answer.text
+        return answer.json()
+
+    def refuses(self, path: str, param: str | None, **body: Any) -> dict[str, Any]:
+        """Check that a request is refused in one line because of this field. Returns the error."""
+        error = self.ask(path, 400, **body)["error"]
+        assert error["param"] == param and "\n" not in error["message"], error
+        return error
+
+    def stream(self, path: str, **body: Any) -> Iterator[dict[str, Any]]:
+        """POST a request for a stream. Yields its objects as they come."""
+        with httpx.stream("POST", self.address + path, json=body | {"stream": True}, timeout=60) as answer:
+            assert answer.status_code == 200, answer.read()
+            for line in answer.iter_lines():
+                if line.startswith("data: {"):
+                    yield json.loads(line.removeprefix("data: "))
+
+    def leave(self, path: str, body: dict[str, Any]) -> http.client.HTTPConnection:
         """Send a request and read nothing. To close the connection is to leave, at a moment that the test chooses."""
         connection = http.client.HTTPConnection(*self.socket.getsockname()[:2])
         connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})

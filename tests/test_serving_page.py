@@ -7,39 +7,36 @@ import hashlib
 import json
 import re
 import threading
-from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
+from serving_kit import ASK, instruct_engine, until
 
-pytest.importorskip("starlette", reason="the server needs starlette (requirements-dev.txt)")
-pytest.importorskip("uvicorn", reason="the server needs uvicorn (requirements-dev.txt)")
-httpx = pytest.importorskip("httpx", reason="the client needs httpx (requirements-dev.txt)")
+from cli.steps import StepRecorder, page_data
+from decoding.params import SamplingParams
+from loading.options import DEMO
 
-from serving_kit import Running, instruct_folder, until  # noqa: E402
-
-from cli.steps import StepRecorder, page_data  # noqa: E402
-from decoding.params import SamplingParams  # noqa: E402
-from generate import load  # noqa: E402
-from loading.options import DEMO  # noqa: E402
-
-ASK = [{"role": "user", "content": "def f(x):"}]
+CHAT = "/v1/chat/completions"
+STEPS = {"eaglet": {"steps": True}}
 VENDOR = Path(__file__).resolve().parent.parent / "serving" / "vendor"
 
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory):
-    folder = instruct_folder(tmp_path_factory.mktemp("instruct"))
-    return load(folder, eagle=str(DEMO / "eagle3"), device="cpu", threads=1)
+    # always drafts: otherwise the steps depend on how fast this machine is at the moment
+    return instruct_engine(tmp_path_factory, eagle=str(DEMO / "eagle3"), eagle_always=True)
 
 
-def chunks_of(server: Running, path: str = "/v1/chat/completions", **body) -> Iterator[dict]:
-    """The objects of a stream."""
-    with httpx.stream("POST", server.address + path, json={"stream": True, **body}, timeout=60) as answer:
-        assert answer.status_code == 200, answer.read()
-        for line in answer.iter_lines():
-            if line.startswith("data: {"):
-                yield json.loads(line.removeprefix("data: "))
+@pytest.fixture
+def stream(server):
+    """stream(**body) yields the objects of a streamed chat."""
+    return partial(server.stream, CHAT, messages=ASK)
+
+
+def joined(chunks: list[dict]) -> str:
+    """The text of a streamed chat."""
+    return "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks)
 
 
 def html_data(engine, prompt: list[int], params: SamplingParams) -> dict:
@@ -62,7 +59,7 @@ def without_times(steps: list[dict]) -> list[dict]:
 def test_the_page_loads_nothing_and_names_its_own_script(server):
     """The policy allows the page's own script and style by their hashes and its own server. The page names no other
     address, and neither its scripts nor their library make markup of a text."""
-    answer = httpx.get(server.address)
+    answer = server.get("/")
     policy, page = answer.headers["content-security-policy"], answer.text
     assert answer.status_code == 200 and answer.headers["content-type"].startswith("text/html")
     rules = dict(rule.strip().split(" ", 1) for rule in policy.split(";"))
@@ -87,51 +84,47 @@ def test_the_page_loads_nothing_and_names_its_own_script(server):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_the_steps_of_a_stream_are_those_of_html(engine, server, temperature):
-    """The steps, first text and scores of a stream equal those of `--html`, and the text is that of a request without
-    steps."""
+def test_the_steps_of_a_stream_are_those_of_html(engine, stream, temperature):
+    """Other steps, first text or scores than those of `--html`, and another text than without steps."""
     params = SamplingParams(temperature, seed=5, max_new_tokens=80)
     expected = html_data(engine, engine.tokenizer.encode_chat(ASK), params)
-    asked = dict(messages=ASK, temperature=temperature, seed=5, max_tokens=80)
-    chunks = list(chunks_of(server, eaglet={"steps": True}, **asked))
+    asked = dict(temperature=temperature, seed=5, max_tokens=80)
+    chunks = list(stream(**asked, **STEPS))
     steps = [step for chunk in chunks for step in chunk.get("steps", ())]
     assert without_times(steps) == without_times(expected["steps"]) and len(steps) > 5
     assert any(step["kept"][1:] for step in steps) and all(step["ms"] > 0 for step in steps)
     (first,) = [chunk for chunk in chunks if "first" in chunk]
     assert first["first"] == expected["first"] and first["scores"] == expected["scores"]
-    text = "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks)
-    assert first["first"] + "".join(token for step in steps for token in step["kept"]) == text
-    plain = list(chunks_of(server, **asked))
-    assert "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in plain) == text
+    assert first["first"] + "".join(token for step in steps for token in step["kept"]) == joined(chunks)
+    assert joined(list(stream(**asked))) == joined(chunks)
 
 
 def test_completions_and_several_choices_have_steps(engine, server):
     """Each choice of /v1/completions has the steps of its own seed."""
     expected = [html_data(engine, engine.tokenizer.encode("def f(x):"), SamplingParams(1.0, seed=s, max_new_tokens=12))
                 for s in (3, 4)]  # fmt: skip
-    asked = dict(prompt="def f(x):", n=2, seed=3, temperature=1.0, max_tokens=12, eaglet={"steps": True})
+    asked = dict(prompt="def f(x):", n=2, seed=3, temperature=1.0, max_tokens=12)
     steps: list[list[dict]] = [[], []]
-    for chunk in chunks_of(server, "/v1/completions", **asked):
+    for chunk in server.stream("/v1/completions", **asked, **STEPS):
         steps[chunk["choices"][0]["index"]] += chunk.get("steps", [])
     assert [without_times(own) for own in steps] == [without_times(data["steps"]) for data in expected]
 
 
-def test_only_a_request_that_asks_is_watched(engine, server, monkeypatch):
+def test_only_a_request_that_asks_is_watched(engine, server, stream, monkeypatch):
     """Only a request with `eaglet.steps` adds an observer, which is gone afterwards."""
     added: list[object] = []
     real = engine.add_observer
     monkeypatch.setattr(engine, "add_observer", lambda observer: added.append(observer) or real(observer))
     for more in ({}, {"eaglet": {}}, {"eaglet": {"steps": False}}, {"eaglet": None}):
-        chunks = list(chunks_of(server, messages=ASK, max_tokens=6, **more))
-        assert not [chunk for chunk in chunks if {"steps", "first", "scores"} & set(chunk)]
+        assert not [chunk for chunk in stream(max_tokens=6, **more) if {"steps", "first", "scores"} & set(chunk)]
     assert not added
-    list(chunks_of(server, messages=ASK, max_tokens=6, eaglet={"steps": True}))
+    list(stream(max_tokens=6, **STEPS))
     server.idle()
     assert len(added) == 1 and not engine.observers
 
 
 @pytest.mark.parametrize("how", ["left", "failed"])
-def test_nobody_watches_after_a_request_that_did_not_end(engine, server, monkeypatch, how):
+def test_nobody_watches_after_a_request_that_did_not_end(engine, server, stream, monkeypatch, how):
     """The observer is gone after a client has left or a recorder has failed, and the next answer has no steps."""
     begun, go = threading.Event(), threading.Event()
     real = StepRecorder.nodes
@@ -145,45 +138,39 @@ def test_nobody_watches_after_a_request_that_did_not_end(engine, server, monkeyp
 
     with monkeypatch.context() as patch:
         patch.setattr(StepRecorder, "nodes", nodes)
-        stream = chunks_of(server, messages=ASK, max_tokens=400, eaglet={"steps": True})
-        next(stream)
+        chunks = stream(max_tokens=400, **STEPS)
+        next(chunks)
         assert begun.wait(20) and len(engine.observers) == 1
         if how == "left":
-            stream.close()
+            chunks.close()
             until(lambda: any(job.cancelled for job in server.api.scheduler.jobs))
         go.set()
         if how == "failed":
-            assert list(stream)[-1]["error"]["message"] == "decoding failed: RuntimeError: no picture"
+            assert list(chunks)[-1]["error"]["message"] == "decoding failed: RuntimeError: no picture"
         server.idle()
     assert not engine.observers
-    assert list(chunks_of(server, messages=ASK, max_tokens=4))[-1]["timings"]["predicted_n"] == 4
+    assert list(stream(max_tokens=4))[-1]["timings"]["predicted_n"] == 4
 
 
 def test_a_request_for_steps_that_cannot_be_is_one_line(engine, server, monkeypatch):
-    """Steps without a stream, of a wrong type, on /v1/responses, or of an engine that cannot be watched are a 400 that
-    says so."""
-
-    def refused(path: str, **body) -> dict:
-        answer = httpx.post(server.address + path, json=body)
-        assert answer.status_code == 400 and "\n" not in answer.json()["error"]["message"]
-        return answer.json()["error"]
-
-    chat, steps = "/v1/chat/completions", {"eaglet": {"steps": True}}
-    assert refused(chat, messages=ASK, **steps)["message"] == "eaglet.steps needs stream to be true"
-    assert refused(chat, messages=ASK, stream=True, eaglet={"steps": 1})["param"] == "eaglet.steps"
-    assert refused(chat, messages=ASK, stream=True, eaglet=True)["param"] == "eaglet"
-    assert refused("/v1/responses", input="x", stream=True, **steps)["code"] == "unsupported_parameter"
+    """Steps without a stream, of a wrong type, on /v1/responses, or of an engine that cannot be watched, ignored."""
+    error = server.refuses(CHAT, "eaglet.steps", messages=ASK, **STEPS)
+    assert error["message"] == "eaglet.steps needs stream to be true"
+    server.refuses(CHAT, "eaglet.steps", messages=ASK, stream=True, eaglet={"steps": 1})
+    server.refuses(CHAT, "eaglet", messages=ASK, stream=True, eaglet=True)
+    error = server.refuses("/v1/responses", "eaglet.steps", input="x", stream=True, **STEPS)
+    assert error["code"] == "unsupported_parameter"
 
     def add_observer(observer):
         raise ValueError("a step compiled in one piece has no phases to time.")
 
     monkeypatch.setattr(engine, "add_observer", add_observer)
-    error = refused(chat, messages=ASK, stream=True, **steps)
+    error = server.refuses(CHAT, "eaglet.steps", messages=ASK, stream=True, **STEPS)
     assert error["code"] == "unsupported_parameter" and "compiled in one piece" in error["message"]
 
 
 def test_the_page_learns_whether_the_model_chats(engine, server, monkeypatch):
     """/v1/models says whether the model has a chat template."""
-    assert httpx.get(f"{server.address}/v1/models").json()["data"][0]["chat_template"] is True
+    assert server.get("/v1/models").json()["data"][0]["chat_template"] is True
     monkeypatch.setattr(engine.tokenizer, "chat_template_source", "")
-    assert httpx.get(f"{server.address}/v1/models").json()["data"][0]["chat_template"] is False
+    assert server.get("/v1/models").json()["data"][0]["chat_template"] is False

@@ -6,31 +6,25 @@ import json
 from functools import partial
 
 import pytest
+from serving_kit import ASK, TEMPLATE, instruct_engine, instruct_folder, running, script, text_of
 
-pytest.importorskip("starlette", reason="the server needs starlette (requirements-dev.txt)")
-pytest.importorskip("uvicorn", reason="the server needs uvicorn (requirements-dev.txt)")
+from cli.chat import Conversation
+from cli.report import Report
+from decoding.params import SamplingParams
+from engine.results import Chunk, GenerationResult
+from generate import load
+
 openai = pytest.importorskip("openai", reason="the client needs openai (requirements-dev.txt)")
-
-from serving_kit import TEMPLATE, instruct_folder, running, script  # noqa: E402
-
-from cli.chat import Conversation  # noqa: E402
-from cli.report import Report  # noqa: E402
-from decoding.params import SamplingParams  # noqa: E402
-from engine.results import Chunk, GenerationResult  # noqa: E402
-from generate import load  # noqa: E402
-
-ASK = [{"role": "user", "content": "def f(x):"}]
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {
     "a": {"type": "integer", "maximum": 99}}, "required": ["a"], "additionalProperties": False}}}]  # fmt: skip
 THOUGHT = "I think\nhard."
 CALLS = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>\n' * 2
 SAID = f"<think>\n{THOUGHT}\n</think>\n\nHello.\n"
 # A template in the manner of Qwen's: it opens the thought, or closes it, and shows that of an earlier answer.
-OPENS = (
-    TEMPLATE.replace(
-        "{{ m.content }}", "{% if m.reasoning_content %}({{ m.reasoning_content }}){% endif %}{{ m.content }}"
-    )
-    + "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% else %}<think>\n{% endif %}"
+EARLIER = "{% if m.reasoning_content %}({{ m.reasoning_content }}){% endif %}{{ m.content }}"
+OPENS = TEMPLATE.replace("{{ m.content }}", EARLIER)
+OPENS += (
+    "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% else %}<think>\n{% endif %}"
 )
 MAYBE = TEMPLATE + "{# <think> #}"  # such as Qwen3's, which leaves it to the model
 HARMONY = "{# <|channel|> <|message|> tools #}" + TEMPLATE.removesuffix("<assistant>") + "<|start|>assistant"
@@ -38,7 +32,13 @@ HARMONY = "{# <|channel|> <|message|> tools #}" + TEMPLATE.removesuffix("<assist
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory):
-    return load(instruct_folder(tmp_path_factory.mktemp("instruct")), drafter="ngram", device="cpu", threads=1)
+    return instruct_engine(tmp_path_factory, drafter="ngram")
+
+
+def without_thought(engine, begun: str = "", **params) -> str:
+    """The text of an engine that is told not to think, and that goes on from what is begun."""
+    ids = engine.tokenizer.encode("<user>def f(x):<assistant><think>\n\n</think>\n\n", add_bos=False)
+    return text_of(engine, ids + engine.tokenizer.encode(begun, continuation=True), **params)
 
 
 @pytest.fixture
@@ -62,8 +62,8 @@ def streamed(client, **more) -> dict[str, str]:
 
 @pytest.mark.parametrize("kind, said", [(MAYBE, SAID), (OPENS, SAID.removeprefix("<think>"))])
 def test_a_thought_stands_apart_from_the_answer(engine, client, template, monkeypatch, kind, said):
-    """A thought in the content, another thought in a stream, white space of the marks, a wrong count, and a thought that
-    a client wants in the text."""
+    """A thought in the content, or another one in a stream, white space of the marks, a wrong count, and a thought that a
+    client wants in the text."""
     template(kind)
     script(monkeypatch, engine, said)
     answer = chat(client)
@@ -152,18 +152,13 @@ def test_a_budget_closes_the_thought(engine, client, template):
         assert message.reasoning_content == engine.tokenizer.decode(free, continuation=True).strip()
     closed = [*prompt, *free, *encode("\n</think>\n\n")]
     left = 40 - 9 - len(encode("\n</think>\n\n"))
-    after = engine.generate(closed, SamplingParams(max_new_tokens=left)).run()[0].text
+    after = text_of(engine, closed, max_new_tokens=left)
     assert message.content == after.lstrip() and after.strip()
     for off in ({"reasoning_budget": 0}, {"enable_thinking": False}, {"reasoning_effort": "none"},
                 {"chat_template_kwargs": {"enable_thinking": False}}, {"reasoning": {"effort": "none"}}):  # fmt: skip
         message = chat(client, max_tokens=8, **off).choices[0].message
-        text = "<user>def f(x):<assistant><think>\n\n</think>\n\n"
-        expected = (
-            engine.generate(engine.tokenizer.encode(text, add_bos=False), SamplingParams(max_new_tokens=8))
-            .run()[0]
-            .text
-        )
-        assert message.content == expected and not hasattr(message, "reasoning_content"), off
+        assert message.content == without_thought(engine, max_new_tokens=8), off
+        assert not hasattr(message, "reasoning_content"), off
 
 
 def test_grammars_and_forced_calls_come_behind_the_thought(engine, client, template):
@@ -173,7 +168,7 @@ def test_grammars_and_forced_calls_come_behind_the_thought(engine, client, templ
     schema = {"type": "object", "properties": {"n": {"type": "integer", "maximum": 99}}, "required": ["n"],
               "additionalProperties": False}  # fmt: skip
     form = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
-    for kind, header in ((OPENS, ""), (HARMONY, "<|channel|>analysis<|message|>")):
+    for kind, end in ((OPENS, "<think>\n"), (HARMONY, "<|start|>assistant")):
         template(kind)
         budget = {"reasoning_budget": 6, "max_tokens": 120}
         message = chat(client, response_format=form, **budget).choices[0].message
@@ -183,22 +178,11 @@ def test_grammars_and_forced_calls_come_behind_the_thought(engine, client, templ
         assert json.loads(forced.message.tool_calls[0].function.arguments)["a"] <= 99
         now = chat(client, tools=TOOLS, tool_choice="required", max_tokens=120, enable_thinking=False).choices[0]
         assert now.finish_reason == "tool_calls" and not hasattr(now.message, "reasoning_content")
-        text = engine.tokenizer.decode(engine.tokenizer.encode_chat(ASK), skip_special=False)
-        assert text.endswith("<think>\n" if not header else "<|start|>assistant")
+        assert engine.tokenizer.decode(engine.tokenizer.encode_chat(ASK), skip_special=False).endswith(end)
     template(MAYBE)  # which lets the model begin with a thought, or with the answer
     for more in ({"reasoning_budget": 6}, {"enable_thinking": False}):
         message = chat(client, response_format=form, max_tokens=60, **more).choices[0].message
         assert list(json.loads(message.content)) == ["n"]
-
-
-def test_a_call_that_the_limit_cuts_has_its_arguments_so_far(engine, client, template, monkeypatch):
-    """Half a call as text, arguments that end in a mark, and an answer that ends for another reason."""
-    pytest.importorskip("llguidance")
-    text = {"type": "object", "properties": {"s": {"type": "string"}}, "required": ["s"], "additionalProperties": False}
-    tools = [{"type": "function", "function": {"name": "say", "parameters": text}}]
-    cut = chat(client, tools=tools, tool_choice="required", max_tokens=24).choices[0]
-    assert cut.finish_reason == "length" and not cut.message.content
-    assert cut.message.tool_calls[0].function.arguments.startswith('{"s":"')
 
 
 def test_an_answer_goes_on_behind_a_thought(engine, client, template):
@@ -206,9 +190,7 @@ def test_an_answer_goes_on_behind_a_thought(engine, client, template):
     template(OPENS)
     begun = [*ASK, {"role": "assistant", "content": "It is"}]
     message = chat(client, messages=begun, max_tokens=8).choices[0].message
-    text = "<user>def f(x):<assistant><think>\n\n</think>\n\n"
-    ids = engine.tokenizer.encode(text, add_bos=False) + engine.tokenizer.encode("It is", continuation=True)
-    assert message.content == engine.generate(ids, SamplingParams(max_new_tokens=8)).run()[0].text
+    assert message.content == without_thought(engine, "It is", max_new_tokens=8)
 
 
 def test_marks_that_are_special_tokens_are_seen(tmp_path, monkeypatch):

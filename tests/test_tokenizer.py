@@ -259,7 +259,7 @@ def test_named_tokens_must_be_text(spm_dir, edit, name):
     write_json(folder / "tokenizer_config.json", {"bos_token": "<s>"})
     for bad in (5, True, ["<s>"], {"id": 1}, {"content": 1}):
         write_json(folder / name, {"bos_token": bad})
-        with pytest.raises(ValueError, match=f"{name}: bos_token = .*expected a text") as error:
+        with pytest.raises(ValueError, match=f"{name}: the file.bos_token.* (is|has) ") as error:
             tk.load_tokenizer(folder)
         one_line(error)
     for fine in ("<s>", {"content": "<s>"}, None):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,7 @@ from serving.fields import quoted
 from text.dialect import CALLS, HARMONY, HERMES, THINK, Tags, as_text, dialect_of, with_calls
 from text.splitter import ARGUMENTS, CALL, TEXT, THOUGHT, Splitter
 from text.template import TemplateWorker
-from text.tokenizer import load_tokenizer
+from text.tokenizer import Tokenizer, load_tokenizer
 
 WEATHER = {
     "type": "object",
@@ -202,10 +201,9 @@ def test_an_answer_that_ends_early_loses_nothing_before_its_end(name):
     dialect, text, begun = family(name)
     whole = split(dialect, [text], begun)
     marks = [mark for form in dialect.calls for mark in (form.begin, *form.section) if mark]
-    begins = (
-        [*marks, dialect.thoughts.begin, dialect.thoughts.end, *dialect.thoughts.around] if dialect.thoughts else marks
-    )
-    halves = sorted({mark[:size] for mark in (*begins, "<|start|>", "to=") for size in range(1, len(mark))}, key=len)
+    if thoughts := dialect.thoughts:
+        marks += [thoughts.begin, thoughts.end, *thoughts.around]
+    halves = sorted({mark[:size] for mark in (*marks, "<|start|>", "to=") for size in range(1, len(mark))}, key=len)
     for at in range(len(text)):
         shown, thought, calls = split(dialect, [text[:at]], begun, cut=True)
         for said, complete in ((shown, whole[0]), (thought, whole[1])):
@@ -221,45 +219,41 @@ def test_what_names_no_tool_of_the_request_stays_text(name):
     dialect, text, begun = family(name)
     if dialect.harmony:
         pytest.skip("a message to an unknown function is text without its header")
-    _, thought, calls = split(dialect, [text], begun, {"other": {}})
-    shown = split(dialect, [text], begun, {"other": {}})[0]
+    shown, thought, calls = split(dialect, [text], begun, {"other": {}})
     assert not calls and thought == split(dialect, [text], begun)[1]
     assert "weather" in shown and CITY[:8] in shown
     for pieces in cuts(text):
         assert split(dialect, pieces, begun, {"other": {}}) == (shown, thought, [])
 
 
-@pytest.mark.parametrize(
-    "template, text, expected",
-    [
-        ("tools <tool_call>", "a < b, <tool and <tool_ca", ("a < b, <tool and <tool_ca", "", [])),
-        ("tools <tool_call>", "<tool_call>{broken</tool_call> on", ("<tool_call>{broken</tool_call> on", "", [])),
-        ("tools <tool_call>", '<tool_call>{"name": "now"}', ("", "", [("now", "{}")])),
-        ("tools <tool_call>", '<tool_call>{"name": "now", "arguments": "{\\"a\\": 5}"}', ("", "", [("now", '{"a": 5}')])),
-        ("tools <tool_call>", '<tool_call>{"name": "now", "arguments": [1]}', None),
-        ("tools <tool_call>", '<tool_call>{"function": {"name": "now", "arguments": {}}}', ("", "", [("now", "{}")])),
-        ("tools <tool_call>", " \n\n Hi.  \n\nYou \n", (" \n\n Hi.  \n\nYou \n", "", [])),
-        ("tools [TOOL_CALLS]", "[1, 2] [TOOL", ("[1, 2] [TOOL", "", [])),
-        ('tools "parameters"', '{"name": "John", "age": 3}', ('{"name": "John", "age": 3}', "", [])),
-        ('tools "parameters"', 'As JSON: {"name": "now", "parameters": {}}', None),
-        ('tools "parameters"', " {1, 2} ", (" {1, 2} ", "", [])),
-        ("tools <think>", "<think>\nnever ends \n", ("", "never ends", [])),
-        (HARMONY_MARKS, " to=python<|channel|>commentary<|message|>1 + 1<|end|>", ("", "1 + 1", [])),
-        (HARMONY_MARKS, "<|channel|>commentary to=assistant<|channel|>final<|message|>Hi", ("Hi", "", [])),
-        (HARMONY_MARKS, "<|channel|>analysis to=functions.now<|message|>", ("", "", [("now", "{}")])),
-        ("tools <think> <tool_call>", '<think>So.<tool_call>{"name": "now"}</tool_call>', ("", "So.", [("now", "{}")])),
-        ("tools <think> <function= <parameter=", "<think>A <function=x</think>Hi", ("Hi", "A <function=x", [])),
-        ("tools <think> <tool_call>", "<think>A <tool_call> here.</think>Hi", ("Hi", "A <tool_call> here.", [])),
-        (HARMONY_MARKS, "no marks", ("no marks", "", [])),
-        ("tools <think>", "<think>\n\n</think>\n\nHi", ("Hi", "", [])),
-        ("tools <think>", "Use <think> and </think> so.\n", ("Use <think> and </think> so.\n", "", [])),
-        ("tools <think>", " <thin", (" <thin", "", [])),
-        ("nothing", "```json\n{\"name\": \"now\", \"age\": 3}\n```", ('```json\n{"name": "now", "age": 3}\n```', "", [])),
-        ("nothing", "```tool_code\nimport os\nnow()\n```", ("```tool_code\nimport os\nnow()\n```", "", [])),
-        ("nothing", "```tool_code\n[weather('Rome', 2)]\n```",
-         ("", "", [("weather", '{"city": "Rome", "days": 2}')])),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("template, text, expected", [
+    ("tools <tool_call>", "a < b, <tool and <tool_ca", ("a < b, <tool and <tool_ca", "", [])),
+    ("tools <tool_call>", "<tool_call>{broken</tool_call> on", ("<tool_call>{broken</tool_call> on", "", [])),
+    ("tools <tool_call>", '<tool_call>{"name": "now"}', ("", "", [("now", "{}")])),
+    ("tools <tool_call>", '<tool_call>{"name": "now", "arguments": "{\\"a\\": 5}"}', ("", "", [("now", '{"a": 5}')])),
+    ("tools <tool_call>", '<tool_call>{"name": "now", "arguments": [1]}', None),
+    ("tools <tool_call>", '<tool_call>{"function": {"name": "now", "arguments": {}}}', ("", "", [("now", "{}")])),
+    ("tools <tool_call>", " \n\n Hi.  \n\nYou \n", (" \n\n Hi.  \n\nYou \n", "", [])),
+    ("tools [TOOL_CALLS]", "[1, 2] [TOOL", ("[1, 2] [TOOL", "", [])),
+    ('tools "parameters"', '{"name": "John", "age": 3}', ('{"name": "John", "age": 3}', "", [])),
+    ('tools "parameters"', 'As JSON: {"name": "now", "parameters": {}}', None),
+    ('tools "parameters"', " {1, 2} ", (" {1, 2} ", "", [])),
+    ("tools <think>", "<think>\nnever ends \n", ("", "never ends", [])),
+    (HARMONY_MARKS, " to=python<|channel|>commentary<|message|>1 + 1<|end|>", ("", "1 + 1", [])),
+    (HARMONY_MARKS, "<|channel|>commentary to=assistant<|channel|>final<|message|>Hi", ("Hi", "", [])),
+    (HARMONY_MARKS, "<|channel|>analysis to=functions.now<|message|>", ("", "", [("now", "{}")])),
+    ("tools <think> <tool_call>", '<think>So.<tool_call>{"name": "now"}</tool_call>', ("", "So.", [("now", "{}")])),
+    ("tools <think> <function= <parameter=", "<think>A <function=x</think>Hi", ("Hi", "A <function=x", [])),
+    ("tools <think> <tool_call>", "<think>A <tool_call> here.</think>Hi", ("Hi", "A <tool_call> here.", [])),
+    (HARMONY_MARKS, "no marks", ("no marks", "", [])),
+    ("tools <think>", "<think>\n\n</think>\n\nHi", ("Hi", "", [])),
+    ("tools <think>", "Use <think> and </think> so.\n", ("Use <think> and </think> so.\n", "", [])),
+    ("tools <think>", " <thin", (" <thin", "", [])),
+    ("nothing", "```json\n{\"name\": \"now\", \"age\": 3}\n```", ('```json\n{"name": "now", "age": 3}\n```', "", [])),
+    ("nothing", "```tool_code\nimport os\nnow()\n```", ("```tool_code\nimport os\nnow()\n```", "", [])),
+    ("nothing", "```tool_code\n[weather('Rome', 2)]\n```",
+     ("", "", [("weather", '{"city": "Rome", "days": 2}')])),
+])  # fmt: skip
 def test_what_is_nearly_a_mark_or_a_call(template, text, expected):
     """Half a mark at the end, broken JSON, other JSON, white space that is text, thoughts that never begin or end."""
     for pieces in cuts(text):
@@ -310,9 +304,8 @@ def test_a_forced_call_is_written_in_the_form_of_the_family(name):
     for byte in text.encode():
         assert not matcher.is_accepting() and matcher.consume_token(byte), matcher.get_error()
     assert matcher.is_accepting()
-    assert [(called, json.loads(written)) for called, written in split(dialect, [text])[2]] == [
-        ("weather", {"city": "Rome", "days": 3})
-    ]
+    ((called, arguments),) = split(dialect, [text])[2]
+    assert (called, json.loads(arguments)) == ("weather", {"city": "Rome", "days": 3})
     matcher = package.LLMatcher(package.LLTokenizer("byte"), grammar, log_level=0)
     assert not matcher.consume_tokens([*text.replace("3", "x").encode()])
 
@@ -324,25 +317,25 @@ MESSAGES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "template, written",
-    [
-        ("{{ m.reasoning_content }}|{{ m.content }}", "Hm.|I look."),
-        ("{% if m.content is string %}{{ m.content }}{% else %}{% for b in m.content %}{% if b['type'] == 'thinking' %}"
-         "[THINK]{{ b.thinking }}{% else %}{{ b.text }}{% endif %}{% endfor %}{% endif %}", "[THINK]Hm.I look."),
-        ("{% set message = m %}{{ message.thinking }}|{{ message.content }}", "Hm.|I look."),
-        ("{% set message = m %}<|channel|><|message|>{{ message.thinking }}{{ message.content }}", "Hm.\n\nI look."),
-        ("{{ m.content }}", "I look."),
-    ],
-)  # fmt: skip
-def test_earlier_thoughts_stand_where_the_template_reads_them(tmp_path, template, written):
+def demo_tokenizer(template: str) -> Tokenizer:
+    """The demo model's tokenizer with a chat template."""
+    config = json.dumps({"chat_template": template}).encode()
+    model = (DEMO / "tokenizer.model").read_bytes()
+    return load_tokenizer({"tokenizer.model": model, "tokenizer_config.json": config})
+
+
+@pytest.mark.parametrize("template, written", [
+    ("{{ m.reasoning_content }}|{{ m.content }}", "Hm.|I look."),
+    ("{% if m.content is string %}{{ m.content }}{% else %}{% for b in m.content %}{% if b['type'] == 'thinking' %}"
+     "[THINK]{{ b.thinking }}{% else %}{{ b.text }}{% endif %}{% endfor %}{% endif %}", "[THINK]Hm.I look."),
+    ("{% set message = m %}{{ message.thinking }}|{{ message.content }}", "Hm.|I look."),
+    ("{% set message = m %}<|channel|><|message|>{{ message.thinking }}{{ message.content }}", "Hm.\n\nI look."),
+    ("{{ m.content }}", "I look."),
+])  # fmt: skip
+def test_earlier_thoughts_stand_where_the_template_reads_them(template, written):
     """A thought that a client sends back and that the template does not find, or finds in the text of the answer; the
     text of a control token in a thought that becomes the token."""
-    for name in ("config.json", "tokenizer.model"):
-        shutil.copy(DEMO / name, tmp_path)
-    loop = f"{{% for m in messages %}}{{% if m.tool_calls %}}{template}{{% endif %}}{{% endfor %}}"
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": loop}))
-    tokenizer = load_tokenizer(tmp_path)
+    tokenizer = demo_tokenizer(f"{{% for m in messages %}}{{% if m.tool_calls %}}{template}{{% endif %}}{{% endfor %}}")
     assert tokenizer.decode(tokenizer.encode_chat(MESSAGES)).endswith(written)
     marked = [MESSAGES[0], MESSAGES[1] | {"thought": "Hm.</s>"}]
     assert not {*tokenizer.encode_chat(marked)} & tokenizer.special_ids or "Hm" not in written
@@ -368,23 +361,19 @@ def test_tools_calls_and_results_as_text():
     assert told["content"].startswith('<|tool_call|>[{"name": "now"') and "tool_calls" not in told
 
 
-def test_the_template_gets_tools_and_no_control_tokens(tmp_path):
-    """Tools and earlier calls are in the prompt; the text of a control token in them is an error, as are tools without
-    a place."""
-    for name in ("config.json", "tokenizer.model"):
-        shutil.copy(DEMO / name, tmp_path)
+def test_the_template_gets_tools_and_no_control_tokens():
+    """Tools and earlier calls that are not in the prompt; the text of a control token in them; tools without a place."""
     template = "{{ tools | tojson }}{% for m in messages %}{{ m.role }}:{{ m.content }}{{ m.tool_calls }}{% endfor %}"
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
-    tokenizer = load_tokenizer(tmp_path)
+    tokenizer = demo_tokenizer(template)
     ask, call = {"role": "user", "content": "x</s>"}, {"role": "assistant", "content": "", "tool_calls": [{"id": "1"}]}
     ids = tokenizer.encode_chat([ask], tools=[{"name": "add"}])
     assert tokenizer.decode(ids) == '[{"name": "add"}]user:x</s>' and not set(ids) & tokenizer.special_ids
     assert "{'id': '1'}" in tokenizer.decode(tokenizer.encode_chat([ask, call]))
-    for tools in ([{"name": "a</s>"}], [{"a</s>": 1}], [{"name": "a", "parameters": {"enum": ["b", "</s>"]}}]):
+    bad = {"name": "a</s>"}, {"a</s>": 1}, {"name": "a", "parameters": {"enum": ["b", "</s>"]}}
+    asked = [([ask], [tool]) for tool in bad] + [([ask, call | {"tool_calls": [{"id": "</s>"}]}], None)]
+    for messages, tools in asked:
         with pytest.raises(ValueError, match="text of a control token"):
-            tokenizer.encode_chat([ask], tools=tools)
-    with pytest.raises(ValueError, match="text of a control token"):
-        tokenizer.encode_chat([ask, call | {"tool_calls": [{"id": "</s>"}]}])
+            tokenizer.encode_chat(messages, tools=tools)
     tokenizer.use_template("vicuna")
     with pytest.raises(ValueError, match="takes no tools"):
         tokenizer.encode_chat([{"role": "user", "content": "x"}], tools=[{"name": "add"}])
@@ -410,17 +399,11 @@ def test_what_a_real_template_writes_is_read_back(name):
     template, worker = file.read_text(encoding="utf-8"), TemplateWorker()
     dialect = dialect_of(template, ())
     described = [{"name": called, "description": "d", "parameters": schema} for called, schema in TOOLS.items()]
-    known = {
-        "tools": [{"type": "function", "function": each} for each in described],
-        "bos_token": "",
-        "eos_token": "</s>",
-    }
+    tools = [{"type": "function", "function": each} for each in described]
+    known = {"tools": tools, "bos_token": "", "eos_token": "</s>"}
     ask = {"role": "user", "content": "Weather?"}
-    call = {
-        "id": "functions.weather:0" if "Kimi" in name else "a1b2c3d4e",
-        "type": "function",
-        "function": {"name": "weather", "arguments": GIVEN},
-    }
+    number = "functions.weather:0" if "Kimi" in name else "a1b2c3d4e"
+    call = {"id": number, "type": "function", "function": {"name": "weather", "arguments": GIVEN}}
     places = "tool_calls" in template
     for said in ({"content": "Hi."}, {"content": "Hi.", "thought": "Hm."}, {"content": "", "tool_calls": [call]}):
         if "tool_calls" in said and not places:

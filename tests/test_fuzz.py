@@ -358,7 +358,7 @@ def test_damaged_tokenizers_read_as_before_or_are_refused(kind, request, tmp_pat
     """
     folder = tmp_path / "t"
     shutil.copytree(request.getfixturevalue(kind), folder)
-    names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
+    names = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "tokenizer.model")
     found = [name for name in names if (folder / name).is_file()]
 
     def read(folder: Path) -> Any:
@@ -366,7 +366,7 @@ def test_damaged_tokenizers_read_as_before_or_are_refused(kind, request, tmp_pat
         ids = tokenizer.encode("Hello, world é 1")
         return ids, tokenizer.decode(ids), tokenizer.eos_ids
 
-    assert try_cases(Format(tuple(found), lambda f: None, read), folder, CASES // 20, kind)["refused"] > 0
+    assert try_cases(Format(tuple(found), lambda f: None, read), folder, CASES // 2, kind)["refused"] > 20
 
 
 # ---- requests, schemas and grammars --------------------------------------------------------------------------------

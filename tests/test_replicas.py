@@ -19,10 +19,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from serving_kit import httpx, running
 
 from decoding.params import SamplingParams
 from engine.request import Inbox, Request
 from engine.results import Chunk, GenerationResult, SequenceOutput
+from engine.streams import Stream
 from generate import load
 from loading.options import DEMO
 from scripts import scale
@@ -34,14 +36,8 @@ from support.files import read_json_lines
 
 needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="replicas need Ray (requirements-dev.txt)")
 ROOT = Path(__file__).resolve().parent.parent
-OPTIONS = {
-    "checkpoint": str(DEMO),
-    "eagle": str(DEMO / "eagle1"),
-    "ctx": 1024,
-    "slots": 4,
-    "device": "cpu",
-    "threads": 1,
-}
+HEAD = str(DEMO / "eagle1")
+OPTIONS = {"checkpoint": str(DEMO), "eagle": HEAD, "ctx": 1024, "slots": 4, "device": "cpu", "threads": 1}
 GRAMMAR = 'start: /[a-f ]{20,60}/ "\\n"'
 
 
@@ -108,7 +104,7 @@ def test_what_was_handed_on_before_is_compared_and_skipped_however_the_steps_fal
     """Doubled or lost tokens where the second replica's steps are longer, shorter, or hold text back."""
     rng = random.Random(seed)
     text = "".join(rng.choice("abcdef") for _ in range(rng.randrange(1, 40)))
-    made, inbox = passage(), None
+    made = passage()
     for turn in range(3):
         ends = sorted({*(rng.randrange(len(text) + 1) for _ in range(6)), len(text)})
         shown = sorted(min(end, rng.randrange(len(text) + 1)) for end in ends[:-1]) + [len(text)]
@@ -235,6 +231,7 @@ def log() -> Log:
 
 @pytest.fixture(scope="module")
 def replicas(log):
+    pytest.importorskip("ray", reason="replicas need Ray (requirements-dev.txt)")
     made = Replicas(OPTIONS, 2, say=log.append, deadline=4.0)
     log.wait("is ready", 2)
     yield made
@@ -246,30 +243,29 @@ def alone():
     return load(**OPTIONS)
 
 
-REQUESTS = [
-    (
-        f"def f{i}({'x, ' * (7 * i % 40)}y):\n",
-        SamplingParams((0.0, 0.9)[i % 2], seed=i, max_new_tokens=60 + 37 * i % 300),
-    )
-    for i in range(24)
-]
+PARAMS = [SamplingParams((0.0, 0.9)[i % 2], seed=i, max_new_tokens=60 + 37 * i % 300) for i in range(24)]
+REQUESTS = [(f"def f{i}({'x, ' * (7 * i % 40)}y):\n", params) for i, params in enumerate(PARAMS)]
 
 
 def outcome(result: GenerationResult) -> tuple:
     return result.token_ids, result.text, result.stop_reason, result.logprobs, result.prompt_logprobs
 
 
-@needs_ray
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"temperature": 0.8, "seed": 3, "top_k": 40},
-        {"stop": ["\n    "], "logprobs": 3, "prompt_logprobs": 2},
-        {"grammar": GRAMMAR, "temperature": 1.0},
-        {"max_new_tokens": 0, "prompt_logprobs": 1},
-        {"logit_bias": [(13, -100)], "repetition_penalty": 1.2},
-    ],
-)
+def all_started(replicas: Replicas, requests: list[tuple]) -> list[Stream]:
+    """The streams of these requests, which wait and run together."""
+    streams = [replicas.generate(*request) for request in requests]
+    for stream in streams:
+        stream.start()
+    return streams
+
+
+@pytest.mark.parametrize("settings", [
+    {"temperature": 0.8, "seed": 3, "top_k": 40},
+    {"stop": ["\n    "], "logprobs": 3, "prompt_logprobs": 2},
+    {"grammar": GRAMMAR, "temperature": 1.0},
+    {"max_new_tokens": 0, "prompt_logprobs": 1},
+    {"logit_bias": [(13, -100)], "repetition_penalty": 1.2},
+])  # fmt: skip
 def test_a_replica_gives_what_an_engine_gives(replicas, alone, settings):
     """A setting, a log-probability or the end of a text that is lost on the way to another process."""
     params = SamplingParams(**{"max_new_tokens": 80, **settings})
@@ -278,21 +274,15 @@ def test_a_replica_gives_what_an_engine_gives(replicas, alone, settings):
     assert (mine.prompt_tokens, mine.new_tokens) == (theirs.prompt_tokens, theirs.new_tokens)
 
 
-@needs_ray
 def test_what_is_wrong_with_a_request_is_said_before_it_is_sent(replicas):
     """An error that only the replica finds, after the answer has begun."""
-    for prompt, params in (
-        ([10**6], SamplingParams()),
-        ("x" * 9000, SamplingParams()),
-        ("x", SamplingParams(grammar="start: (")),
-    ):
+    for prompt, grammar in (([10**6], ""), ("x" * 9000, ""), ("x", "start: (")):
         with pytest.raises(ValueError):
-            replicas.generate(prompt, params)
+            replicas.generate(prompt, SamplingParams(grammar=grammar))
     with pytest.raises(ValueError, match="watched"):
         replicas.add_observer(None)
 
 
-@needs_ray
 def test_replicas_that_die_cost_time_and_no_text(replicas, alone, log):
     """Texts that end early, are doubled, or go on with another seed when a process is killed."""
     expected = [alone.generate(*request).run()[0] for request in REQUESTS]
@@ -311,10 +301,7 @@ def test_replicas_that_die_cost_time_and_no_text(replicas, alone, log):
     killer.start()
     lost = log.count("is lost")
     while log.count("is lost") < lost + 3:
-        streams = [replicas.generate(*request) for request in REQUESTS]
-        for stream in streams:
-            stream.start()
-        for stream, whole in zip(streams, expected, strict=True):
+        for stream, whole in zip(all_started(replicas, REQUESTS), expected, strict=True):
             chunks = list(stream)
             assert outcome(stream.result) == outcome(whole)
             assert "".join(chunk.text for chunk in chunks) == whole.text
@@ -324,29 +311,22 @@ def test_replicas_that_die_cost_time_and_no_text(replicas, alone, log):
     log.wait("is ready", log.count("is lost") + 2)
 
 
-@needs_ray
 def test_a_replica_that_hangs_is_started_again(replicas, alone, log):
     """A process that lives and answers nothing, with whose requests the clients wait for ever."""
     lost, process = log.count("has not answered"), log.processes()[1]
     os.kill(process, signal.SIGSTOP)
-    streams = [replicas.generate(*request) for request in REQUESTS[:8]]
-    for stream in streams:
-        stream.start()
-    for stream, request in zip(streams, REQUESTS, strict=False):
+    for stream, request in zip(all_started(replicas, REQUESTS[:8]), REQUESTS, strict=False):
         assert outcome(stream.run()[0]) == outcome(alone.generate(*request).run()[0])
     log.wait("has not answered", lost + 1)
     log.wait("is ready", log.count("is lost") + 2)
     assert log.processes()[1] != process
 
 
-@needs_ray
 def test_a_stream_that_is_left_gives_its_slot_back(replicas):
     """Slots that stay taken by clients that have gone."""
     long = SamplingParams(max_new_tokens=900, stop_ids=(1,))
     for _ in range(3):
-        streams = [replicas.generate("x = ", long) for _ in range(12)]
-        for stream in streams:
-            stream.start()
+        streams = all_started(replicas, [("x = ", long)] * 12)
         next(streams[0])
         for stream in streams:
             stream.close()
@@ -355,25 +335,17 @@ def test_a_stream_that_is_left_gives_its_slot_back(replicas):
     assert replicas.generate("x = ", SamplingParams(max_new_tokens=5)).run()[0].new_tokens == 5
 
 
-@needs_ray
 def test_the_server_has_all_its_endpoints_over_replicas(replicas, alone):
     """An endpoint that reaches into an engine which is in another process."""
-    httpx = pytest.importorskip("httpx", reason="the client needs httpx (requirements-dev.txt)")
-    from serving_kit import running
-
     asked = {"prompt": "def f(x):\n", "max_tokens": 8, "n": 2, "seed": 5, "temperature": 0.7, "logprobs": 2}
-    bodies = {
-        "/v1/completions": asked,
-        "/v1/embeddings": {"input": ["def f", "class A"]},
-        "/tokenize": {"content": "def f"},
-    }
+    steps = {"prompt": "x", "max_tokens": 8, "stream": True, "eaglet": {"steps": True}}
     found = []
     for engine in (replicas, alone):
         with running(engine) as server:
-            answers = [httpx.post(server.address + path, json=body).json() for path, body in bodies.items()]
-            answers += [httpx.get(server.address + path).json() for path in ("/health", "/tokenizer_info")]
-            figures = httpx.get(server.address + "/metrics").text
-            steps = {**asked, "logprobs": None, "n": 1, "stream": True, "eaglet": {"steps": True}}
+            answers = [server.ask("/v1/completions", **asked), server.ask("/tokenize", content="def f")]
+            answers.append(server.ask("/v1/embeddings", input=["def f", "class A"]))
+            answers += [server.get(path).json() for path in ("/health", "/tokenizer_info")]
+            figures = server.get("/metrics").text
             status = httpx.post(server.address + "/v1/completions", json=steps).status_code
         assert status == (400 if engine is replicas else 200)
         own = ("id", "created", "timings", "usage")  # the caches hold other texts
@@ -382,25 +354,19 @@ def test_the_server_has_all_its_endpoints_over_replicas(replicas, alone):
     assert found[0] == found[1]
 
 
-@needs_ray
 def test_without_a_replica_new_requests_are_told_to_come_back(replicas, log):
     """Requests that wait for minutes where a load balancer would have sent them elsewhere."""
-    httpx = pytest.importorskip("httpx", reason="the client needs httpx (requirements-dev.txt)")
-    from serving_kit import running
-
     with running(replicas) as server:
         while any(peer.up for peer in replicas.peers):  # one may be back before the end of the other is noticed
             for process in log.processes().values():
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(process, signal.SIGKILL)
             time.sleep(0.1)
-        for answer in (
-            httpx.post(server.address + "/v1/completions", json={"prompt": "x"}),
-            httpx.get(server.address + "/health"),
-        ):
+        asked = httpx.post(server.address + "/v1/completions", json={"prompt": "x"})
+        for answer in (asked, server.get("/health")):
             assert answer.status_code == 503 and int(answer.headers["Retry-After"]) > 0
         log.wait("is ready", log.count("is lost") + 2)
-        assert httpx.get(server.address + "/health").status_code == 200
+        assert server.get("/health").status_code == 200
 
 
 def started(command: list[str]) -> tuple[subprocess.Popen, Log, threading.Thread]:
@@ -414,10 +380,7 @@ def started(command: list[str]) -> tuple[subprocess.Popen, Log, threading.Thread
 @needs_ray
 def test_a_signal_lets_replicas_finish_what_runs(alone):
     """An answer that is cut off by a new version of the server; processes of Ray that stay."""
-    httpx = pytest.importorskip("httpx", reason="the client needs httpx (requirements-dev.txt)")
-    words = (
-        f"-m scripts.serve --replicas 1 --port 0 --device cpu --ctx 1024 --slots 4 --eagle {DEMO / 'eagle1'}".split()
-    )
+    words = f"-m scripts.serve --replicas 1 --port 0 --device cpu --ctx 1024 --slots 4 --eagle {HEAD}".split()
     ran, log, reader = started([sys.executable, *words])
     log.wait("serving", 1)
     address = next(line for line in log if line.startswith("serving")).split()[1]
@@ -450,7 +413,7 @@ def test_a_file_of_requests_survives_its_replicas(tmp_path, alone):
     asked, answered = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     asked.write_text("".join(json.dumps(one) + "\n" for one in lines))
     command = [sys.executable, "generate.py", "--input", str(asked), "--output", str(answered), "--replicas", "2"]
-    command += ["--eagle", str(DEMO / "eagle1"), "--ctx", "1024", "--slots", "1", "--device", "cpu"]
+    command += ["--eagle", HEAD, "--ctx", "1024", "--slots", "1", "--device", "cpu"]
     for how in ("command", "replica"):
         ran, log, reader = started(command)
         log.wait("is ready", 1)

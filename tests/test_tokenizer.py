@@ -1,9 +1,11 @@
 """Tests of encode and decode against `transformers`, of streaming, chat prompts, hostile files and templates."""
 
 import argparse
+import contextlib
 import hashlib
 import json
 import random
+import re
 import shutil
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
@@ -121,6 +123,11 @@ def edit(tmp_path):
     return change
 
 
+@pytest.fixture
+def transformers():
+    return pytest.importorskip("transformers", reason="transformers is the oracle")
+
+
 def llama_oracle(folder: Path, **options):
     """LlamaTokenizer of transformers with vocabulary and merges taken from the sentencepiece model."""
     import sentencepiece
@@ -139,10 +146,14 @@ def llama_oracle(folder: Path, **options):
     return transformers.LlamaTokenizer(vocab=vocab, merges=merges, **options)
 
 
-def one_line(error) -> str:
+@contextlib.contextmanager
+def refused(*said: str):
+    """Check that the block raises a ValueError of one line that matches all these patterns."""
+    with pytest.raises(ValueError) as error:
+        yield error
     text = str(error.value)
     assert "\n" not in text and len(text) < 900
-    return text
+    assert all(re.search(words, text) for words in said), text
 
 
 # ---- encode and decode -------------------------------------------------------------------------------------
@@ -166,12 +177,11 @@ def test_sentencepiece_equals_transformers(spm_dir):
             assert ours.decode(ids) == oracle.decode(ids, skip_special_tokens=True)
 
 
-def test_byte_level_equals_transformers(json_dir):
+def test_byte_level_equals_transformers(transformers, json_dir):
     """Ids and texts of a byte-level tokenizer.json are those of transformers.
 
     Catches: truncation stored in the file, a lost BOS or a wrong byte alphabet, which spoil Llama-3 prompts.
     """
-    transformers = pytest.importorskip("transformers", reason="transformers is the oracle")
     ours, oracle = tk.load_tokenizer(json_dir), transformers.AutoTokenizer.from_pretrained(json_dir)
     for text in TEXTS:
         ids = ours.encode(text)
@@ -182,9 +192,8 @@ def test_byte_level_equals_transformers(json_dir):
 
 
 @pytest.mark.parametrize("scheme", ["first", "always", "never", "legacy"])
-def test_sentencepiece_style_json_equals_transformers(spm_dir, tmp_path, scheme):
+def test_sentencepiece_style_json_equals_transformers(transformers, spm_dir, tmp_path, scheme):
     """Bug: one of the four ways a tokenizer.json writes LLaMA's dummy space is encoded or decoded differently."""
-    transformers = pytest.importorskip("transformers", reason="transformers is the oracle")
     from tokenizers import decoders, normalizers, pre_tokenizers
 
     rust = llama_oracle(spm_dir, add_bos_token=True).backend_tokenizer
@@ -208,10 +217,9 @@ def test_sentencepiece_style_json_equals_transformers(spm_dir, tmp_path, scheme)
         assert ours._text_ids(text, first=False) == inner
 
 
-def test_bos_and_eos_flags(spm_dir, json_dir, edit):
+def test_bos_and_eos_flags(transformers, spm_dir, json_dir, edit):
     """Bug: a model gets a BOS or EOS it never saw, or loses one. A tokenizer.json decides by its post-processor
     alone, a sentencepiece model by the flags (BOS without flags, as Meta does)."""
-    transformers = pytest.importorskip("transformers", reason="transformers is the oracle")
     cases = [
         ({}, 1, 0),
         ({"add_bos_token": False}, 0, 0),
@@ -259,9 +267,8 @@ def test_named_tokens_must_be_text(spm_dir, edit, name):
     write_json(folder / "tokenizer_config.json", {"bos_token": "<s>"})
     for bad in (5, True, ["<s>"], {"id": 1}, {"content": 1}):
         write_json(folder / name, {"bos_token": bad})
-        with pytest.raises(ValueError, match=f"{name}: the file.bos_token.* (is|has) ") as error:
+        with refused(f"{name}: the file.bos_token.* (is|has) "):
             tk.load_tokenizer(folder)
-        one_line(error)
     for fine in ("<s>", {"content": "<s>"}, None):
         write_json(folder / name, {"bos_token": fine})
         assert tk.load_tokenizer(folder).bos_id == 1
@@ -272,9 +279,8 @@ def test_vocabulary_must_fit_the_model(spm_dir, json_dir, edit):
     for folder in (spm_dir, json_dir):
         size = tk.load_tokenizer(folder).vocab_size
         assert tk.load_tokenizer(folder, size).vocab_size == size
-        with pytest.raises(ValueError, match="outside the model's vocabulary") as error:
+        with refused("outside the model's vocabulary", re.escape(str(folder))):
             tk.load_tokenizer(folder, 300)
-        assert str(folder) in one_line(error)
     padded = edit(spm_dir)  # Llama-2 fine-tunes ship a pad token the model has no row for
     write_json(padded / "added_tokens.json", {"<pad>": 700})
     write_json(padded / "special_tokens_map.json", {"pad_token": {"content": "<pad>"}})
@@ -428,9 +434,8 @@ def test_ctrl_c_while_a_template_renders_leaves_no_answer_for_the_next_prompt(mo
 @pytest.mark.parametrize("template", [LLAMA3, CHATML, INST], ids=["llama3", "chatml", "inst"])
 @pytest.mark.parametrize("messages", [TALK, TALK[1:]], ids=["system", "turns"])
 @pytest.mark.parametrize("kind", ["json", "spm", "legacy"])
-def test_chat_equals_transformers(json_dir, spm_dir, edit, template, messages, kind):
+def test_chat_equals_transformers(transformers, json_dir, spm_dir, edit, template, messages, kind):
     """Bug: a chat prompt that differs by one space or token from training makes answers worse, silently."""
-    transformers = pytest.importorskip("transformers", reason="transformers is the oracle")
     if kind == "json":
         folder = edit(json_dir, chat_template=template)
         oracle = transformers.AutoTokenizer.from_pretrained(folder)
@@ -444,10 +449,8 @@ def test_chat_equals_transformers(json_dir, spm_dir, edit, template, messages, k
         oracle.chat_template = template
     ours = tk.load_tokenizer(folder)
     if template is INST and messages is TALK:
-        with pytest.raises(ValueError, match="must alternate") as error:
+        with refused("Conversation roles must alternate", r"\[system, user, assistant, user\]"):
             ours.render_chat(messages)
-        assert "Conversation roles must alternate" in one_line(error)
-        assert "[system, user, assistant, user]" in str(error.value)
         return
     expected = oracle.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     assert ours.render_chat(messages) == expected
@@ -499,9 +502,8 @@ def test_known_ids_that_the_template_writes_differently_now_are_not_used(json_di
     assert ours.continue_chat(talk, [*ours.encode_chat(HI), 5]) == ours.encode_chat(talk)
 
 
-def test_templates_that_edit_contents(json_dir, edit):
+def test_templates_that_edit_contents(transformers, json_dir, edit):
     """Bug: sentinels break templates that inspect contents, or such a template assembles a control token."""
-    transformers = pytest.importorskip("transformers", reason="transformers is the oracle")
     folder = edit(json_dir, "thinking", chat_template=THINKING)
     ours, oracle = tk.load_tokenizer(folder), transformers.AutoTokenizer.from_pretrained(folder)
     talk = [HI[0], {"role": "assistant", "content": "<think>hm</think>yes"}, HI[0]]
@@ -513,16 +515,14 @@ def test_templates_that_edit_contents(json_dir, edit):
     ):
         template = CHATML.replace("message.content", f"(message{edited})")
         ours = tk.load_tokenizer(edit(json_dir, str(len(edited)), chat_template=template))
-        with pytest.raises(ValueError, match="control token") as error:
+        with refused("control token"):
             ours.encode_chat([{"role": "user", "content": content}])
-        one_line(error)
     shout = tk.load_tokenizer(edit(json_dir, "s", chat_template=CHATML.replace(".content", ".content | upper")))
     assert "HI THERE" in shout.decode(shout.encode_chat(HI))
 
 
-def test_template_contract(json_dir, edit):
+def test_template_contract(transformers, json_dir, edit):
     """Bug: templates that use Hugging Face's extras (tojson, strftime_now, break, tools) fail or differ."""
-    transformers = pytest.importorskip("transformers", reason="transformers is the oracle")
     template = """{% for m in messages %}
     {% if loop.index > 2 %}{% break %}{% endif %}
 {{ {'é': m.content, 'n': [1, 2]} | tojson }}|{{ m | tojson(indent=1) }}|{{ strftime_now('%Y') | length }}
@@ -563,9 +563,9 @@ def test_hostile_templates(json_dir, edit):
     ours = tk.load_tokenizer(edit(json_dir, chat_template="x"))
     for name, template in HOSTILE.items():  # in one child, as long as it lives
         ours.chat_templates["default"] = template
-        with pytest.raises(ValueError, match=r"failed for roles \[user\]") as error:
+        with refused(r"failed for roles \[user\]", "tokenizer_config.json") as error:
             ours.render_chat(HI)
-        assert "tokenizer_config.json" in one_line(error) and "vicuna" in error.value.__notes__[0], name
+        assert "vicuna" in error.value.__notes__[0], name
 
 
 def test_a_template_is_rendered_by_one_child_that_is_replaced_after_a_failure(json_dir, edit, monkeypatch):
@@ -588,9 +588,9 @@ def test_bad_messages_and_missing_template(json_dir):
     """Bug: roles from a client smuggle control tokens; a model without template fails with a traceback."""
     ours = tk.load_tokenizer(json_dir)
     assert ours.chat_template_source is None
-    with pytest.raises(ValueError, match="--prompt.*vicuna.*llama-2-chat") as error:
+    with refused("no chat template") as error:
         ours.encode_chat(HI)
-    one_line(error)
+    assert re.search("--prompt.*vicuna.*llama-2-chat", error.value.__notes__[0])
     message = {"role": "user", "content": "x"}
     changes = {"content": None}, {"role": "user<|eot|>"}, {"role": ["user"]}, {"tool_calls": "<|eot|>"}
     for bad in ([], "hi", [{"role": "user"}], *([message | change] for change in changes)):
@@ -629,9 +629,8 @@ def test_builtin_prompts_are_fastchats():
 def test_builtin_roles(kind):
     """Bug: a conversation in the wrong order is rendered as if somebody else had spoken."""
     for name in tk.BUILTIN_SYSTEM:
-        with pytest.raises(ValueError, match="roles") as error:
+        with refused("roles", ", ".join(kind.split())):
             tk.builtin_prompt(name, [{"role": role, "content": "x"} for role in kind.split()])
-        assert ", ".join(kind.split()) in one_line(error)
 
 
 @pytest.mark.parametrize("name", ["vicuna", "llama-2-chat", "mixtral"])
@@ -651,38 +650,6 @@ def test_builtin_chat_ids_equal_transformers(spm_dir, edit, name):
 # ---- hostile files -----------------------------------------------------------------------------------------
 
 
-def mutations(data: bytes, count: int, seed: int):
-    rng = random.Random(seed)
-    for _ in range(count):
-        changed = bytearray(data)
-        for _ in range(rng.choice([1, 1, 2, 8])):
-            place = rng.randrange(len(changed) or 1)
-            cut, added = rng.choice([(1, 1), (1, 0), (40, 0), (0, 1), (0, 60)])  # another byte, a hole, or a repetition
-            source = rng.randrange(len(changed) or 1)
-            changed[place : place + cut] = bytes([rng.randrange(256)]) if cut and added else changed[source:][:added]
-        yield bytes(changed)
-
-
-@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "generation_config.json"])
-def test_mutated_files_fail_in_one_line(json_dir, edit, name):
-    """Bug: a damaged download ends in a Rust panic (a BaseException) or a traceback."""
-    folder = edit(json_dir, chat_template=CHATML, added_tokens_decoder={"600": {"content": SPECIAL[0]}})
-    path, failures = folder / name, 0
-    for data in mutations(path.read_bytes(), 200, seed=1):
-        path.write_bytes(data)
-        try:
-            ours = tk.load_tokenizer(folder, 700)
-        except ValueError as error:
-            failures += 1
-            assert "\n" not in str(error) and "tokenizer" in str(error)
-            continue
-        try:
-            ours.decode(ours.encode("Hello <|eot|> \u65e5"))
-        except ValueError as error:
-            assert "\n" not in str(error)
-    assert failures > 20
-
-
 @pytest.mark.parametrize("content", [b"", b"[]", b"{", b"\xff\xfe", b'{"model": 3}', b"[" * 100_000])
 def test_broken_files(json_dir, spm_dir, edit, content):
     """Bug: empty, truncated or non-UTF-8 files crash with something other than a one-line ValueError."""
@@ -692,9 +659,8 @@ def test_broken_files(json_dir, spm_dir, edit, content):
     for name, source in files.items():
         folder = edit(source, name)
         (folder / name).write_bytes(content)
-        with pytest.raises(ValueError) as error:
+        with refused(name):
             tk.load_tokenizer(folder)
-        assert name in one_line(error)
 
 
 def test_panics_and_interrupts(monkeypatch, json_dir):
@@ -709,9 +675,8 @@ def test_panics_and_interrupts(monkeypatch, json_dir):
         monkeypatch.setattr(tokenizers, "Tokenizer", fake)
 
     failing(PanicException("called `Option::unwrap()`\non a `None` value"))
-    with pytest.raises(ValueError, match="unwrap") as error:
+    with refused("unwrap"):
         tk.load_tokenizer(json_dir)
-    one_line(error)
     failing(KeyboardInterrupt())
     with pytest.raises(KeyboardInterrupt):
         tk.load_tokenizer(json_dir)

@@ -8,7 +8,6 @@ import json
 import shutil
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,9 @@ httpx = pytest.importorskip("httpx", reason="the client needs httpx (requirement
 
 from decoding.params import SamplingParams  # noqa: E402
 from engine.engine import Engine  # noqa: E402
-from engine.results import Chunk, GenerationResult, TokenLogprob  # noqa: E402
+from engine.request import Request  # noqa: E402
+from engine.results import Chunk, TokenLogprob  # noqa: E402
+from engine.streams import Stream  # noqa: E402
 from generate import load  # noqa: E402
 from loading.options import DEMO  # noqa: E402
 from serving.app import Api  # noqa: E402
@@ -137,8 +138,8 @@ def running(engine: Engine, **settings: Any) -> Iterator[Running]:
         server.stop()
 
 
-class ScriptedStream:
-    """Stands in for a Stream: a thread of its own gives the tokens of a text one by one, and counts them.
+class ScriptedStream(Stream):
+    """A Stream that drives itself: a thread of its own gives the tokens of a text one by one, and counts them.
 
     gate: is called before every token after the first one, so that a test can hold the answer there.
     turn: whose holder decodes; the others wait for it, as requests wait for a row.
@@ -148,6 +149,7 @@ class ScriptedStream:
         self, engine: Engine, prompt: list[int], params: SamplingParams, text: str, turn: threading.Lock,
         logprob: Callable[[int], TokenLogprob] | None = None, gate: Callable[[], object] | None = None,
     ):  # fmt: skip
+        super().__init__(engine.requests([prompt], [params]), self)
         self.ids = engine.tokenizer.encode(text, add_bos=False)
         self.decoder = engine.tokenizer.stream(continuation=True, shown=params.shown_ids)
         self.params = params
@@ -155,56 +157,39 @@ class ScriptedStream:
         self.gate = gate
         self.turn = turn
         self.given = 0
-        self.closed = False
-        self.stopped = False
-        self.began = 0.0
-        self.news: deque[Chunk | Exception | None] = deque()
-        self.result = GenerationResult(len(prompt), params.temperature, params.seed)
+        self.ended = False
 
-    def stop(self) -> None:
-        self.stopped = True
+    def submit(self, request: Request) -> None:
+        threading.Thread(target=self._decode, args=(request,), daemon=True).start()
 
-    @property
-    def ready(self) -> bool:
-        return bool(self.news)
+    def pump(self) -> None:
+        pass
 
-    def take(self) -> Chunk | None:
-        news = self.news.popleft()
-        if isinstance(news, Exception):
-            raise news
-        return news
-
-    def start(self, listener: Callable[[], None]) -> None:
-        threading.Thread(target=self._decode, args=(listener,), daemon=True).start()
-
-    def _decode(self, listener: Callable[[], None]) -> None:
+    def _decode(self, request: Request) -> None:
         end: Exception | None = None
         while not self.turn.acquire(timeout=0.01):
-            if self.stopped:
+            if request.stopping:
                 break
         else:
-            self.began = time.perf_counter()
+            request.began = time.perf_counter()
             try:
-                for chunk in self._chunks():
-                    self.news.append(chunk)
-                    listener()
+                self._say(request)
             except Exception as error:
                 end = error
             self.turn.release()
-        self.closed = True
-        self.news.append(end)
-        listener()
+        self.ended = True
+        request.inbox.end(end)
 
-    def _chunks(self) -> Iterator[Chunk]:
+    def _say(self, request: Request) -> None:
         for token in self.ids:
             if self.gate is not None and self.given:
                 self.gate()
-            if self.stopped:
+            if request.stopping:
                 return
             self.given += 1
             self.result.token_ids.append(token)
             logprobs = [self.logprob(token)] if self.logprob is not None else ()
-            yield Chunk(0, [token], self.decoder.push([token]), logprobs)
+            request.inbox.put(Chunk(0, [token], self.decoder.push([token]), logprobs))
         self.result.stop_reason = "eos"
 
 

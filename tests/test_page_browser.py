@@ -200,7 +200,7 @@ def test_answers_are_stopped_asked_again_and_edited(engine, server, browser, mon
     browser.until("!running")
     held.set()
     server.idle()
-    assert made[0].stopped and "stopped" in browser.texts(".figures")[-1] and browser.texts(".user")[-1] == "Three?"
+    assert made[0]._stopped and "stopped" in browser.texts(".figures")[-1] and browser.texts(".user")[-1] == "Three?"
     shown = browser.texts(".user, .text")
     browser.go()
     assert browser.texts(".user, .text") == shown and browser.do("part('system').value") == "Be brief."

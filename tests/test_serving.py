@@ -679,7 +679,7 @@ def test_a_client_that_leaves_is_cancelled_within_two_steps(engine, server, clie
         for _ in range(20):
             steps.release()
         server.idle()
-    assert made[0].given <= before + 2 < len(made[0].ids) and made[0].closed
+    assert made[0].given <= before + 2 < len(made[0].ids) and made[0].ended
     asked = dict(model="demo", messages=ASK, max_tokens=8)
     assert client.chat.completions.create(**asked).choices[0].message.content == expected(engine, max_new_tokens=8)
 

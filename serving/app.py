@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
-import functools
 import hashlib
 import hmac
 import time
 import zlib
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -176,18 +176,15 @@ class Api:
 
     def app(self) -> ASGIApp:
         """The ASGI application."""
-        posts: dict[str, Callable[[Request], Awaitable[ASGIApp]]] = {
-            **{path: functools.partial(self.small, deed=deed) for path, deed in SMALL.items()},
-            **{path: functools.partial(self.answer, kinds=kinds) for path, kinds in ENDPOINTS.items()},
-        }
         routes = [
-            *(Route(path, endpoint, methods=["POST"]) for path, endpoint in posts.items()),
+            *(Route(path, partial(self.answer, kinds=kinds), methods=["POST"]) for path, kinds in ENDPOINTS.items()),
+            *(Route(path, partial(self.small, deed=deed), methods=["POST"]) for path, deed in SMALL.items()),
             Route("/", self.chat),
             Route("/v1/models", self.models),
             Route("/v1/models/{name:path}", self.model),
             Route("/health", self.health),
             Route("/metrics", self.figures),
-            *(Route(path, functools.partial(self.told, facts=facts)) for path, facts in FACTS.items()),
+            *(Route(path, partial(self.told, facts=facts)) for path, facts in FACTS.items()),
         ]
         handlers = {kind: _error for kind in (ApiError, ClientDisconnect, HTTPException, Exception)}
         return Guard(Starlette(routes=routes, exception_handlers=handlers), self.settings, self.metrics)
@@ -199,16 +196,15 @@ class Api:
         job = await self.scheduler.job(parse, await read_body(request, self.settings.max_body))
         writer = writer_class(job)
         self.scheduler.admit(job)
-        return Reply(writer, self.settings.send_seconds, functools.partial(self._ended, request.scope["path"], writer))
+        return Reply(writer, self.settings.send_seconds, partial(self._ended, request.scope["path"], writer))
 
     async def small(self, request: Request, deed: Deed) -> Response:
         """A request that decodes nothing. One that runs the model does so between two steps of the others."""
         self.scheduler.check()
         body = parse_object(await read_body(request, self.settings.max_body))
         loop = asyncio.get_running_loop()
-        return JSONResponse(
-            await loop.run_in_executor(self.scheduler.preparing, deed, self.engine, self.settings, body)
-        )
+        told = await loop.run_in_executor(self.scheduler.preparing, deed, self.engine, self.settings, body)
+        return JSONResponse(told)
 
     async def told(self, request: Request, facts: Facts) -> Response:
         """A request for facts that do not change."""
@@ -265,8 +261,7 @@ class Api:
 
     async def figures(self, request: Request) -> Response:
         """GET /metrics"""
-        text = self.metrics.text(self.scheduler)
-        return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
+        return PlainTextResponse(self.metrics.text(self.scheduler), media_type="text/plain; version=0.0.4")
 
 
 def known_path(path: str) -> str:

@@ -88,7 +88,7 @@ class _Run:
 
     def __init__(self, engine: Intake, settings: ServeSettings, output: Path, quiet: bool):
         self.engine = engine
-        self.settings = settings
+
         self.output = output
         self.progress = Progress(quiet)
         self.scheduler = Scheduler(engine, settings)

@@ -39,8 +39,6 @@ class Writer:
         self.job = job
         self.answer = job.answers[0]  # the only one, where an API has no choices
         self.ask = job.ask
-        self.model = job.model
-        self.tokenizer = job.tokenizer
         self.id = new_id(self.prefix)
         self.created = int(time.time())
 
@@ -98,13 +96,13 @@ class Writer:
     def thought_tokens(self) -> int:
         """How many tokens the text of the thoughts takes."""
         thoughts = [answer.thought for answer in self.job.answers if answer.thought]
-        return sum(len(self.tokenizer.encode(text, continuation=True)) for text in thoughts)
+        return sum(len(self.job.tokenizer.encode(text, continuation=True)) for text in thoughts)
 
     def piece(self, token: int) -> tuple[str, bytes]:
         """The text and the bytes of a token. Half a character has a text of U+FFFD."""
-        if self.tokenizer is None:
+        if self.job.tokenizer is None:
             return str(token), str(token).encode()
-        data = self.tokenizer.pieces.get(token, b"")
+        data = self.job.tokenizer.pieces.get(token, b"")
         return data.decode("utf-8", "replace"), data
 
     def logprobs(self, tokens: Sequence[TokenInfo]) -> list[dict[str, Any]]:
@@ -171,7 +169,7 @@ class ChunkWriter(Writer):
         return self._head(self.whole_object) | end
 
     def _head(self, kind: str) -> dict[str, Any]:
-        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.job.model}
 
     def _usage(self) -> dict[str, Any]:
         prompt, cached, new = self.usage()
@@ -248,7 +246,7 @@ class CompletionWriter(ChunkWriter):
             return "", []
         prompt = self.ask.prompts[index // self.ask.n]
         if not isinstance(prompt, str):
-            prompt = self.tokenizer.decode(prompt) if self.tokenizer else "".join(map(str, prompt))
+            prompt = self.job.tokenizer.decode(prompt) if self.job.tokenizer else "".join(map(str, prompt))
         return prompt, self._prompt_tokens(index) if self.ask.logprobs is not None else []
 
     def part(self, part: Part) -> Iterator[Message]:

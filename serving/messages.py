@@ -154,13 +154,13 @@ class MessageWriter(Writer):
     def _stop(self) -> tuple[str, str | None]:
         """Why the answer ended, and the stop sequence that ended it."""
         result = self.job.streams[0].result
-        if result.stop_reason != "stop" or self.tokenizer is None or self.answer.calls:
+        if result.stop_reason != "stop" or self.job.tokenizer is None or self.answer.calls:
             return STOP_REASONS[self.answer.finish], None
-        written = self.tokenizer.decode(result.token_ids, continuation=True)
+        written = self.job.tokenizer.decode(result.token_ids, continuation=True)
         return "stop_sequence", next((text for text in self.job.params.stop if text in written), None)
 
     def _message(self, blocks: list[dict[str, Any]], reason: str | None, sequence: str | None) -> dict[str, Any]:
-        message = {"id": self.id, "type": "message", "role": "assistant", "model": self.model, "content": blocks}
+        message = {"id": self.id, "type": "message", "role": "assistant", "model": self.job.model, "content": blocks}
         return message | {"stop_reason": reason, "stop_sequence": sequence, "usage": self._usage()}
 
     def _usage(self) -> dict[str, int]:

@@ -158,10 +158,11 @@ def common(fields: Fields, *limits: str, holder: str = "", least: int = 1) -> As
         least: the lowest limit.
         holder: the object with the output format. An endpoint that has one gives one answer and no steps.
     """
-    model = fields.get("model", str, "")
-    given = {
-        SAME.get(name, name): value for name, kind in SETTINGS.items() if (value := fields.get(name, kind)) is not None
-    }
+    given: dict[str, Any] = {}
+    ask = Ask(given, model=fields.get("model", str, ""), raw=fields.values)
+    for name, kind in SETTINGS.items():
+        if fields.given(name):
+            given[SAME.get(name, name)] = fields.get(name, kind)
     limit = next((n for n in (*limits, "n_predict") if fields.given(n)), None)
     if limit is not None:
         value = fields.get(limit, int)
@@ -180,36 +181,27 @@ def common(fields: Fields, *limits: str, holder: str = "", least: int = 1) -> As
         given["top_p"] = LEAST_TOP_P
     if given.get("seed") == RANDOM_SEED:
         del given["seed"]
-    grammar = read_constraint(fields, holder)
-    if grammar is not None:
+    if (grammar := read_constraint(fields, holder)) is not None:
         given["grammar"] = grammar
     for name, (allowed, why) in NOT_HERE.items():
         fields.refuse(name, allowed, why)
-    ignore_eos = fields.get("ignore_eos", bool, False)
-    if ignore_eos and grammar is not None:
+    ask.ignore_eos = fields.get("ignore_eos", bool, False)
+    if ask.ignore_eos and grammar is not None:
         raise wrong("ignore_eos", "does not go with a grammar or schema, whose text ends where it is complete")
-    stream = fields.get("stream", bool, False)
+    ask.stream = fields.get("stream", bool, False)
     if fields.given("prompt_logprobs"):
-        if holder or stream:
+        if holder or ask.stream:
             raise unsupported("prompt_logprobs", "use /v1/completions or /v1/chat/completions without stream.")
-        given["prompt_logprobs"] = fields.integer("prompt_logprobs", 0, MAX_LOGPROBS, 0)
-    steps = fields.inner("eaglet").get("steps", bool, False)  # a field of this server only
-    if steps and not stream:
+        ask.prompt_logprobs = given["prompt_logprobs"] = fields.integer("prompt_logprobs", 0, MAX_LOGPROBS, 0)
+    ask.steps = fields.inner("eaglet").get("steps", bool, False)  # a field of this server only
+    if ask.steps and not ask.stream:
         raise wrong("eaglet.steps", "needs stream to be true")
-    if steps and holder:
+    if ask.steps and holder:
         raise unsupported("eaglet.steps", "use /v1/chat/completions or /v1/completions.")
-    return Ask(
-        given,
-        model=model,
-        n=1 if holder else fields.integer("n", 1, MAX_CHOICES, 1),
-        stream=stream,
-        include_usage=fields.inner("stream_options").get("include_usage", bool, False),
-        steps=steps,
-        prompt_logprobs=given.get("prompt_logprobs"),
-        stop_token_ids=tuple(fields.get("stop_token_ids", list, [])),
-        ignore_eos=ignore_eos,
-        raw=fields.values,
-    )
+    ask.n = 1 if holder else fields.integer("n", 1, MAX_CHOICES, 1)
+    ask.include_usage = fields.inner("stream_options").get("include_usage", bool, False)
+    ask.stop_token_ids = tuple(fields.get("stop_token_ids", list, []))
+    return ask
 
 
 def text_prompts(value: Any, name: str) -> list[str | list[int]]:

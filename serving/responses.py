@@ -151,7 +151,7 @@ class ResponseWriter(Writer):
             "status": status,
             "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
-            "model": self.model,
+            "model": self.job.model,
             "output": list(items),
             "max_output_tokens": raw.get("max_output_tokens"),
             "parallel_tool_calls": not self.ask.one_call,

@@ -18,8 +18,9 @@ import pytest
 from text import template as chat_template
 from text import tokenizer as tk
 
-pytest.importorskip("sentencepiece", reason="sentencepiece is not installed")
-pytest.importorskip("tokenizers", reason="tokenizers is not installed")
+sentencepiece = pytest.importorskip("sentencepiece", reason="sentencepiece is not installed")
+tokenizers = pytest.importorskip("tokenizers", reason="tokenizers is not installed")
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers  # noqa: E402
 
 TEXTS = [
     "", "   ", "\n", "\n\n  \n", "Hello world", " leading", "   three leading", "trailing  ", "tab\tand\r\nnewline\n",
@@ -69,8 +70,6 @@ def source_text() -> str:
 @pytest.fixture(scope="module")
 def spm_dir(tmp_path_factory, source_text) -> Path:
     """A real sentencepiece BPE as LLaMA trains it: identity normaliser, byte fallback, dummy prefix."""
-    import sentencepiece
-
     folder = tmp_path_factory.mktemp("spm")
     (folder / "corpus.txt").write_text(source_text)
     sentencepiece.SentencePieceTrainer.train(
@@ -85,16 +84,14 @@ def spm_dir(tmp_path_factory, source_text) -> Path:
 @pytest.fixture(scope="module")
 def json_dir(tmp_path_factory, source_text) -> Path:
     """A real byte-level BPE with Llama-3-like specials and post-processor, and one ordinary added token."""
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-
-    bpe = Tokenizer(models.BPE())
+    bpe = tokenizers.Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=600, initial_alphabet=alphabet, show_progress=False)
     bpe.train_from_iterator(source_text.splitlines(keepends=True), trainer)
-    bpe.add_special_tokens([AddedToken(s, normalized=False) for s in SPECIAL])
-    bpe.add_tokens([AddedToken("<think>", special=False, normalized=False)])
+    bpe.add_special_tokens([tokenizers.AddedToken(s, normalized=False) for s in SPECIAL])
+    bpe.add_tokens([tokenizers.AddedToken("<think>", special=False, normalized=False)])
     bpe.post_processor = processors.TemplateProcessing(
         single="<|begin|> $A", special_tokens=[("<|begin|>", bpe.token_to_id("<|begin|>"))]
     )
@@ -130,8 +127,6 @@ def transformers():
 
 def llama_oracle(folder: Path, **options):
     """LlamaTokenizer of transformers with vocabulary and merges taken from the sentencepiece model."""
-    import sentencepiece
-
     transformers = pytest.importorskip("transformers", reason="transformers is the oracle")
     model = sentencepiece.SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
     vocab = {model.id_to_piece(i): i for i in range(model.get_piece_size())}
@@ -160,10 +155,7 @@ def refused(*said: str):
 
 
 def test_sentencepiece_equals_transformers(spm_dir):
-    """Ids and texts of a sentencepiece model are those of transformers.
-
-    Catches: a wrong dummy prefix, a missing BOS or lossy decoding, each of which changes every prompt of LLaMA.
-    """
+    """Bug: a wrong dummy prefix, a missing BOS or lossy decoding, each of which changes every prompt of LLaMA."""
     ours, oracle = tk.load_tokenizer(spm_dir, 700), llama_oracle(spm_dir, add_bos_token=True)
     assert ours.bos_id == 1 and ours.eos_ids == (2,) and ours.vocab_size == 700
     assert ours.pieces[ours._files.vocab["▁the"]] == b" the" and len(ours.pieces) == 700
@@ -178,10 +170,7 @@ def test_sentencepiece_equals_transformers(spm_dir):
 
 
 def test_byte_level_equals_transformers(transformers, json_dir):
-    """Ids and texts of a byte-level tokenizer.json are those of transformers.
-
-    Catches: truncation stored in the file, a lost BOS or a wrong byte alphabet, which spoil Llama-3 prompts.
-    """
+    """Bug: truncation stored in the file, a lost BOS or a wrong byte alphabet, which spoil Llama-3 prompts."""
     ours, oracle = tk.load_tokenizer(json_dir), transformers.AutoTokenizer.from_pretrained(json_dir)
     for text in TEXTS:
         ids = ours.encode(text)
@@ -194,8 +183,6 @@ def test_byte_level_equals_transformers(transformers, json_dir):
 @pytest.mark.parametrize("scheme", ["first", "always", "never", "legacy"])
 def test_sentencepiece_style_json_equals_transformers(transformers, spm_dir, tmp_path, scheme):
     """Bug: one of the four ways a tokenizer.json writes LLaMA's dummy space is encoded or decoded differently."""
-    from tokenizers import decoders, normalizers, pre_tokenizers
-
     rust = llama_oracle(spm_dir, add_bos_token=True).backend_tokenizer
     if scheme == "legacy":  # the file of Llama 2
         rust.pre_tokenizer = None
@@ -236,11 +223,8 @@ def test_bos_and_eos_flags(transformers, spm_dir, json_dir, edit):
 
 
 def test_stop_ids(spm_dir, json_dir, edit):
-    """The stop ids are those of generation_config.json, else of config.json, else the tokenizer's own.
-
-    Catches: a Llama-3 chat that never stops because <|eot|>, listed in generation_config.json, is ignored, or a file that
-    counts for nothing as soon as there is a tokenizer.
-    """
+    """Bug: a Llama-3 chat that never stops because <|eot|>, listed in generation_config.json, is ignored, or a file that
+    counts for nothing as soon as there is a tokenizer."""
     vocab = tk.load_tokenizer(json_dir)._files.vocab
     assert tk.load_tokenizer(json_dir).eos_ids == (vocab["<|end|>"], vocab["<|eot|>"])
     for source, own in ((spm_dir, (2,)), (json_dir, (vocab["<|end|>"],))):
@@ -319,14 +303,11 @@ def test_typed_special_tokens_stay_text(spm_dir, json_dir, edit):
 
 def test_vocabularies_that_spell_control_tokens(tmp_path):
     """Bug: a merge table (or ignore_merges) that builds `</s>` from plain characters lets users type EOS."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {c: i for i, c in enumerate(alphabet)} | {"</": 256, "s>": 257, "</s>": 258}
+    merges = [("<", "/"), ("s", ">"), ("</", "s>")]
     for ignore_merges in (False, True):
-        rust = Tokenizer(
-            models.BPE(vocab=vocab, merges=[("<", "/"), ("s", ">"), ("</", "s>")], ignore_merges=ignore_merges)
-        )
+        rust = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=ignore_merges))
         rust.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         rust.decoder = decoders.ByteLevel()
         rust.add_special_tokens(["</s>"])
@@ -475,8 +456,7 @@ def test_typed_special_tokens_in_chat_stay_text(json_dir, edit, template):
 def test_a_chat_goes_on_from_the_ids_that_are_known(json_dir, edit, name):
     """Bug: the reply gets other ids than the model wrote, or what stands around it is lost, written twice or parsed."""
     ours = tk.load_tokenizer(edit(json_dir, chat_template=CHATML))
-    if name != "default":
-        ours.use_template(name)
+    ours.use_template(name)
     spelled = [i for char in (" yes" if name != "default" else "yes") for i in ours.encode(char, add_bos=False)]
     known = ours.encode_chat(HI) + spelled
     talk = [*HI, {"role": "assistant", "content": "yes"}, {"role": "user", "content": "and <|end|>?"}]
@@ -665,7 +645,6 @@ def test_broken_files(json_dir, spm_dir, edit, content):
 
 def test_panics_and_interrupts(monkeypatch, json_dir):
     """Bug: `except Exception` lets a Rust panic through, or a bare except swallows Ctrl-C."""
-    import tokenizers
 
     class PanicException(BaseException):
         pass

@@ -6,6 +6,7 @@ the tokens that the model has, never by a name. The facts are those of the model
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections.abc import Callable, Container, Sequence
@@ -235,6 +236,13 @@ def _tagged(rule: str, tags: Tags, schema: dict[str, Any], literal: Callable[[st
             rules.append(f"{name}_value[lazy]: /(?s:.*){pattern}/")
         order.append(name if key in schema.get("required", ()) else f"{name}?")
     return [f"{rule}: {' '.join(order) or literal('')}", *rules]
+
+
+@functools.lru_cache(64)
+def any_of(words: tuple[str, ...]) -> re.Pattern[str]:
+    """A pattern of one group that matches any of the words, longest first. Without words it never matches."""
+    longest_first = sorted(words, key=len, reverse=True)
+    return re.compile(f"({'|'.join(map(re.escape, longest_first)) or '(?!)'})")
 
 
 def is_text(schema: Any) -> bool:

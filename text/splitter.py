@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import functools
 import json
 import re
 from collections.abc import Generator, Mapping
 from typing import Any, NamedTuple
 
-from text.dialect import Calls, Dialect, PythonCode, Quotes, Tags, is_text
+from text.dialect import Calls, Dialect, PythonCode, Quotes, Tags, any_of, is_text
 
 TEXT, THOUGHT, CALL, ARGUMENTS = "text", "thought", "call", "arguments"
 QUOTED = "quoted"  # text that becomes a part of a JSON text among the arguments
@@ -338,7 +337,7 @@ class Splitter:
 
         Half a mark at an end that a limit made is left out, except in text, which may end like that.
         """
-        pattern = _any_of(marks)
+        pattern = any_of(marks)
         while True:
             whole = self._ended and (kind == TEXT or not self._cut)
             held = 0 if whole else _begun_at_end(self._waiting, marks)
@@ -426,11 +425,6 @@ class Splitter:
         text, self._silent = self._silent, ""
         if not (self._ended and self._cut):
             self._emit(kind, text)
-
-
-@functools.lru_cache(64)
-def _any_of(marks: tuple[str, ...]) -> re.Pattern[str]:
-    return re.compile("|".join(map(re.escape, marks)) or "(?!)")
 
 
 def _begun_at_end(text: str, marks: tuple[str, ...]) -> int:

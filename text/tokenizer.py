@@ -11,12 +11,13 @@ import re
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from support.errors import advised
 from support.reader import LONGEST, check, is_a, parse_json
-from text.dialect import Dialect, dialect_of
+from text.dialect import Dialect, any_of, dialect_of
 from text.template import TEMPLATE_CHARACTERS, TemplateWorker
 
 VICUNA_SYSTEM = (
@@ -92,7 +93,7 @@ def load_tokenizer(source: str | Path | Mapping[str, Any], vocab_size: int | Non
     Raises:
         ValueError: in one line, for any bad file.
     """
-    read = source.get if isinstance(source, Mapping) else _directory_reader(Path(source))
+    read = source.get if isinstance(source, Mapping) else partial(_read_beside, Path(source))
     names = ["tokenizer.json", "tokenizer.model"] + ["../tokenizer.model"] * (read("params.json") is not None)
     name, data = next(((name, data) for name in names if (data := read(name)) is not None), (None, b""))
     if name is None:
@@ -110,12 +111,10 @@ def load_tokenizer(source: str | Path | Mapping[str, Any], vocab_size: int | Non
         return Tokenizer(files, config, stop, vocab_size, *_chat_templates(read, config))
 
 
-def _directory_reader(directory: Path) -> Reader:
-    def read(name: str) -> bytes | None:
-        path = directory.absolute().parent / name[3:] if name.startswith("../") else directory / name
-        return path.read_bytes() if path.is_file() else None
-
-    return read
+def _read_beside(directory: Path, name: str) -> bytes | None:
+    """A file in a directory, or with "../" beside it. None if there is no such file."""
+    path = directory.absolute().parent / name[3:] if name.startswith("../") else directory / name
+    return path.read_bytes() if path.is_file() else None
 
 
 def _added_tokens(read: Reader, config: dict, named: dict[str, str]) -> dict[str, dict]:
@@ -210,7 +209,7 @@ class Tokenizer:
                 f"token id {outside[0]!r:.60} is outside the model's vocabulary of {limit} (files of another model?)."
             )
         self._control = {content: i for content, i in files.special.items() if 0 <= i < limit}
-        self._control_pattern = _any_of(self._control)
+        self._control_pattern = any_of(tuple(self._control))
         # A user's text may not yield these ids. A special token of one character (pad_token "!") is left out, because it
         # is an ordinary character too.
         self._forbidden = {i: c for c, i in files.special.items() if len(c) > 1 and i != self._unk_id}
@@ -394,9 +393,10 @@ class Tokenizer:
         find = self._control_pattern.findall
         expected = [token for text in pieces[::2] for token in find(text)]
         if any(map(find, bodies)) or find(real) != expected:
-            where = f"the chat template ({self.chat_template_source})"
-            what = ValueError(f"{where} edits messages that hold the text of control tokens.")
-            raise advised(what, "Remove that text, or pass --prompt.")
+            why = (
+                f"the chat template ({self.chat_template_source}) edits messages that hold the text of control tokens."
+            )
+            raise advised(ValueError(why), "Remove that text, or pass --prompt.")
         return [real], []
 
     def _text_ids(self, text: str, first: bool) -> list[int]:
@@ -426,8 +426,9 @@ class Tokenizer:
         if name in BUILTIN_SYSTEM:
             return [builtin_prompt(name, messages, add_generation_prompt) for messages in variants]
         if name not in self.chat_templates:
-            why = "this model has no chat template."
-            raise advised(ValueError(why), f"Use --prompt or a built-in one: {builtins}.")
+            raise advised(
+                ValueError("this model has no chat template."), f"Use --prompt or a built-in one: {builtins}."
+            )
         roles = ", ".join(m["role"] for m in variants[0])
         where = f"chat template ({self.chat_template_source}) failed for roles [{roles:.60}]"
         with _one_line_errors(where, f"Send the roles it expects, or use a built-in template: {builtins}."):
@@ -548,7 +549,7 @@ def _load_sentencepiece(data: bytes, tokens: dict[str, dict], named: dict[str, s
         i = vocab[content] = token.get("id", vocab.get(content, max(pieces) + 1))
         pieces[i] = content.encode()
         (special if token.get("special") else ordinary)[content] = i
-    pattern = _any_of(ordinary)
+    pattern = any_of(tuple(ordinary))
 
     def encode(text: str, first: bool) -> list[int]:
         ids = []
@@ -574,12 +575,6 @@ def _sentencepiece_bytes(token: str) -> bytes:
     """The bytes of a sentencepiece token. `▁` is a space, and `<0xE6>` (byte fallback) is one byte."""
     byte = re.fullmatch("<0x([0-9A-F]{2})>", token)
     return bytes.fromhex(byte[1]) if byte else token.replace("▁", " ").encode()
-
-
-def _any_of(words: Iterable[str]) -> re.Pattern:
-    """A pattern of one group that matches any of the words, longest first. Without words it never matches."""
-    longest_first = sorted(words, key=len, reverse=True)
-    return re.compile(f"({'|'.join(map(re.escape, longest_first)) or '(?!)'})")
 
 
 def _content(token: str | dict) -> str:

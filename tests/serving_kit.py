@@ -20,7 +20,7 @@ httpx = pytest.importorskip("httpx", reason="the client needs httpx (requirement
 
 from decoding.params import SamplingParams  # noqa: E402
 from engine.engine import Engine  # noqa: E402
-from engine.request import Request  # noqa: E402
+from engine.request import Inbox, Request  # noqa: E402
 from engine.results import Chunk, TokenLogprob  # noqa: E402
 from engine.streams import Stream  # noqa: E402
 from generate import load  # noqa: E402
@@ -152,6 +152,7 @@ class ScriptedStream(Stream):
         super().__init__(engine.requests([prompt], [params]), self)
         self.ids = engine.tokenizer.encode(text, add_bos=False)
         self.decoder = engine.tokenizer.stream(continuation=True, shown=params.shown_ids)
+        self.prompt = prompt
         self.params = params
         self.logprob = logprob
         self.gate = gate
@@ -165,6 +166,9 @@ class ScriptedStream(Stream):
     def pump(self) -> None:
         pass
 
+    def serve(self, inbox: Inbox) -> None:
+        inbox.wait()
+
     def _decode(self, request: Request) -> None:
         end: Exception | None = None
         while not self.turn.acquire(timeout=0.01):
@@ -177,7 +181,7 @@ class ScriptedStream(Stream):
             except Exception as error:
                 end = error
             self.turn.release()
-        self.ended = True
+        self.ended = request.ended = True
         request.inbox.end(end)
 
     def _say(self, request: Request) -> None:

@@ -4,13 +4,12 @@ import json
 from dataclasses import replace
 
 import pytest
+from serving_kit import text_of
 
 import generate
-from decoding.params import SamplingParams
 from engine import load as loading
 from engine.engine import Engine
 from engine.load import fit_pool, fit_slots, load
-from engine.results import GenerationResult
 from loading.drafting import DraftFiles
 from loading.memory import plan_memory
 from loading.options import DEMO, LoadOptions
@@ -40,10 +39,7 @@ def answers(path) -> list[dict]:
 
 
 def expected(alone: Engine, body: dict) -> str:
-    result: GenerationResult = alone.generate(
-        body["prompt"], SamplingParams(body.get("temperature", 0.0), max_new_tokens=body["max_tokens"])
-    ).run()[0]
-    return result.text
+    return text_of(alone, body["prompt"], temperature=body["temperature"], max_new_tokens=body["max_tokens"])
 
 
 def test_every_request_of_a_file_is_answered_as_alone_and_in_order(tmp_path, alone, capsys):
@@ -74,10 +70,10 @@ def test_a_run_that_was_interrupted_goes_on_behind_its_last_answer(tmp_path, cap
     kept = first.splitlines(keepends=True)
     output.write_text("".join(kept[:2]) + kept[2][:30])
     assert generate.main(arguments) == 0
-    assert output.read_text().startswith("".join(kept[:2])) and len(answers(path)) == 5
-    texts = [[one["response"]["body"]["choices"] for one in map(json.loads, text.splitlines())]
-             for text in (first, output.read_text())]  # fmt: skip
-    assert texts[0] == texts[1]
+    assert output.read_text().startswith("".join(kept[:2]))
+    before, after = ([one["response"]["body"]["choices"] for one in map(json.loads, text.splitlines())]
+                     for text in (first, output.read_text()))  # fmt: skip
+    assert before == after and len(after) == 5
     arguments[-4:] = written(path, lines[1:])
     assert generate.main(arguments) == 2
     assert "holds answers to other requests" in capsys.readouterr().err

@@ -11,7 +11,6 @@ from serving_kit import ASK, TEMPLATE, instruct_engine, instruct_folder, running
 from cli.chat import Conversation
 from cli.report import Report
 from decoding.params import SamplingParams
-from engine.results import Chunk, GenerationResult
 from generate import load
 
 openai = pytest.importorskip("openai", reason="the client needs openai (requirements-dev.txt)")
@@ -217,26 +216,11 @@ def test_marks_that_are_special_tokens_are_seen(tmp_path, monkeypatch):
         assert made and (message.content, message.reasoning_content) == ("Hello.", "Hm.")
 
 
-class Told:
-    """A stream that says a text in two chunks."""
-
-    def __init__(self, text: str):
-        self.result = GenerationResult(5, 0.0, 0, text=text, token_ids=[70, 71], stop_reason="eos")
-        self.chunks = [Chunk(0, [70], text[:7]), Chunk(0, [71], text[7:])]
-
-    def __iter__(self):
-        return iter(self.chunks)
-
-    def close(self) -> None:
-        pass
-
-
 def test_the_terminal_folds_thoughts_away(engine, template, monkeypatch, capsys):
     """A thought that is printed as the answer, one that cannot be looked at, and one that stays in the next prompt
     although the template leaves it out."""
     template(MAYBE)
-    prompts = []
-    monkeypatch.setattr(engine, "generate", lambda prompt, params: prompts.append(prompt) or Told(SAID))
+    made = script(monkeypatch, engine, SAID)
     conversation = Conversation(engine, {}, None, Report(quiet=True), False)
     conversation.take("Hi")
     output = capsys.readouterr()
@@ -245,4 +229,4 @@ def test_the_terminal_folds_thoughts_away(engine, template, monkeypatch, capsys)
     assert capsys.readouterr().out == f"{THOUGHT}\n"
     assert conversation.messages[-1] == {"role": "assistant", "content": "Hello.", "thought": THOUGHT}
     conversation.take("Again")
-    assert engine.tokenizer.decode(prompts[1]) == "<user>Hi<assistant>Hello.<user>Again<assistant>"
+    assert engine.tokenizer.decode(made[1].prompt) == "<user>Hi<assistant>Hello.<user>Again<assistant>"

@@ -65,7 +65,8 @@ def unsupported(param: str, why: str) -> ApiError:
 
 @contextlib.contextmanager
 def blamed(field: str | None) -> Iterator[None]:
-    """A ValueError becomes the error for the setting that it names, or else for this field of the request."""
+    """A ValueError becomes the error for the setting that it names, or else for this field of the request. Any UsageError
+    but a GrammarError says that the package for grammars is missing."""
     try:
         yield
     except SettingError as error:

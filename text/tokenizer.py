@@ -393,10 +393,9 @@ class Tokenizer:
         find = self._control_pattern.findall
         expected = [token for text in pieces[::2] for token in find(text)]
         if any(map(find, bodies)) or find(real) != expected:
-            why = (
-                f"the chat template ({self.chat_template_source}) edits messages that hold the text of control tokens."
-            )
-            raise advised(ValueError(why), "Remove that text, or pass --prompt.")
+            where = f"the chat template ({self.chat_template_source})"
+            what = ValueError(f"{where} edits messages that hold the text of control tokens.")
+            raise advised(what, "Remove that text, or pass --prompt.")
         return [real], []
 
     def _text_ids(self, text: str, first: bool) -> list[int]:
@@ -426,9 +425,8 @@ class Tokenizer:
         if name in BUILTIN_SYSTEM:
             return [builtin_prompt(name, messages, add_generation_prompt) for messages in variants]
         if name not in self.chat_templates:
-            raise advised(
-                ValueError("this model has no chat template."), f"Use --prompt or a built-in one: {builtins}."
-            )
+            why = "this model has no chat template."
+            raise advised(ValueError(why), f"Use --prompt or a built-in one: {builtins}.")
         roles = ", ".join(m["role"] for m in variants[0])
         where = f"chat template ({self.chat_template_source}) failed for roles [{roles:.60}]"
         with _one_line_errors(where, f"Send the roles it expects, or use a built-in template: {builtins}."):

@@ -21,12 +21,11 @@ from torch import Tensor
 
 import kernels
 from decoding.drafter import DraftInput, StepParts, take_rows
-from drafters.trees import DEFAULT_RULE, DraftRule, FedRows, TreeDrafter, streamed_head
-from model import MLP, Attention, Block, Nodes, RMSNorm, RotaryTable, Transformer, weight_bytes
+from drafters.trees import DraftHead, FedRows, HeadDrafter
+from model import MLP, Attention, Block, Nodes, RMSNorm, Transformer
 from support.machine import zeros
-from tree import DynamicTree, TreeTables, check_width
+from tree import DynamicTree, TreeTables
 from weights.heads import EagleConfig
-from weights.quantized import lm_head_rows
 
 
 class EagleLayer(nn.Module):
@@ -47,7 +46,7 @@ class EagleLayer(nn.Module):
             self.hidden_norm = RMSNorm(geometry.hidden_size, geometry.rms_norm_eps)
 
 
-class EagleHead(nn.Module):
+class EagleHead(DraftHead):
     """A draft head bound to a target, whose embedding (and for EAGLE-1/2 LM head) it shares unless it has its own."""
 
     def __init__(self, config: EagleConfig, target: Transformer, draft_vocab: Tensor | None = None):
@@ -71,28 +70,10 @@ class EagleHead(nn.Module):
             self.embed_tokens = nn.Embedding(target.config.vocab_size, H)
         if config.has_lm_head:
             self.lm_head = nn.Linear(H, geometry.vocab_size, bias=False)
-        self._bind(target, draft_vocab)
-
-    def _bind(self, target: Transformer, draft_vocab: Tensor | None) -> None:
-        """Take what follows from the target: the draft vocabulary, and positions."""
-        geometry = self.config.layer
-        trimmed = geometry.vocab_size != target.config.vocab_size or draft_vocab is not None
-        # not torch.arange: of a head that only has shapes it would import sympy, for a quarter of a second
-        ids = torch.tensor(range(geometry.vocab_size)) if draft_vocab is None else draft_vocab
-        self.register_buffer("draft_ids", ids if trimmed else None)
-        self.trimmed = trimmed and self.config.version == 1  # it drafts with some rows of the target's LM head
-        self.rotary = RotaryTable([(geometry.rope, geometry.head_dim)], target.config.max_positions)
-        object.__setattr__(self, "target", target)  # the head does not own it, so it stays out of the state dict
-
-    @property
-    def vocab_size(self) -> int:
-        """Number of tokens the head can draft (Vd)."""
-        return self.draft_ids.numel() if self.draft_ids is not None else self.config.layer.vocab_size
-
-    @property
-    def feature_size(self) -> int:
-        """The size of the target's features per token: H, or taps x H."""
-        return self.config.target_hidden_size * max(1, len(self.config.taps))
+        if draft_vocab is None and geometry.vocab_size != target.config.vocab_size:
+            # not torch.arange: of a head that only has shapes it would import sympy, for a quarter of a second
+            draft_vocab = torch.tensor(range(geometry.vocab_size))
+        self.bind(target, draft_vocab)
 
     def new_cache(self, batch_size: int, slots: int) -> tuple[Tensor]:
         """A zeroed draft cache [2, B, Hkv, S, hd]."""
@@ -133,12 +114,12 @@ class EagleHead(nn.Module):
 
     def joined_train(self, tokens: Tensor, feature: Tensor) -> tuple[Tensor, Tensor]:
         """`joined` with gradients."""
-        embedding = self.embed(tokens)
-        if self.config.version == 1:
+        embedding, norms = self.embed(tokens), self.norms_of_inputs()
+        if norms is None:
             return feature, torch.cat((embedding, feature), -1)
-        normed = self.layer.hidden_norm(feature)
+        normed = norms[1](feature)
         residual = normed if self.config.norm_before_residual else feature
-        return residual, torch.cat((self.layer.input_norm(embedding), normed), -1)
+        return residual, torch.cat((norms[0](embedding), normed), -1)
 
     def layer_inputs(self, residual: Tensor, joined: Tensor) -> tuple[Tensor, Tensor]:
         """(residual, attention input) of the layer."""
@@ -170,45 +151,8 @@ class EagleHead(nn.Module):
         logits = self.narrow_logits(output)
         return logits if logits.dtype == torch.float64 else logits.float()
 
-    def narrow_logits(self, output: Tensor) -> Tensor:
-        """`predict` in the dtype that the LM head computes in."""
-        output = self._normed(output)
-        return self.target.narrow_logits(output) if self.lm_head is None else self.lm_head(output)
-
-    def _normed(self, output: Tensor) -> Tensor:
-        """What the LM head reads of an output."""
+    def normed(self, output: Tensor) -> Tensor:
         return output if self.config.version == 1 or self.config.norm_output else self.norm(output)
-
-    def top(self, output: Tensor, count: int) -> kernels.TopK | None:
-        """The `count` best of `predict(output)` where the LM head's kernel finds them without storing the logits."""
-        packed = streamed_head(self.lm_head, self.target)
-        return None if packed is None else kernels.packed_topk(self._normed(output), packed, count)
-
-    def draft_places(self, tokens: Tensor) -> Tensor:
-        """The places of tokens [M] of the target in the draft vocabulary, -1 for a token outside."""
-        if self.draft_ids is None:
-            return tokens
-        places = torch.full((self.target.config.vocab_size,), -1, device=tokens.device)
-        places[self.draft_ids] = torch.arange(self.draft_ids.numel(), device=tokens.device)
-        return places[tokens]
-
-    @torch.no_grad()
-    def draft_targets(self, hidden_states: Tensor, best: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """What the head shall draft after hidden_states [M, H] of the target, for training: the target's distribution
-        over the draft vocabulary [M, Vd], and the place of its most likely token there [M], -1 for a token outside.
-
-        `best` [M] is the most likely token where it is known already.
-        """
-        logits = self.target.logits(hidden_states)
-        best = logits.argmax(-1) if best is None else best
-        return (logits if self.draft_ids is None else logits[:, self.draft_ids]).softmax(-1), self.draft_places(best)
-
-    def finish(self) -> None:
-        """Make an LM head of the target's rows for a trimmed draft vocabulary (EAGLE-1/2). Call it after loading."""
-        if self.trimmed:
-            rows = lm_head_rows(self.target, self.draft_ids).to(self.target.dtype)
-            self.lm_head = nn.Linear(rows.shape[1], self.vocab_size, bias=False, device="meta")
-            self.lm_head.weight = nn.Parameter(rows, requires_grad=False)
 
     def forward_train(self, tokens: Tensor, feature: Tensor, shift: int = 0, memory: list | None = None) -> Tensor:
         """Whole sequences with gradients: tokens [B, T] paired with feature [B, T, H] -> output [B, T, H].
@@ -255,7 +199,7 @@ class MtpHead(EagleHead):
         nn.Module.__init__(self)
         self.config = config
         self.embed_tokens = self.lm_head = None
-        self._bind(target, draft_vocab)
+        self.bind(target, draft_vocab)
 
     @property
     def layer(self) -> Block:
@@ -273,10 +217,9 @@ class MtpHead(EagleHead):
         return self.layer(self.target.mtp.fc(joined), nodes, kv)
 
     def forward_train(self, tokens: Tensor, feature: Tensor, shift: int = 0, memory: list | None = None) -> Tensor:
-        own = self.target.mtp
-        x = own.fc(torch.cat((own.embed_norm(self.target.embed_tokens(tokens)), own.feature_norm(feature)), -1))
+        x = self.target.mtp.fc(self.joined_train(tokens, feature)[1])
         cos, sin = self.rotary(torch.arange(tokens.shape[1], device=tokens.device)[None] + shift)
-        return own.norm(own.layer.forward_train(x, cos, sin))
+        return self.norm(self.layer.forward_train(x, cos, sin))
 
 
 def _join_cpu(
@@ -305,21 +248,8 @@ def join_rows(
     return normed if keep_normed else feature, joined
 
 
-class EagleDrafter(TreeDrafter):
+class EagleDrafter(HeadDrafter):
     """Drafts trees with an EAGLE head."""
-
-    def __init__(
-        self, head: EagleHead, tree: DynamicTree | TreeTables, batch_size: int, slots: int,
-        rule: DraftRule = DEFAULT_RULE,
-    ):  # fmt: skip
-        """As TreeDrafter. ValueError if the tree is too wide."""
-        check_width(tree, head.vocab_size)
-        super().__init__(head, head.feature_size, head.config.taps, tree, batch_size, slots, rule)
-        self.head = head
-        self.draft_ids = head.draft_ids
-
-    def predict(self, output: Tensor) -> Tensor:
-        return self.head.narrow_logits(output)
 
     def top(self, output: Tensor, count: int) -> kernels.TopK | None:
         return self.head.top(output, count)
@@ -329,16 +259,6 @@ class EagleDrafter(TreeDrafter):
 
     def _forward(self, fed: FedRows, cache: Tensor, parts: StepParts) -> Tensor:
         return self.head(fed.tokens, fed.features, fed.nodes, cache, parts.draft_layer, fed.source)
-
-    def bytes_per_step(self, model: Transformer) -> float:
-        """Every forward reads the layer and the LM head, which is the head's own, a trimmed one, or the target's.
-
-        A pruned tree has a first forward and rarely all of the others. Only the first one is counted.
-        """
-        forwards = 1 if self.p_min else 1 + len(self.level_widths())
-        head = self.head
-        lm_head = model.lm_head_bytes() if head.lm_head is None else 0  # an own one is counted with the head's weights
-        return forwards * (weight_bytes(head) + lm_head)
 
 
 class UnshiftedDrafter(EagleDrafter):

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -226,7 +226,10 @@ class TreeTables:
         return replace(self, **own, levels=tuple(levels))
 
 
-def check_width(tree: DynamicTree | TreeTables, vocab_size: int) -> None:
+Trees: TypeAlias = DynamicTree | TreeTables  # of a batch: one dynamic tree for all sequences, or a static one for each
+
+
+def check_width(tree: Trees, vocab_size: int) -> None:
     """Raise ValueError if a node of the tree may have more children than the drafter knows tokens."""
     widest = tree.topk if isinstance(tree, DynamicTree) else tree.max_children
     if widest > vocab_size:

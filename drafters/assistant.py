@@ -11,15 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from decoding.drafter import DraftInput, take_rows
-from drafters.trees import DEFAULT_RULE, DraftRule, TreeDrafter
+from drafters.trees import DraftHead, HeadDrafter
 from kernels.records import Nodes
-from model import Transformer, weight_bytes
+from model import Transformer
 from support.machine import zeros
-from tree import DynamicTree, TreeTables, check_width
 from weights.assistant import AssistantConfig
 
 
-class AssistantHead(nn.Module):
+class AssistantHead(DraftHead):
     """The assistant, bound to a target, whose embedding it shares."""
 
     draft_ids = None  # it drafts any token
@@ -45,27 +44,20 @@ class AssistantHead(nn.Module):
         return vocab // clusters * self.config.active if clusters else vocab
 
     @property
-    def feature_size(self) -> int:
-        return self.config.target_hidden_size
-
-    @property
     def lm_head(self) -> nn.Module:
         return self.model.lm_head
-
-    def finish(self) -> None:
-        """Nothing follows from its weights."""
 
     def new_cache(self, batch_size: int, slots: int) -> tuple[Tensor]:
         """A cache [2, B, 1, S, 0] that holds nothing."""
         return (zeros((2, batch_size, 1, slots, 0), self.target.dtype, self.target.device),)
 
     def forward(self, tokens: Tensor, features: Tensor, nodes: Nodes, kv_cache: tuple[Tensor, ...]) -> Tensor:
-        """tokens [B, T] beside features [B, T, H] of the target, or as `behind` gives them -> what `predict` reads,
+        """tokens [B, T] beside features [B, T, H] of the target, or as `behind` gives them -> what `narrow_logits`
         [B, T, size]. kv_cache: the target's."""
         x = self.before(torch.cat((self.target.embed(tokens), features), -1))
         return self.model.run_layers(x, nodes, kv_cache, ())[0]
 
-    def predict(self, output: Tensor) -> Tensor:
+    def narrow_logits(self, output: Tensor) -> Tensor:
         """output [..., size] -> logits [..., V]. Where tokens have clusters, only those of the best ones are drafted: the
         others were not trained."""
         logits = self.lm_head(output)
@@ -77,20 +69,8 @@ class AssistantHead(nn.Module):
         return logits.masked_fill(~chosen[..., self.cluster], float("-inf"))
 
 
-class AssistantDrafter(TreeDrafter):
+class AssistantDrafter(HeadDrafter):
     """Drafts trees with an `AssistantHead`."""
-
-    def __init__(
-        self, head: AssistantHead, tree: DynamicTree | TreeTables, batch_size: int, slots: int,
-        rule: DraftRule = DEFAULT_RULE,
-    ):  # fmt: skip
-        """As TreeDrafter. ValueError if the tree is too wide."""
-        check_width(tree, head.vocab_size)
-        super().__init__(head, head.feature_size, (), tree, batch_size, slots, rule)
-        self.head, self.longest = head, slots
-
-    def predict(self, output: Tensor) -> Tensor:
-        return self.head.predict(output)
 
     def prefill(self, row: int, tokens: Tensor, features: Tensor, start: Tensor) -> None:
         """The target's keys and values are all it needs of a prompt."""
@@ -112,8 +92,5 @@ class AssistantDrafter(TreeDrafter):
         positions = inputs.n[:, None].expand(tokens.shape)
         cos, sin = self.head.rotary(positions)
         last = torch.ones(*tokens.shape, 1, dtype=torch.bool, device=tokens.device)  # the row before the root's
-        nodes = Nodes(cos, sin, positions, positions, inputs.n - 1, last, last, inputs.segments, self.longest)
+        nodes = Nodes(cos, sin, positions, positions, inputs.n - 1, last, last, inputs.segments, self.target_slots)
         return self.head(tokens, features, nodes, inputs.kv)
-
-    def bytes_per_step(self, model: Transformer) -> float:
-        return (1 + len(self.level_widths())) * weight_bytes(self.head)

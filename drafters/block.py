@@ -21,15 +21,15 @@ from torch import Tensor
 import kernels
 from decoding import sampling
 from decoding.drafter import Draft, DraftInput, take_rows
-from drafters.trees import DEFAULT_RULE, DraftRule, TreeDrafter, independent_tree, streamed_head
+from drafters.trees import DEFAULT_RULE, DraftHead, DraftRule, HeadDrafter, independent_tree
 from families.config import ModelConfig
 from kernels.growing import ancestors_from_parents, best_prefixes
 from kernels.records import Rotary
-from model import Attention, Block, Nodes, RMSNorm, RotaryTable, Transformer, linear, weight_bytes
+from model import Attention, Block, Nodes, RMSNorm, Transformer, linear, weight_bytes
 from support.machine import zeros
-from tree import DynamicTree, TreeTables, check_width
+from tree import DynamicTree, Trees
 from weights.block_heads import BlockConfig
-from weights.quantized import lm_head_rows, row_parts
+from weights.quantized import row_parts
 
 
 class SlotConvolution(nn.Module):
@@ -59,7 +59,7 @@ class ConvolvedBlock(Block):
         return self.mlp_conv.around(self.mlp, self.post_norm(x), x)
 
 
-class BlockHead(nn.Module):
+class BlockHead(DraftHead):
     """A block head bound to a target, whose embedding it shares, and whose LM head unless it has its own."""
 
     run_layers = Transformer.run_layers
@@ -83,21 +83,9 @@ class BlockHead(nn.Module):
         r = config.rank
         mixes = {"gated": (H + r, r, True), "rnn": (2 * r + H, 3 * r, True), "selector": (H, r, False)}
         self.mix = nn.Linear(*mixes[config.markov]) if config.markov in mixes else None
-        self.register_buffer("draft_ids", draft_vocab)
-        self.rotary = RotaryTable([(geometry.rope, geometry.head_dim)], target.config.max_positions)
+        self.bind(target, draft_vocab)
         self.context: nn.Module | None = None  # the keys and values of all layers, see `finish`
         self.register_buffer("context_norms", torch.empty(n, 0), persistent=False)
-        object.__setattr__(self, "target", target)  # the head does not own it, so it stays out of the state dict
-
-    @property
-    def vocab_size(self) -> int:
-        """Number of tokens the head can draft (Vd)."""
-        return self.draft_ids.numel() if self.draft_ids is not None else self.config.layer.vocab_size
-
-    @property
-    def feature_size(self) -> int:
-        """The size of the target's features per token."""
-        return self.fc.in_features
 
     def new_cache(self, batch_size: int, slots: int) -> tuple[Tensor]:
         """A zeroed cache of the text [n, 2, B, Hkv, S, hd]."""
@@ -106,19 +94,13 @@ class BlockHead(nn.Module):
         return (zeros(shape, weight.dtype, weight.device),)
 
     def finish(self) -> None:
-        """Make what follows from the loaded weights. Call it after loading, and before anything is packed.
-
-        That is the one product which gives the keys and values of all layers, and of a trimmed vocabulary (FR-Spec) the
-        rows of the target's LM head and of the successors.
-        """
-        c = self.config.layer
-        if self.draft_ids is not None and not self.config.has_lm_head:
-            rows = lm_head_rows(self.target, self.draft_ids).to(self.target.dtype)
-            self.lm_head = nn.Linear(*rows.shape[::-1], bias=False, device="meta")
-            self.lm_head.weight = nn.Parameter(rows, requires_grad=False)
-            if self.config.markov:
-                self.successor = nn.Embedding.from_pretrained(self.successor.weight[self.draft_ids])
-        first = c.num_attention_heads * c.head_dim
+        """Also the rows of the successors for a trimmed vocabulary, and the one product that gives the keys and values of
+        all layers."""
+        super().finish()
+        c = self.config
+        if self.draft_ids is not None and c.markov and not c.has_lm_head:
+            self.successor = nn.Embedding.from_pretrained(self.successor.weight[self.draft_ids])
+        first = c.layer.num_attention_heads * c.layer.head_dim
         self.context = row_parts([layer.attention.qkv for layer in self.layers], first)
         self.context_norms = torch.stack([layer.attention.k_norm.weight.detach() for layer in self.layers])
 
@@ -170,19 +152,20 @@ class BlockHead(nn.Module):
             for d in range(self.config.depth if self.config.markov else 0):
                 _, state = self.factors(tokens[:, anchor + d, None], mixed[:, d], state)
 
-    def narrow_logits(self, hidden: Tensor) -> Tensor:
+    def narrow_logits(self, output: Tensor) -> Tensor:
         """What slots give [B, depth, H] -> their own logits [B, depth, Vd], in the dtype that the LM head computes in."""
-        z = self.target.narrow_logits(hidden) if self.lm_head is None else linear(self.lm_head, hidden)
-        config = self.config
-        if config.logits_scale != 1 or config.logits_cap:
-            z = z.to(torch.promote_types(z.dtype, torch.float32)) * config.logits_scale
-        return config.logits_cap * torch.tanh(z / config.logits_cap) if config.logits_cap else z
+        return self.scaled(super().narrow_logits(output))
 
-    def top(self, hidden: Tensor, count: int) -> kernels.TopK | None:
-        """The `count` best of `narrow_logits` where the LM head's kernel finds them without storing the logits."""
-        packed = streamed_head(self.lm_head, self.target)
+    def scaled(self, logits: Tensor) -> Tensor:
+        """What the LM head computes -> logits, multiplied and capped."""
+        scale, cap = self.config.logits_scale, self.config.logits_cap
+        if scale != 1 or cap:
+            logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) * scale
+        return cap * torch.tanh(logits / cap) if cap else logits
+
+    def top(self, output: Tensor, count: int) -> kernels.TopK | None:
         changed = self.config.logits_scale != 1 or self.config.logits_cap
-        return None if packed is None or changed else kernels.packed_topk(hidden, packed, count)
+        return None if changed else super().top(output, count)
 
     def mixed(self, hidden: Tensor) -> Tensor:
         """What `factors` reads of the slots [B, depth, H], all at once."""
@@ -259,33 +242,26 @@ class Rows(NamedTuple):
     state: Tensor | None  # [B, W, r] of their children
 
 
-class BlockDrafter(TreeDrafter):
+class BlockDrafter(HeadDrafter):
     """Drafts chains, static and dynamic trees with one forward of a block.
 
     A dynamic tree has the likeliest prefixes. If tokens correct the logits after them, these are searched level by level
     like those of EAGLE; otherwise they are found at once, whatever TOPK is, among the TOPK best tokens of each depth.
     """
 
+    prunes_dynamic = True
     priced_nodes = 12  # no forward ends a tree early, so a pruned one is still large, and many nodes cost more than few
 
-    def __init__(
-        self, head: BlockHead, tree: DynamicTree | TreeTables, batch_size: int, slots: int,
-        rule: DraftRule = DEFAULT_RULE,
-    ):  # fmt: skip
-        """As TreeDrafter. ValueError if the tree is deeper than a block, or too wide."""
+    def __init__(self, head: BlockHead, tree: Trees, batch_size: int, slots: int, rule: DraftRule = DEFAULT_RULE):
+        """As HeadDrafter. ValueError also if the tree is deeper than a block."""
         config = head.config
         if tree.D > config.depth:
             hint = f"use --tree chain:{config.depth}, or another tree of that depth"
             raise ValueError(f"the tree is {tree.D} deep, but this head drafts {config.depth} tokens at once; {hint}.")
-        check_width(tree, head.vocab_size)
         if not isinstance(tree, DynamicTree) and not rule.multi_round and 0 < tree.D == tree.N - 1 and tree.valid.all():
             tree = DynamicTree(tree.N, tree.D - 1, 1)  # a chain, for which this is the shortest way
-        unpruned = rule._replace(p_min=0.0, unpriced=False, ngram_nodes=0)
-        super().__init__(head, head.feature_size, config.taps, tree, batch_size, slots + config.slots, unpruned)
-        self.head = head
-        self.draft_ids = head.draft_ids
-        self.p_min, self.unpriced, self.measured_price = rule.p_min, rule.unpriced, rule.unpriced
-        if rule.shared_noise and (rule.p_min or config.markov):
+        super().__init__(head, tree, batch_size, slots + config.slots, rule._replace(ngram_nodes=0))
+        if rule.shared_noise and config.markov:
             self.scoring = "noisy"
         self.used = max(self.D, 1)  # slots that are
         device = self.cache.device

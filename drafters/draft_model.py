@@ -9,7 +9,7 @@ from drafters.trees import DEFAULT_RULE, DraftRule, FedRows, TreeDrafter
 from families.config import ModelConfig
 from model import Transformer
 from text.tokenizer import Tokenizer
-from tree import DynamicTree, TreeTables
+from tree import Trees
 
 
 class DraftModelDrafter(TreeDrafter):
@@ -18,7 +18,7 @@ class DraftModelDrafter(TreeDrafter):
     lead = 1
 
     def __init__(
-        self, target: Transformer, model: Transformer, tree: DynamicTree | TreeTables, batch_size: int, slots: int,
+        self, target: Transformer, model: Transformer, tree: Trees, batch_size: int, slots: int,
         rule: DraftRule = DEFAULT_RULE,
     ):  # fmt: skip
         """The other arguments are those of TreeDrafter."""

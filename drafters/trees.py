@@ -15,9 +15,9 @@ from decoding.drafter import UNCOMPILED, Draft, Drafter, DraftInput, StepParts, 
 from decoding.params import SamplingMode
 from kernels.growing import expand, first_level, select
 from kernels.records import Rotary
-from model import Nodes, Transformer, chain_ancestors, nodes_at
-from tree import DynamicTree, TreeTables
-from weights.quantized import QuantLinear
+from model import Nodes, RotaryTable, Transformer, chain_ancestors, nodes_at, weight_bytes
+from tree import DynamicTree, Trees, TreeTables, check_width
+from weights.quantized import QuantLinear, lm_head_rows
 
 SLIVER = 1e-9  # share of the draft's probability for tokens that the filters removed (multi-round)
 
@@ -60,10 +60,11 @@ class TreeDrafter(Drafter):
     # 1 for a model that reads token i in row i, 0 for one that reads the feature of token i beside token i + 1.
     lead = 0
     window = 0  # of the model's attention over known tokens, 0 if it is full
+    prunes_dynamic = False  # whether it leaves nodes out of dynamic trees, too
 
     def __init__(
-        self, model: nn.Module, feature_size: int, taps: tuple[int, ...], tree: DynamicTree | TreeTables,
-        batch_size: int, slots: int, rule: DraftRule = DEFAULT_RULE,
+        self, model: nn.Module, feature_size: int, taps: tuple[int, ...], tree: Trees, batch_size: int, slots: int,
+        rule: DraftRule = DEFAULT_RULE,
     ):  # fmt: skip
         """A drafter for B sequences.
 
@@ -83,10 +84,10 @@ class TreeDrafter(Drafter):
                 "--verify multi-round needs a static tree or a chain: re-ranking sampled children breaks its proof. "
                 "Use --tree paper25 or chain:K."
             )
-        if rule.p_min and self.dynamic:
+        if rule.p_min and self.dynamic and not self.prunes_dynamic:
             raise ValueError("--prune needs a static tree, like paper25; a dynamic one chooses its nodes itself.")
         scratch = tree.depth * tree.topk if self.dynamic else tree.run_rows  # cache rows of a tree
-        self.slots = slots + self.lead + scratch
+        self.target_slots, self.slots = slots, slots + self.lead + scratch
         self.caches = model.new_cache(batch_size, self.slots)
         self.cache = self.caches[0]
         self.cached_models = (model,)
@@ -308,13 +309,79 @@ class TreeDrafter(Drafter):
         return Draft(*select(pool, inputs.root, self.N, self.D, ids=later))
 
 
-def streamed_head(lm_head: nn.Module | None, target: Transformer) -> kernels.PackedWeight | None:
-    """The packed LM head of a draft head if kernels find its best logits without storing them. None: the target's."""
-    if lm_head is None and (target.config.logits_multiplier != 1 or target.config.logits_cap):
-        return None  # the target's logits are not those of its LM head
-    linear = lm_head or target.lm_head
-    packed = linear.packed if isinstance(linear, QuantLinear) else None
-    return packed if packed is not None and packed.layout == "planes" else None
+class DraftHead(nn.Module):
+    """A draft head bound to a target.
+
+    `config` says what it computes, and `draft_ids` [Vd] which of the target's tokens it can draft (None: all). `lm_head`
+    is None if it shares the target's.
+    """
+
+    def bind(self, target: Transformer, draft_ids: Tensor | None) -> None:
+        """Take what follows from the target: the draft vocabulary, and positions."""
+        layer = self.config.layer
+        self.register_buffer("draft_ids", draft_ids)
+        self.rotary = RotaryTable([(layer.rope, layer.head_dim)], target.config.max_positions)
+        object.__setattr__(self, "target", target)  # the head does not own it, so it stays out of the state dict
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens the head can draft (Vd)."""
+        return self.config.layer.vocab_size if self.draft_ids is None else self.draft_ids.numel()
+
+    @property
+    def feature_size(self) -> int:
+        """The size of the target's features per token: H, or taps x H."""
+        return self.config.target_hidden_size * max(1, len(self.config.taps))
+
+    def finish(self) -> None:
+        """Make what follows from the loaded weights. Call it after loading, and before anything is packed.
+
+        That is the LM head of a trimmed draft vocabulary (FR-Spec): rows of the target's.
+        """
+        if self.draft_ids is not None and not self.config.has_lm_head:
+            rows = lm_head_rows(self.target, self.draft_ids).to(self.target.dtype)
+            self.lm_head = nn.Linear(*rows.shape[::-1], bias=False, device="meta")
+            self.lm_head.weight = nn.Parameter(rows, requires_grad=False)
+
+    def normed(self, output: Tensor) -> Tensor:
+        """What the LM head reads of an output."""
+        return output
+
+    def narrow_logits(self, output: Tensor) -> Tensor:
+        """output [..., H] -> draft logits [..., Vd], in the dtype that the LM head computes in."""
+        output = self.normed(output)
+        return self.target.narrow_logits(output) if self.lm_head is None else self.lm_head(output)
+
+    def top(self, output: Tensor, count: int) -> kernels.TopK | None:
+        """The `count` best of `narrow_logits` where the LM head's kernel finds them without storing the logits."""
+        target = self.target.config
+        if self.lm_head is None and (target.logits_multiplier != 1 or target.logits_cap):
+            return None  # the target's logits are not those of its LM head
+        linear = self.lm_head or self.target.lm_head
+        if not isinstance(linear, QuantLinear) or linear.packed is None or linear.packed.layout != "planes":
+            return None
+        return kernels.packed_topk(self.normed(output), linear.packed, count)
+
+
+class HeadDrafter(TreeDrafter):
+    """Drafts trees with a draft head."""
+
+    def __init__(self, head: DraftHead, tree: Trees, batch_size: int, slots: int, rule: DraftRule = DEFAULT_RULE):
+        """As TreeDrafter. ValueError if the tree is too wide."""
+        check_width(tree, head.vocab_size)
+        super().__init__(head, head.feature_size, head.config.taps, tree, batch_size, slots, rule)
+        self.head, self.draft_ids = head, head.draft_ids
+
+    def predict(self, output: Tensor) -> Tensor:
+        return self.head.narrow_logits(output)
+
+    def bytes_per_step(self, model: Transformer) -> float:
+        """Every forward reads the head, and the target's LM head unless it has its own.
+
+        A pruned tree has a first forward and rarely all of the others. Only the first one is counted.
+        """
+        forwards = 1 if self.p_min else 1 + len(self.level_widths())
+        return forwards * (weight_bytes(self.head) + (model.lm_head_bytes() if self.head.lm_head is None else 0))
 
 
 def of_nodes(tables: TreeTables, row: Tensor, root: Tensor, ids: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ from drafters.draft_model import DraftModelDrafter, check_vocabulary
 from drafters.lookahead import LookaheadDrafter
 from drafters.medusa import MedusaDrafter, load_medusa
 from drafters.ngram import NGramDrafter, WithNGrams
-from drafters.trees import DraftRule
+from drafters.trees import DraftHead, DraftRule
 from eagle_draft import EagleDrafter, EagleHead, MtpHead, UnshiftedDrafter
 from families.config import ModelConfig
 from loading.options import NGRAM_NODES, NO_HEAD, LoadOptions, flag
@@ -39,7 +39,6 @@ from weights.heads import MTP, EagleConfig, EagleFile
 from weights.quantized import QuantSpec, adopt_, pack_, replace_module
 from weights.rounding import quantize_
 
-DraftHead: TypeAlias = AssistantHead | EagleHead | BlockHead
 PRUNE = 10  # percent, until the price of a node was measured
 BY_PRICE = -1  # `prune` where it is not given: the engine measures the price of a node
 

@@ -19,11 +19,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from drafters.block import BlockHead, attend_blocks, slot_masks
-from families.config import ModelConfig, RopeConfig
+from families.config import ModelConfig
 from loading.drafting import block_tree
 from model import Attention, Transformer
 from training.data import Batch, TokenData
-from training.drafters import HeadTraining, check_shares
+from training.drafters import HeadTraining, check_shares, check_taps, layers_like
 from training.loop import Recipe, init_weights, recipe_with
 from training.losses import Rows, TargetRows, in_chunks, with_noise
 from weights.block_heads import MARKOV, BlockConfig, save_block
@@ -54,11 +54,6 @@ class TrainBlockHead(BlockHead):
                 p.zero_()[:, 0] = 1
 
     @torch.no_grad()
-    def run_on(self, tokens: Tensor) -> TargetRows:
-        """What the target computes for tokens [B, T]."""
-        return TargetRows(*self.target.forward_train(tokens, self.config.taps))
-
-    @torch.no_grad()
     def draft_targets(self, hidden_states: Tensor, best: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """The target's distribution [M, V] after hidden_states [M, H], and its most likely tokens [M]."""
         logits = self.target.logits(hidden_states)
@@ -67,8 +62,7 @@ class TrainBlockHead(BlockHead):
     def predict(self, rows: Tensor) -> Tensor:
         """The logits [M, V] of rows of `judged`: those that are corrected, unless only a shortlist shall be."""
         hidden, factor, _ = self.parts(rows)
-        z = F.linear(hidden.to(self.target_head.dtype), self.target_head).float() * self.config.logits_scale
-        z = torch.tanh(z / cap) * cap if (cap := self.config.logits_cap) else z
+        z = self.scaled(F.linear(hidden.to(self.target_head.dtype), self.target_head).float())
         return z + factor @ self.successor.weight.T if self.config.markov in MARKOV else z
 
     def parts(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -213,13 +207,8 @@ def block_config(target: ModelConfig, args: argparse.Namespace) -> BlockConfig:
     L, V, n = target.num_hidden_layers, target.vocab_size, args.layers
     default = sorted({round(2 + i * (L - 4) / max(1, n - 1)) for i in range(n)})
     taps = args.taps or tuple(min(max(tap, 0), L - 1) for tap in default)
-    if list(taps) != sorted(set(taps)) or not set(taps) <= set(range(L)):
-        raise ValueError(f"--taps {taps}: must be distinct, ascending, 0 to {L - 1}.")
-    sizes = "hidden_size intermediate_size num_attention_heads num_key_value_heads head_dim rms_norm_eps".split()
-    layer = ModelConfig(
-        "qwen3", num_hidden_layers=n, vocab_size=V, max_position_embeddings=target.max_position_embeddings, qk_norm=True,
-        rope=RopeConfig(theta=10000.0), dtype="bfloat16", **{name: vars(target)[name] for name in sizes},
-    )  # fmt: skip
+    check_taps(taps, L - 1)
+    layer = layers_like(target, "qwen3", n, V, target.max_position_embeddings, qk_norm=True)
     how = {
         "dflash": {},
         "jetspec": {"causal": True, "causal_window": True},
@@ -255,9 +244,7 @@ class BlockTraining(HeadTraining):
 
     def loss(self, module: TrainBlockHead, batch: Batch, count: float) -> tuple[Tensor, Tensor]:
         generator = torch.Generator(batch.tokens.device).manual_seed(self.args.seed + batch.numbers[0])
-        rows = self.rows(module, batch)
-        rows = rows._replace(features=rows.features.to(module.fc.weight.dtype))
-        return loss_blocks(module, batch, rows, self.args, count, generator)
+        return loss_blocks(module, batch, self.rows(module, batch), self.args, count, generator)
 
     def write(self, module: TrainBlockHead, directory: Path) -> None:
         tensors = {name: t.to("cpu", torch.bfloat16) for name, t in module.state_dict().items()}

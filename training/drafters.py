@@ -25,7 +25,7 @@ from decoding.drafter import Drafter
 from decoding.params import SamplingParams
 from engine.engine import Engine, EngineConfig
 from engine.results import acceptance
-from families.config import DTYPES
+from families.config import DTYPES, ModelConfig, RopeConfig
 from loading.drafting import build_head, head_drafter
 from loading.options import LoadOptions
 from model import Transformer
@@ -34,8 +34,8 @@ from support.files import clean_up, directory_written_whole, write_json
 from support.machine import describe_device
 from text.tokenizer import Tokenizer, load_tokenizer
 from training.data import Batch, TokenData, fingerprint, load_data, step_batches, written_by_models
-from training.loop import Recipe, Run, World, optimizers, recipe_options, run, run_parser, update
-from training.losses import KeptFeatures, TargetRows
+from training.loop import Recipe, Run, World, optimizers, run, run_parser, update
+from training.losses import KeptFeatures, TargetRows, target_rows
 from tree import DynamicTree, parse_tree, tree_tables
 from weights.block_heads import read_head
 from weights.quantized import pack_
@@ -78,14 +78,11 @@ class Evaluation:
             raise ValueError("no held-out conversation has a prompt that fits; give --held-out.")
         return prompts[:count]
 
-    def _generate(self, drafter: Drafter | None, temperature: float) -> list:
-        backend = kernels.active_backend()
-        engine = Engine(self.target, None, drafter, EngineConfig(len(self.prompts), self.ctx, backend=backend))
-        return engine.generate_batch(self.prompts, replace(self.params, temperature=temperature)).run()
-
     def tau(self, drafter: Drafter, temperature: float = 0.0) -> dict[str, Any]:
         """tau and accepted_by_depth of the engine with `drafter` over the held-out prompts."""
-        results = self._generate(drafter, temperature)
+        config = EngineConfig(len(self.prompts), self.ctx, backend=kernels.active_backend())
+        engine = Engine(self.target, None, drafter, config)
+        results = engine.generate_batch(self.prompts, replace(self.params, temperature=temperature)).run()
         tau, by_depth = acceptance([len(ids) for result in results for ids in result.tokens_per_step])
         return {"tau": tau, "accepted_by_depth": by_depth}
 
@@ -161,7 +158,7 @@ class HeadTraining(DrafterTraining):
 
     def rows(self, head: nn.Module, batch: Batch) -> TargetRows:
         """What the target computes for a batch, or computed in an earlier epoch."""
-        return self.kept.of(batch, head.run_on, self.target.logits) if self.kept else head.run_on(batch.tokens)
+        return self.kept.of(batch, head) if self.kept else target_rows(head, batch.tokens)
 
     def read(self, directory: Path) -> nn.Module:
         return build_head(read_head(directory, self.target.config), self.target)
@@ -382,13 +379,32 @@ def head_parser(name: str, doc: str) -> argparse.ArgumentParser:
     p.add_argument(
         "--keep-features", action="store_true", help="keep the target's features: only the first epoch runs it"
     )
-    recipe_options(p.add_argument_group("optimizer"))
+    add = p.add_argument_group("optimizer").add_argument
+    add("--lr", type=float, help="of the matrices of the layer, and of everything with --recipe paper")
+    add("--side-lr", type=float, help="of the LM head and the norms, which AdamW trains")
+    add("--cooldown", type=float, help="share of the steps over which the rate falls to zero")
     return p
 
 
 def tap_list(text: str) -> tuple[int, ...]:
     """The layers of --taps."""
     return tuple(int(part) for part in text.split(","))
+
+
+def check_taps(taps: Sequence[int], last: int) -> None:
+    """Raise UsageError unless these layers are distinct, ascending and from 0 to `last`."""
+    if list(taps) != sorted(set(taps)) or not set(taps) <= set(range(last + 1)):
+        raise UsageError(f"--taps {','.join(map(str, taps))}: must be distinct, ascending, 0 to {last}.")
+
+
+def layers_like(
+    target: ModelConfig, kind: str, count: int, vocab_size: int, positions: int, **more: Any
+) -> ModelConfig:
+    """The layers of a head in bfloat16: `count` layers of the family `kind`, of the target's sizes."""
+    same = "hidden_size intermediate_size num_attention_heads num_key_value_heads head_dim rms_norm_eps".split()
+    more |= {name: vars(target)[name] for name in same} | {"rope": RopeConfig(theta=10000.0), "dtype": "bfloat16"}
+    sizes = {"num_hidden_layers": count, "vocab_size": vocab_size, "max_position_embeddings": positions}
+    return ModelConfig(kind, **sizes, **more)
 
 
 def check_shares(args: argparse.Namespace, *names: str, positive: Sequence[str]) -> None:

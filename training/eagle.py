@@ -15,18 +15,19 @@ from torch import Tensor
 
 from decoding.drafter import take_rows
 from eagle_draft import EagleHead
-from families.config import ModelConfig, RopeConfig
+from families.config import ModelConfig
 from model import Transformer
 from support.errors import UsageError, bad_files
 from training.data import Batch, TokenData
-from training.drafters import Evaluation, HeadTraining, check_shares
+from training.drafters import Evaluation, HeadTraining, check_shares, check_taps, layers_like
 from training.loop import Recipe, recipe_with
-from training.losses import TargetRows, loss_eagle1, loss_eagle3
+from training.losses import TargetRows, loss_eagle1, loss_eagle3, target_rows
 from weights.heads import EagleConfig, EagleFile, default_taps, read_card, read_eagle, save_eagle
 from weights.quantized import QuantLinear, lm_head_rows
 from weights.quantizer import digest
 
 FEATURE_NOISE = 0.2  # width of the uniform noise on training features at 512 tokens (EAGLE paper)
+ROWS = 8  # of the held-out data, at most, that the accuracy is measured on
 INPUTS = ("feature+shifted-token", "feature+unshifted-token", "feature", "token")
 
 
@@ -65,17 +66,22 @@ class TrainHead(EagleHead):
 
     @torch.no_grad()
     def draft_targets(self, hidden_states: Tensor, best: Tensor | None) -> tuple[Tensor, Tensor]:
-        if best is None or self.target_head is None:
-            return super().draft_targets(hidden_states, best)
-        # The most likely tokens are known, so that only the rows of the draft vocabulary are needed.
-        logits = F.linear(hidden_states.to(self.target_head.dtype), self.target_head).float()
-        return logits.softmax(-1), self.draft_places(best)
+        """What the head shall draft after hidden_states [M, H] of the target: the target's distribution over the draft
+        vocabulary [M, Vd], and the place of its most likely token there [M], -1 for a token outside.
 
-    @torch.no_grad()
-    def run_on(self, tokens: Tensor) -> TargetRows:
-        """What the target computes for tokens [B, T]."""
-        hidden_states, taps = self.target.forward_train(tokens, self.config.taps)
-        return TargetRows(hidden_states, (hidden_states if taps is None else taps).to(self.fc.weight.dtype))
+        `best` [M] is the most likely token where it is known already.
+        """
+        if best is None or self.target_head is None:
+            logits = self.target.logits(hidden_states)
+            best = logits.argmax(-1) if best is None else best
+            logits = logits if self.draft_ids is None else logits[:, self.draft_ids]
+        else:  # only the rows of the draft vocabulary are needed
+            logits = F.linear(hidden_states.to(self.target_head.dtype), self.target_head).float()
+        if self.draft_ids is not None:
+            places = torch.full((self.target.config.vocab_size,), -1, device=best.device)
+            places[self.draft_ids] = torch.arange(self.vocab_size, device=best.device)
+            best = places[best]
+        return logits.softmax(-1), best
 
 
 def head_config(target: ModelConfig, args: argparse.Namespace) -> EagleConfig:
@@ -88,20 +94,10 @@ def head_config(target: ModelConfig, args: argparse.Namespace) -> EagleConfig:
         raise ValueError(f"--draft-vocab {vocab}: allowed are 8 to {target.vocab_size}.")
     L = target.num_hidden_layers
     taps = () if args.version == 1 else args.taps or default_taps(L)
-    if list(taps) != sorted(set(taps)) or not set(taps) <= set(range(L + 1)):
-        rule = f"must be distinct, ascending, 0 to {L}; pass --taps a,b,c."
-        raise ValueError(f"taps {taps} of a target with {L} layers {rule}")
-    sizes = "hidden_size intermediate_size num_attention_heads num_key_value_heads head_dim rms_norm_eps".split()
-    layer = ModelConfig(
-        model_type="llama",
-        num_hidden_layers=1,
-        vocab_size=vocab if args.version == 3 else target.vocab_size,  # EAGLE-1 has the target's LM head, or rows of it
-        max_position_embeddings=args.max_positions or args.length,
-        rope=RopeConfig(theta=10000.0),
-        qkv_bias=target.model_type == "qwen2" and args.version == 1,
-        dtype="bfloat16",
-        **{name: vars(target)[name] for name in sizes},
-    )
+    check_taps(taps, L)
+    size = vocab if args.version == 3 else target.vocab_size  # EAGLE-1 has the target's LM head, or rows of it
+    qkv_bias = target.model_type == "qwen2" and args.version == 1
+    layer = layers_like(target, "llama", 1, size, args.max_positions or args.length, qkv_bias=qkv_bias)
     common = {"layer": layer, "target_hidden_size": target.hidden_size, "target_vocab_size": target.vocab_size}
     if args.version == 1:
         return EagleConfig(1, **common, fc_bias=True, unshifted=args.inputs == "feature+unshifted-token")
@@ -219,22 +215,6 @@ def head_loss(
     return loss_eagle3(head, batch, rows, args.ttt_steps, count, args.noise_share, args.row_share, generator)
 
 
-@torch.no_grad()
-def held_out_accuracy(head: TrainHead, evaluation: Evaluation, windows: int = 8) -> list[float]:
-    """Top-1 agreement with the target on held-out rows, by draft step (EAGLE-1: the first only)."""
-    data = evaluation.held_out
-    args = evaluation.args
-    hits: Tensor | float = 0.0
-    count = 0.0
-    rows = max(1, len(data.ids) // args.length) if data.stream else data.rows
-    for ids, mask in (data.row(k, args.length) for k in range(min(windows, rows))):
-        if mask[1:].any():
-            tokens, counted = (torch.from_numpy(x)[None].to(head.target.device) for x in (ids.astype(np.int64), mask))
-            hits = hits + head_loss(head, Batch(tokens, counted), head.run_on(tokens), 1.0, None, args)[1]
-            count += mask[1:].sum()
-    return (hits / count).tolist() if count else []
-
-
 def recipe_for(args: argparse.Namespace) -> Recipe:
     """The named recipe with the options' overrides: `paper` as in the EAGLE papers, or `small` for small targets."""
     if args.recipe == "small":
@@ -310,13 +290,25 @@ class EagleTraining(HeadTraining):
     def write(self, module: TrainHead, directory: Path) -> None:
         save_eagle(self.config, self.exported(module), directory)
 
+    @torch.no_grad()
     def numbers(self, module: TrainHead, evaluation: Evaluation) -> dict[str, Any]:
-        """The accuracy of the head as it is written."""
-        rounded = TrainHead(self.config, self.target, module.draft_ids, module.inputs)
-        rounded.load_state_dict(self.exported(module))
-        rounded.to(self.target.device, self.target.dtype).requires_grad_(False)
-        rounded.rotary.build(self.target.device, self.target.rotary.length)
-        return {"held_out_accuracy": held_out_accuracy(rounded, evaluation)}
+        """How often the head, as it is written, agrees with the target's most likely token on held-out rows, by draft
+        step."""
+        head = TrainHead(self.config, self.target, module.draft_ids, module.inputs)
+        head.load_state_dict(self.exported(module))
+        head.to(self.target.device, self.target.dtype).requires_grad_(False)
+        head.rotary.build(self.target.device, self.target.rotary.length)
+        data, length = evaluation.held_out, self.args.length
+        rows = max(1, len(data.ids) // length) if data.stream else data.rows
+        hits: Tensor | float = 0.0
+        count = 0.0
+        for k in range(min(ROWS, rows)):
+            ids, mask = (torch.from_numpy(part)[None].to(self.target.device) for part in data.row(k, length))
+            if mask[:, 1:].any():
+                batch = Batch(ids.long(), mask)
+                hits = hits + head_loss(head, batch, target_rows(head, batch.tokens), 1.0, None, self.args)[1]
+                count += float(mask[:, 1:].sum())
+        return {"held_out_accuracy": (hits / count).tolist() if count else []}
 
     def identity(self) -> dict[str, Any]:
         return {"weights of --start": digest(self.start.tensors)} if self.start else {}

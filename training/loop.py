@@ -242,14 +242,6 @@ class Recipe:
         return min(1.0, (step + 1) / max(1, self.warmup)) * min(1.0, cool)
 
 
-def recipe_options(p: argparse.ArgumentParser) -> None:
-    """The options that override a recipe (`recipe_with`)."""
-    add = p.add_argument
-    add("--lr", type=float, help="of the matrices of the layer, and of everything with --recipe paper")
-    add("--side-lr", type=float, help="of the LM head and the norms, which AdamW trains")
-    add("--cooldown", type=float, help="share of the steps over which the rate falls to zero")
-
-
 def recipe_with(args: argparse.Namespace, base: Recipe) -> Recipe:
     """A recipe with the options' overrides. Raises UsageError for options that do not go together."""
     given = {name: vars(args)[name] for name in asdict(base) if vars(args).get(name) is not None}

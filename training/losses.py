@@ -35,6 +35,13 @@ class TargetRows(NamedTuple):
     best: Tensor | None = None  # int64 [B, T], its most likely next tokens; None: not computed
 
 
+@torch.no_grad()
+def target_rows(head: EagleHead | BlockHead, tokens: Tensor) -> TargetRows:
+    """What the head's target computes for tokens [B, T]."""
+    hidden_states, taps = head.target.forward_train(tokens, head.config.taps)
+    return TargetRows(hidden_states, (hidden_states if taps is None else taps).to(head.fc.weight.dtype))
+
+
 class KeptFeatures:
     """Hidden states and features in bfloat16, and the most likely next tokens, for every token of the training data.
 
@@ -75,21 +82,17 @@ class KeptFeatures:
         return place.start in self.filled
 
     @torch.no_grad()
-    def of(self, batch: Batch, run: Callable[[Tensor], TargetRows], logits: Callable[[Tensor], Tensor]) -> TargetRows:
-        """The features of a batch [B, T], float32 on its device; padding is zero.
-
-        Args:
-            run: the target, called for the batch if one of its rows is not filled yet.
-            logits: the target's LM head, hidden states [T, H] -> [T, V].
-        """
+    def of(self, batch: Batch, head: EagleHead | BlockHead) -> TargetRows:
+        """The features of a batch [B, T], float32 on its device; padding is zero. The target of the head runs if a row is
+        not filled yet."""
         B, T = batch.tokens.shape
         if not all(map(self._has, batch.places)):
-            rows = run(batch.tokens)
+            rows = target_rows(head, batch.tokens)
             for hidden_states, features, place, length in zip(*rows[:2], batch.places, batch.lengths, strict=True):
                 self.values[place, : self.hidden_size] = hidden_states[:length]
                 if self.values.shape[1] > self.hidden_size:
                     self.values[place, self.hidden_size :] = features[:length]
-                self.best[place] = logits(hidden_states[:length]).argmax(-1).int()
+                self.best[place] = head.target.logits(hidden_states[:length]).argmax(-1).int()
                 self.sums[place.start] = self._checksum(place)
                 self.filled.add(place.start)
         values = torch.zeros(B, T, self.values.shape[1])
@@ -170,21 +173,17 @@ def loss_eagle3(
         the draft vocabulary is a miss. One host sync per chunk and step.
     """
     keep = batch.mask[:, 1:].bool()
-    outputs = [*_on_own_outputs(head, batch.tokens, head.fuse(target.features[:, :-1]), keep, steps, [])]
-    truth = target.hidden_states[:, 1:][keep]
-    known = None if target.best is None else target.best[:, 1:][keep]
     if row_share < 1:
-        drawn = torch.rand(len(truth), generator=generator, device=truth.device) < row_share
-        number = drawn.cumsum(0) - 1
-        outputs = [(output[drawn[which]], number[which[drawn[which]]]) for output, which in outputs]
-        truth, known = truth[drawn], None if known is None else known[drawn]
-        count = count * row_share
+        drawn = torch.rand(int(keep.sum()), generator=generator, device=keep.device) < row_share
+        keep, count = keep.masked_scatter(keep, drawn), count * row_share
+    outputs = [*_on_own_outputs(head, batch.tokens, head.fuse(target.features[:, :-1]), keep, steps, [])]
 
     def loss(rows: Rows) -> Tensor:
         soft = F.cross_entropy(rows.logits, rows.distribution, reduction="sum")
         return with_noise(soft, rows, noise_share, generator)
 
-    total, hits = in_chunks(head, outputs, truth, known, loss, outside=False)
+    known = None if target.best is None else target.best[:, 1:][keep]
+    total, hits = in_chunks(head, outputs, target.hidden_states[:, 1:][keep], known, loss, outside=False)
     return total / count, hits / count
 
 

@@ -14,7 +14,6 @@ from torch import Tensor
 from decoding import sampling
 from decoding.drafter import Draft, Drafter, DraftInput, take_rows
 from drafters.trees import independent_tree
-from families.config import ModelConfig
 from model import Transformer, weight_bytes
 from support.machine import give_memory, shapes_only
 from tree import DynamicTree, TreeTables, check_width
@@ -54,30 +53,17 @@ class MedusaHeads(nn.ModuleList):
         return out if out.dtype == torch.float64 else out.float()
 
 
-def load_medusa(path: str | Path, target: Transformer) -> MedusaHeads:
-    """Medusa heads of a file or folder in the target's dtype and on its device."""
-    tensors = read_medusa(path, target.config)
-    count, own = len({name.split(".")[0] for name in tensors}), "0.1.weight" in tensors
-    with shapes_only():
-        heads = MedusaHeads(target, count, own).eval().requires_grad_(False)
-    give_memory(heads.to(target.dtype), target.device)
-    heads.load_state_dict(tensors)
-    return heads
-
-
 MEDUSA_FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
 MEDUSA_TENSOR = re.compile(r"([0-9]|[1-9][0-9])\.(0\.linear\.weight|0\.linear\.bias|1\.weight)")
 
 
-def read_medusa(path: str | Path, target: ModelConfig) -> dict[str, Tensor]:
-    """Read Medusa heads from a file called as in MEDUSA_FILES, or from the folder that holds one.
+def load_medusa(path: str | Path, target: Transformer) -> MedusaHeads:
+    """Medusa heads in the target's dtype and on its device, of a file called as in MEDUSA_FILES or of a folder with one.
 
-    The tensors are `{i}.0.linear.weight` [H, H], `{i}.0.linear.bias` [H] and `{i}.1.weight` [V, H]. The last kind is
-    there for all heads or for none. Without it the heads share the target's LM head. Raises ValueError in one line for
-    anything else. Heads of several blocks are not supported.
+    Raises ValueError in one line for anything but the tensors of `MedusaHeads`. Heads of several blocks are not
+    supported.
     """
     path = Path(path)
-    H, V = target.hidden_size, target.vocab_size
     if path.is_dir():
         files = [path / name for name in MEDUSA_FILES if (path / name).is_file()]
         if len(files) != 1:
@@ -89,16 +75,16 @@ def read_medusa(path: str | Path, target: ModelConfig) -> dict[str, Tensor]:
     if not entries or any(MEDUSA_TENSOR.fullmatch(name) is None for name in entries):
         known = "'0.0.linear.weight', ..., '0.1.weight'"
         raise ValueError(f"{path}: not Medusa heads of one block each ({known}).")
-    shapes: dict[str, tuple[int, ...]] = {}
-    for i in range(1 + max(int(name.split(".")[0]) for name in entries)):
-        shapes |= {f"{i}.0.linear.weight": (H, H), f"{i}.0.linear.bias": (H,)}
-        if any(name.endswith(".1.weight") for name in entries):
-            shapes[f"{i}.1.weight"] = (V, H)
-    check_entries(shapes, entries, str(path))
+    count = 1 + max(int(name.split(".")[0]) for name in entries)
+    with shapes_only():
+        heads = MedusaHeads(target, count, any(name.endswith(".1.weight") for name in entries))
+    check_entries({name: tuple(t.shape) for name, t in heads.state_dict().items()}, entries, str(path))
+    give_memory(heads.eval().requires_grad_(False).to(target.dtype), target.device)
     tensors = {name: entry.read() for name, entry in entries.items()}
     for name, tensor in tensors.items():
         check_finite(tensor, name, str(path))
-    return tensors
+    heads.load_state_dict(tensors)
+    return heads
 
 
 def save_medusa(tensors: Mapping[str, Tensor], directory: str | Path, dtype: torch.dtype = torch.bfloat16) -> None:
@@ -120,8 +106,8 @@ class MedusaDrafter(Drafter):
         if isinstance(tree, DynamicTree):
             raise ValueError("Medusa heads draft static trees, like --tree medusa:vicuna_7b_stage2.")
         if tree.D > len(heads):
-            raise ValueError(f"the tree is {tree.D} deep, but there are {len(heads)} Medusa heads; use --tree chain:"
-                             f"{len(heads)} or another tree of that depth.")  # fmt: skip
+            hint = f"use --tree chain:{len(heads)} or another tree of that depth"
+            raise ValueError(f"the tree is {tree.D} deep, but there are {len(heads)} Medusa heads; {hint}.")
         check_width(tree, heads.target.config.vocab_size)
         super().__init__(tree.N, tree.D, heads.target.config.hidden_size)
         self.heads = heads

@@ -25,7 +25,7 @@ from drafters.trees import DEFAULT_RULE, DraftHead, DraftRule, HeadDrafter, inde
 from families.config import ModelConfig
 from kernels.growing import ancestors_from_parents, best_prefixes
 from kernels.records import Rotary
-from model import Attention, Block, Nodes, RMSNorm, Transformer, linear, weight_bytes
+from model import Block, Nodes, RMSNorm, Transformer, linear, weight_bytes
 from support.machine import zeros
 from tree import DynamicTree, Trees
 from weights.block_heads import BlockConfig
@@ -201,25 +201,6 @@ def slot_masks(config: BlockConfig, device: torch.device) -> tuple[Tensor, Tenso
     before, everything = place[:, None] >= place, torch.ones_like(near)
     masks = (before if config.causal else everything), (before if config.causal_window else everything) & near
     return masks[0][None], masks[1][None]
-
-
-def attend_blocks(
-    attention: Attention, x: Tensor, turn: tuple[Tensor, Tensor], text: tuple[Tensor, Tensor], seen: Tensor, own: Tensor
-) -> Tensor:
-    """The attention of A blocks of S rows x [B, A, S, in] over a text and over themselves, with gradients: [B, A, S, H].
-
-    turn: cos and sin [B, A S, hd / 2] of the rows. text: keys and values [B, Hq, T, hd], a head of them for each query.
-    seen: bool [B, A, 1 or S, T], which of these a row sees; own: bool [S, S], and which rows of its block.
-    """
-    (A, S), T = x.shape[1:3], seen.shape[-1]
-    group = attention.heads // attention.kv_heads
-    q, k, v = attention.project(x.flatten(1, 2), *turn)
-    q, k, v = (t.unflatten(2, (A, S)) for t in (q, k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)))
-    before = (q.flatten(2, 3) @ text[0].mT).unflatten(2, (A, S)).masked_fill(~seen[:, None], -math.inf)
-    block = (q @ k.mT).masked_fill(~own, -math.inf)
-    weights = (torch.cat((before, block), -1) * attention.scale).softmax(-1)
-    out = (weights[..., :T].flatten(2, 3) @ text[1]).unflatten(2, (A, S)) + weights[..., T:] @ v
-    return attention.o(out.permute(0, 2, 3, 1, 4).flatten(3))
 
 
 class Slots(NamedTuple):

@@ -10,6 +10,7 @@ import argparse
 import math
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from drafters.block import BlockHead, attend_blocks, slot_masks
+from drafters.block import BlockHead, slot_masks
 from families.config import ModelConfig
 from loading.drafting import block_tree
 from model import Attention, Transformer
@@ -32,6 +33,26 @@ from weights.quantized import lm_head_rows
 KINDS = ("dflash", "jetspec", "dspark", "dflash2")
 # Slots of a block at least -> over how many slots the weight falls to 1 / e (DFlash).
 GAMMA = {16: 7.0, 10: 5.0, 2: 4.0}
+
+
+def attend_blocks(
+    attention: Attention, turn: tuple[Tensor, Tensor], text: tuple[Tensor, Tensor], seen: Tensor, own: Tensor, x: Tensor
+) -> Tensor:
+    """The attention of A blocks of S rows in each sequence, x [B A, S, in] -> [B A, S, H], with gradients.
+
+    turn: cos and sin [B, A S, hd / 2] of the rows. text: its keys and values [B, Hkv, T, hd]. seen: bool [B, A, 1 or S,
+    T], which of these a row sees; own: bool [S, S], and which rows of its block.
+    """
+    (B, A), S, T = seen.shape[:2], x.shape[1], seen.shape[-1]
+    group = attention.heads // attention.kv_heads
+    q, *block = attention.project(x.unflatten(0, (B, A)).flatten(1, 2), *turn)
+    k, v, keys, values = (t.repeat_interleave(group, 1) for t in (*block, *text))
+    k, v = (t.unflatten(2, (A, S)) for t in (k, v))
+    before = (q @ keys.mT).unflatten(2, (A, S)).masked_fill(~seen[:, None], -math.inf)
+    within = (q.unflatten(2, (A, S)) @ k.mT).masked_fill(~own, -math.inf)
+    weights = (torch.cat((before, within), -1) * attention.scale).softmax(-1)
+    out = (weights[..., :T].flatten(2, 3) @ values).unflatten(2, (A, S)) + weights[..., T:] @ v
+    return attention.o(out.permute(0, 2, 3, 1, 4).flatten(3)).flatten(0, 1)
 
 
 class TrainBlockHead(BlockHead):
@@ -99,16 +120,11 @@ class TrainBlockHead(BlockHead):
         full, near = slot_masks(config, tokens.device)
         for layer in self.layers:
             attention, window = layer.attention, layer.attention.window
-            group = attention.heads // attention.kv_heads
-            text = tuple(t.repeat_interleave(group, 1) for t in attention.project(context, *turn)[1:])
+            text = attention.project(context, *turn)[1:]
             seen = (place < anchors[..., None])[:, :, None].expand(-1, -1, S, -1)
             if window:
                 seen = seen & (positions[..., None] - place < window)
-            what = turn_block, text, seen, (near if window else full)[0]
-
-            def attend(z: Tensor, attention: Attention = attention, what: tuple = what) -> Tensor:
-                return attend_blocks(attention, z.unflatten(0, (B, A)), *what).flatten(0, 1)
-
+            attend = partial(attend_blocks, attention, turn_block, text, seen, (near if window else full)[0])
             if config.conv_taps:
                 x = layer.attention_conv.around(attend, layer.input_norm(x), x)
                 x = layer.mlp_conv.around(layer.mlp, layer.post_norm(x), x)

@@ -1,4 +1,4 @@
-"""Tiny random block heads in the layouts in which they are published, and what they compute, written as loops.
+"""Tiny random block heads in the layouts in which they are published, and what they compute, written out.
 
 Nothing here uses the head's own code: names, shapes and formulas are those of the published heads.
 """
@@ -13,8 +13,6 @@ import torch
 from safetensors.torch import save_file
 from tiny import V, geometry, randomise, tiny_model
 from torch import Tensor
-
-from loading.drafting import build_head
 
 H, HEADS, KV, HD, INNER, LAYERS = 32, 4, 2, 12, 40, 6
 
@@ -175,7 +173,7 @@ def write_layout(folder: Path, config: dict, tensors: dict[str, Tensor], how: st
     return folder
 
 
-# ---- the formulas, as loops ----------------------------------------------------------------------------------
+# ---- the formulas, written out ----------------------------------------------------------------------------------
 
 
 def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -184,15 +182,10 @@ def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def turn(x: Tensor, position: int, theta: float) -> Tensor:
     """RoPE of one head: dimension i is paired with i + half."""
-    half = len(x) // 2
-    out = x.clone()
-    for i in range(half):
-        inverse = 1.0 / torch.tensor(theta) ** (torch.tensor(2 * i).float() / (2 * half))  # in float32, as everywhere
-        angle = torch.tensor(position).float() * inverse
-        c, s = float(angle.cos()), float(angle.sin())
-        out[i] = x[i] * c - x[i + half] * s
-        out[i + half] = x[i + half] * c + x[i] * s
-    return out
+    inverse = 1.0 / torch.tensor(theta) ** (torch.arange(0, len(x), 2).float() / len(x))  # in float32, as everywhere
+    c, s = (position * inverse).cos(), (position * inverse).sin()
+    a, b = x.chunk(2)
+    return torch.cat((a * c - b * s, b * c + a * s))
 
 
 def slot_zero(config: dict) -> bool:
@@ -241,29 +234,19 @@ def block_outputs(config: dict, t: dict[str, Tensor], features: Tensor, anchor: 
             k = keys + [heads("k", row, start + j, True) for j, row in enumerate(rows)]
             v = values + [heads("v", row, start + j, False) for j, row in enumerate(rows)]
             out = []
-            for j, row in enumerate(rows):
-                q = heads("q", row, start + j, True)
-                result = torch.zeros(HEADS, HD, dtype=row.dtype)
+            for own, row in enumerate(rows, start):
+                near = [p for p in range(start + slots) if window is None or abs(own - p) < window]
+                seen = [p for p in near if p <= own or not before]
+                q, mixed = heads("q", row, own, True), []
                 for h in range(HEADS):
-                    scores = {}
-                    for p in range(start + slots):
-                        if window is not None and abs(start + j - p) >= window:
-                            continue
-                        if before and p > start + j:
-                            continue
-                        scores[p] = float(q[h] @ k[p][h // group]) / math.sqrt(HD)
-                    total = sum(math.exp(s) for s in scores.values())
-                    for p, s in scores.items():
-                        result[h] += math.exp(s) / total * v[p][h // group]
-                out.append(t[f"{at}self_attn.o_proj.weight"] @ result.flatten())
+                    scores = torch.stack([q[h] @ k[p][h // group] for p in seen]) / math.sqrt(HD)
+                    mixed.append(scores.softmax(0) @ torch.stack([v[p][h // group] for p in seen]))
+                out.append(t[f"{at}self_attn.o_proj.weight"] @ torch.cat(mixed))
             return out
 
         def feed(rows, at=at):
-            out = []
-            for u in rows:
-                g = t[f"{at}mlp.gate_proj.weight"] @ u
-                out.append(t[f"{at}mlp.down_proj.weight"] @ (g / (1 + (-g).exp()) * (t[f"{at}mlp.up_proj.weight"] @ u)))
-            return out
+            gate, up, down = (t[f"{at}mlp.{name}_proj.weight"] for name in ("gate", "up", "down"))
+            return [down @ (gate @ row / (1 + (-gate @ row).exp()) * (up @ row)) for row in rows]
 
         for sublayer, name, conv in (
             (attention, "input_layernorm", "attention_conv"), (feed, "post_attention_layernorm", "mlp_conv"),
@@ -277,14 +260,10 @@ def block_outputs(config: dict, t: dict[str, Tensor], features: Tensor, anchor: 
             deltas = [(t[f"{at}{conv}.kernel_projection.weight"] @ row).view(2, taps, H // g) for row in z]
 
             def convolve(rows, side, taps=taps, g=g, base=base, deltas=deltas):
-                out = []
-                for r in range(len(rows)):
-                    y = torch.zeros(H, dtype=rows[r].dtype)
-                    for c_ in range(H):
-                        for tap in range(min(taps, r + 1)):
-                            y[c_] += (base[side, tap, c_] + deltas[r][side, tap, c_ // g]) * rows[r - tap][c_]
-                    out.append(y)
-                return out
+                kernels = [base[side] + delta[side].repeat_interleave(g, -1) for delta in deltas]
+                return [
+                    sum(kernels[r][tap] * rows[r - tap] for tap in range(min(taps, r + 1))) for r in range(len(rows))
+                ]
 
             x = [row + y for row, y in zip(x, convolve(sublayer(convolve(z, 0)), 1), strict=True)]
     out = torch.stack([norm(row, t["norm.weight"], eps) for row in x])
@@ -322,11 +301,6 @@ def corrected(config: dict, t: dict[str, Tensor], out: Tensor, z: Tensor, path: 
         g = 1 / (1 + (-g).exp())
         s = g * s + (1 - g) * torch.tanh(c)
     return z[d] + bias
-
-
-def built(read, model):
-    """The module of a head that was read, in the target's dtype."""
-    return build_head(read, model)
 
 
 def tiny_block(model, **changes):

@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from block_kit import block_outputs, built, corrected, layouts, random_tensors, tap_ids, tiny_block, write_layout
+from block_kit import block_outputs, corrected, layouts, random_tensors, tap_ids, tiny_block, write_layout
 from test_block_heads import ANCHOR, MODEL, features_of, slots_of
 from test_drafters import table_model
 from tiny import CTX, PROMPT, TREES, V, node_paths, tables, tiny_model
@@ -23,6 +23,7 @@ from drafters.trees import DraftRule
 from engine.engine import Engine, EngineConfig
 from kernels import KernelBackend
 from kernels.growing import best_prefixes
+from loading.drafting import build_head
 from weights.block_heads import read_head
 
 interpreted = pytest.mark.skipif(not kernels.INTERPRETED, reason="run by tests/test_interpreter_steps.py")
@@ -99,7 +100,7 @@ def drafted(tmp_path, name, tree, settings, **rule):
     config = layouts()[name]
     tensors = random_tensors(config)
     folder = write_layout(tmp_path / "head", config, tensors)
-    head = built(read_head(folder, MODEL.config, {"shortlist": "40"}), MODEL)
+    head = build_head(read_head(folder, MODEL.config, {"shortlist": "40"}), MODEL)
     features = features_of(config)
     _, _, state = slots_of(head, features, tap_ids(config), 4)
     state.sampling.set(SamplingParams(**settings))

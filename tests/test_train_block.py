@@ -9,7 +9,7 @@ import pytest
 import torch
 from block_kit import block_outputs, corrected, layouts, random_tensors, tap_ids, write_layout
 from test_block_heads import MODEL, features_of
-from test_train_drafters import files, stopped_after  # noqa: F401
+from test_train_drafters import common_options, files, stopped_after  # noqa: F401
 from tiny import V
 from torch.nn.functional import cross_entropy
 
@@ -112,10 +112,8 @@ def test_anchors_are_drawn_anew_and_only_where_they_count():
 
 
 def options(files, out, kind, *more, steps=100):  # noqa: F811
-    argv = ["--checkpoint", files / "target", "--data", files / "data.npz", "--out", out, "--kind", kind]
-    argv += ["--work", f"{out}-work", "--length", 64, "--steps", steps, "--layers", 1, "--slots", 5, "--rank", 32]
-    argv += ["--eval-prompts", 2, "--eval-tokens", 32, "--prompt-length", 16, "--anchor-share", 0.25, "--taps", "0"]
-    return [str(word) for word in (*argv, *more)]
+    more = ["--layers", 1, "--slots", 5, "--rank", 32, "--anchor-share", 0.25, "--taps", "0", *more]
+    return common_options(files, out, "--kind", kind, "--steps", steps, *more)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -44,11 +44,14 @@ def files(tmp_path_factory):
     return folder
 
 
+def common_options(files, out, *more):
+    argv = ["--checkpoint", files / "target", "--data", files / "data.npz", "--out", out, "--work", f"{out}-work"]
+    argv += ["--length", 64, "--eval-prompts", 2, "--eval-tokens", 32, "--prompt-length", 16, *more]
+    return [str(word) for word in argv]
+
+
 def options(kind, files, out, *more, steps=120):
-    argv = ["--checkpoint", files / "target", "--data", files / "data.npz", "--out", out]
-    argv += ["--work", f"{out}-work", "--length", 64, "--steps", steps]
-    argv += ["--eval-prompts", 2, "--eval-tokens", 32, "--prompt-length", 16]
-    return [str(word) for word in (*argv, *KINDS[kind][2], *more)]
+    return common_options(files, out, "--steps", steps, *KINDS[kind][2], *more)
 
 
 def trained(kind, files, out, *more, steps=120):

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from test_train_drafters import stopped_after
+from test_train_drafters import common_options, stopped_after
 
 from decoding.params import SamplingParams
 from engine import load
@@ -70,12 +70,10 @@ def files(tmp_path_factory):
 
 
 def options(files, out, *more, version=1, steps=6, **given):
-    argv = ["--checkpoint", str(files / "target"), "--data", str(files / "data.npz"), "--out", str(out)]
-    argv += ["--work", f"{out}-work", "--version", str(version), "--steps", str(steps), "--length", "64"]
-    argv += ["--eval-prompts", "3", "--eval-tokens", "24", "--prompt-length", "16", "--eval-every", "0", *more]
+    more = ["--version", version, "--steps", steps, "--eval-prompts", 3, "--eval-tokens", 24, "--eval-every", 0, *more]
     for name, value in given.items():
-        argv += [f"--{name.replace('_', '-')}", str(value)]
-    return argv
+        more += [f"--{name.replace('_', '-')}", value]
+    return common_options(files, out, *more)
 
 
 def run(files, out, *more, **given):
@@ -98,6 +96,13 @@ def tiny_head(files, version=1, inputs=INPUTS[0], draft_vocab=None, seed=3):
         torch.nn.init.normal_(p, std=0.3, generator=generator)
     head.rotary.build("cpu")
     return head, target
+
+
+def rows_of(head, length, share=1.0):
+    """Two sequences of tokens, of which a share counts, and what the target computes for them."""
+    tokens = torch.randint(0, V, (2, length), generator=torch.Generator().manual_seed(0))
+    mask = torch.rand(2, length, generator=torch.Generator().manual_seed(1)) < share
+    return Batch(tokens, mask), target_rows(head, tokens)
 
 
 # ------------------------------------------------------------------------------------------------- training
@@ -416,12 +421,11 @@ def test_loss_eagle1_is_the_papers(files, steps, chunk, monkeypatch):
     lost or counted twice where a chunk ends."""
     monkeypatch.setattr(losses, "CHUNK", chunk * V)
     head, target = tiny_head(files)
-    tokens = torch.randint(0, V, (2, 12), generator=torch.Generator().manual_seed(0))
-    features, _ = target.forward_train(tokens)
-    mask = torch.rand(2, 12, generator=torch.Generator().manual_seed(1)) < 0.6
+    batch, rows = rows_of(head, 12, 0.6)
+    (tokens, mask), features = batch[:2], rows.features
     noise = torch.rand(2, 12, 32, dtype=torch.float64) * 2 - 1
     count = int(mask[:, 1:].sum())
-    loss, hits = loss_eagle1(head, Batch(tokens, mask), TargetRows(features, features), steps, count, noise)
+    loss, hits = loss_eagle1(head, batch, rows, steps, count, noise)
     total, agreed, memory = 0.0, [0] * steps, [] if steps > 1 else None
     out = (features + noise)[:, :-1]
     for s in range(steps):
@@ -449,11 +453,9 @@ def test_loss_eagle3_is_the_papers(files, draft_vocab, chunk, share, monkeypatch
     monkeypatch.setattr(losses, "CHUNK", chunk * head.vocab_size)
     ids = head.draft_ids if draft_vocab else torch.arange(V)
     T, steps = 10, 3
-    tokens = torch.randint(0, V, (2, T), generator=torch.Generator().manual_seed(0))
-    hidden_states, taps = target.forward_train(tokens, head.config.taps)
-    mask = torch.rand(2, T, generator=torch.Generator().manual_seed(1)) < 0.7
+    batch, rows = rows_of(head, T, 0.7)
+    (tokens, mask), (hidden_states, taps) = batch[:2], rows[:2]
     generator, again = (torch.Generator().manual_seed(2) for _ in range(2))
-    batch, rows = Batch(tokens, mask), TargetRows(hidden_states, taps)
     count = int(mask[:, 1:].sum())
     loss, hits = loss_eagle3(head, batch, rows, steps, count, row_share=share, generator=generator)
     logits = target.logits(hidden_states)
@@ -478,11 +480,8 @@ def test_loss_eagle3_is_the_papers(files, draft_vocab, chunk, share, monkeypatch
 
 def test_a_batch_in_which_no_row_counts_has_no_loss(files):
     """A training run that ends at conversations whose answers are cut off, or at a draw of no row at all."""
-    head, target = tiny_head(files, 3)
-    tokens = torch.randint(0, V, (2, 8), generator=torch.Generator().manual_seed(0))
-    hidden_states, taps = target.forward_train(tokens, head.config.taps)
-    mask = torch.zeros(2, 8, dtype=torch.bool)
-    loss, hits = loss_eagle3(head, Batch(tokens, mask), TargetRows(hidden_states, taps), 2, 1.0, 0.5, 0.5)
+    head, _ = tiny_head(files, 3)
+    loss, hits = loss_eagle3(head, *rows_of(head, 8, 0.0), 2, 1.0, 0.5, 0.5)
     loss.backward()
     assert loss.item() == 0 and hits.tolist() == [0, 0]
 
@@ -507,14 +506,11 @@ def test_noise_loss_is_about_shared_noise():
 
 def test_noise_share_weighs_two_losses(files):
     """A share that is not used, or that takes the place of the paper's loss."""
-    head, target = tiny_head(files, 3)
-    tokens = torch.randint(0, V, (2, 8), generator=torch.Generator().manual_seed(0))
-    hidden_states, taps = target.forward_train(tokens, head.config.taps)
-    batch, rows = Batch(tokens, torch.ones(2, 8, dtype=torch.bool)), TargetRows(hidden_states, taps)
+    head, _ = tiny_head(files, 3)
 
     def loss(share: float) -> float:
         generator = torch.Generator().manual_seed(4)
-        return loss_eagle3(head, batch, rows, 2, 14.0, share, generator=generator)[0].item()
+        return loss_eagle3(head, *rows_of(head, 8), 2, 14.0, share, generator=generator)[0].item()
 
     assert loss(0.25) == pytest.approx(0.75 * loss(0.0) + 0.25 * loss(1.0), rel=1e-9)
     assert loss(1.0) != pytest.approx(loss(0.0), rel=1e-3)
@@ -613,16 +609,8 @@ def tokenizer_files(tmp_path_factory):
     return folder
 
 
-SHAREGPT = {
-    "conversations": [
-        {"from": "gpt", "value": "dropped"},
-        {"from": "human", "value": "hi"},
-        {"from": "gpt", "value": "hello"},
-        {"from": "human", "value": "<|im_end|>?"},
-        {"from": "gpt", "value": "no!"},
-        {"from": "human", "value": "unanswered"},
-    ]
-}
+SAID = [("gpt", "dropped"), ("human", "hi"), ("gpt", "hello"), ("human", "<|im_end|>?"), ("gpt", "no!")]
+SHAREGPT = {"conversations": [{"from": who, "value": text} for who, text in (*SAID, ("human", "unanswered"))]}
 OPENAI = {
     "messages": [
         {"role": "system", "content": "be brief"},
@@ -650,13 +638,7 @@ def test_only_the_answers_count(tokenizer_files):
 
 def test_bad_conversations_are_named_and_left_out(tokenizer_files, tmp_path, capsys):
     """One bad row of a large file ending the run, or dropped without a word."""
-    bad = {
-        "messages": [
-            {"role": "user", "content": "a"},
-            {"role": "user", "content": "b"},
-            {"role": "assistant", "content": "c"},
-        ]
-    }
+    bad = {"messages": [{"role": role, "content": "a"} for role in ("user", "user", "assistant")]}
     path = tmp_path / "d.jsonl"
     path.write_text("\n".join(map(json.dumps, [SHAREGPT, bad, OPENAI, {"x": 1}, {"messages": [{"role": "tool"}]}])))
     conversations, texts, left_out = training_data.read_records(str(path))

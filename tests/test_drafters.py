@@ -12,7 +12,7 @@ import torch
 from block_kit import tiny_block
 from fake_cuda import Indexing, OneDevice, on_fake_gpu
 from test_tree import files_run
-from tiny import CTX, DRAFT_VOCAB, PROMPT, TREES, V, geometry, node_paths, tables, tiny_head, tiny_model
+from tiny import CTX, DRAFT_VOCAB, PROMPT, TREES, V, geometry, node_paths, tables, tiny_head, tiny_model, watch
 from torch._dynamo.trace_rules import check_file
 
 import tree as trees
@@ -376,18 +376,10 @@ def test_ngrams_accept_a_repetitive_text():
 def test_grafted_nodes_extend_the_eagle_tree(tree):
     """N-gram nodes that repeat the head's (wasted rows), displace them, or hang from the wrong parent."""
     shape = SHALLOW if tree == "static" else trees.DynamicTree(12, 3, 4)
-    K, seen = 9, []
+    K, seen, out = 9, [], []
     drafter = eagle(tree=shape, K=K)
-    real = drafter.drafter.draft
-
-    def draft(request):
-        base = real(request)
-        seen.append((base, request.tokens.clone(), request.n.clone()))
-        return base
-
-    drafter.drafter.draft = draft
-    out, outer = [], drafter.draft
-    drafter.draft = lambda request: out.append(outer(request)) or out[-1]
+    watch(drafter.drafter, "draft", lambda inputs, base: seen.append((base, inputs.tokens.clone(), inputs.n.clone())))
+    watch(drafter, "draft", lambda inputs, merged: out.append(merged))
     Engine(MODEL, drafter=drafter).generate(PROMPT, settings(1)).run()
     assert len(out) == len(seen) > 3
     for merged, (base, tokens, n) in zip(out, seen, strict=True):
@@ -490,14 +482,11 @@ def test_lookahead_is_the_brute_force_one(index):
     size, W, G = 4, 3, 2
     drafter = LookaheadDrafter(MODEL, 1, size, W, G)
     engine, steps = Engine(MODEL, drafter=drafter), []
-    real = drafter.draft
 
-    def draft(request):
-        out = real(request)
-        steps.append((request.tokens[0, : request.n[0] + 1].tolist(), drafter.window[0].tolist(), out))
-        return out
+    def see(inputs, draft):
+        steps.append((inputs.tokens[0, : inputs.n[0] + 1].tolist(), drafter.window[0].tolist(), draft))
 
-    drafter.draft = draft
+    watch(drafter, "draft", see)
     params = settings(index, max_new_tokens=24)
     assert tuple(engine.generate(PROMPT, params).run()[0].token_ids) == plain(params)
     brute = Jacobi(MODEL, params, steps[0][1], G)
@@ -545,21 +534,18 @@ def test_draft_cache_after_rejections_equals_recomputation(tree):
     """Rows of rejected branches that survive in the draft cache: acceptance decays as the text grows."""
     drafter = draft_model(tree=TREES[tree])
     engine, checked = Engine(MODEL, drafter=drafter), []
-    real = drafter._extend
 
-    def extend(request):
-        out = real(request)
-        n = int(request.n[0])
+    def check(inputs, out):
+        n = int(inputs.n[0])
         (fresh,) = SMALL.new_cache(1, drafter.slots)
         seen = torch.ones(1, n + 1, n + 1, dtype=torch.bool).tril()
         nodes = SMALL.nodes(torch.zeros(1, dtype=torch.int64), torch.arange(n + 1)[None], seen, drafter.slots)
-        hidden, _ = SMALL(request.tokens[:, : n + 1], nodes, (fresh,))
+        hidden, _ = SMALL(inputs.tokens[:, : n + 1], nodes, (fresh,))
         assert (drafter.cache[..., : n + 1, :] - fresh[..., : n + 1, :]).abs().max() < 1e-5
         assert (out[0, 0] - hidden[0, -1]).abs().max() < 1e-5
-        checked.append(int(request.count[0]))
-        return out
+        checked.append(int(inputs.count[0]))
 
-    drafter._extend = extend
+    watch(drafter, "_extend", check)
     params = SamplingParams(temperature=3.0, seed=1, max_new_tokens=40)  # shared noise makes drafts right
     engine.generate(PROMPT, params).run()
     text = PROMPT + [8, 9]
@@ -598,8 +584,7 @@ def test_medusa_tokens_are_cartesian():
     that depth's noise."""
     heads, out = medusa_heads(), []
     drafter = MedusaDrafter(heads, tables(SHALLOW))
-    real = drafter.draft
-    drafter.draft = lambda request: out.append((request.tokens.clone(), int(request.n[0]), real(request))) or out[-1][2]
+    watch(drafter, "draft", lambda inputs, draft: out.append((inputs.tokens.clone(), int(inputs.n[0]), draft)))
     params = settings(1)
     Engine(MODEL, drafter=drafter).generate(PROMPT, params).run()
     for tokens, n, draft in out:

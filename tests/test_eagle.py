@@ -8,9 +8,10 @@ import shutil
 from types import SimpleNamespace
 
 import pytest
+import tiny
 import torch
 from block_kit import tiny_block
-from tiny import DRAFT_VOCAB, MEDUSA, PROMPT, V, eagle_engine, held_out_prompts, node_paths, tiny_head, tiny_model
+from tiny import DRAFT_VOCAB, MEDUSA, PROMPT, V, eagle_engine, node_paths, tiny_head, tiny_model, watch
 
 import kernels
 import tree as trees
@@ -171,18 +172,15 @@ class BruteForce:
         return [pool[i] for i in sorted(order)]
 
 
-def record(engine: Engine, keep: int = 99):
+def record(engine: Engine):
     """Every step's (committed ids per row, count, Draft) of the engine's next runs, as the drafter saw them."""
-    seen, real = [], engine.drafter.draft
+    seen = []
 
-    def draft(request):
-        out = real(request)
-        ids = [row[: n + 1] for row, n in zip(request.tokens.tolist(), request.n.tolist(), strict=True)]
-        if len(seen) < keep:
-            seen.append((ids, request.count.clone(), out))
-        return out
+    def see(inputs, draft):
+        ids = [row[: n + 1] for row, n in zip(inputs.tokens.tolist(), inputs.n.tolist(), strict=True)]
+        seen.append((ids, inputs.count.clone(), draft))
 
-    engine.drafter.draft = draft
+    watch(engine.drafter, "draft", see)
     return seen
 
 
@@ -267,21 +265,17 @@ def check_cache(engine, ids, rows, row=0):
 
 def run_and_check_cache(engine, prompt, params):
     """A run; the stable draft rows are checked at every step, as the drafter leaves them."""
-    seen, real = [0], engine.drafter.draft
+    seen, real = [], engine.drafter.draft
 
-    def draft(request):
-        out = real(request)
-        n = int(request.n[0])
-        check_cache(engine, request.tokens[0, : n + 1].tolist(), n)
-        seen[0] += 1
-        return out
+    def check(inputs, _draft):
+        n = int(inputs.n[0])
+        check_cache(engine, inputs.tokens[0, : n + 1].tolist(), n)
+        seen.append(n)
 
-    engine.drafter.draft = draft
-    try:
-        result = engine.generate(prompt, params).run()[0]
-    finally:
-        engine.drafter.draft = real
-    assert seen[0] == result.steps > 0
+    watch(engine.drafter, "draft", check)
+    result = engine.generate(prompt, params).run()[0]
+    engine.drafter.draft = real
+    assert len(seen) == result.steps > 0
     return result
 
 
@@ -661,7 +655,7 @@ def test_a_draft_vocabulary_without_text_keeps_acceptance():
     for K in (0, 1024):
         options = dict(draft_vocab=K, tree="paper25", ctx=256, eagle_always=True)
         engine = load(DEMO, eagle=str(DEMO / "eagle1"), **options)
-        prompts = held_out_prompts(engine.tokenizer, 3, 96)
+        prompts = tiny.held_out_prompts(engine.tokenizer, 3, 96)
         steps = [len(ids) for p in prompts for ids in engine.generate(p, params).run()[0].tokens_per_step]
         taus[K] = sum(steps) / len(steps)
     assert taus[1024] > 0.85 * taus[0], taus

@@ -112,15 +112,10 @@ def test_the_layer_equals_that_of_transformers(checkpoint, family):
             rest = rest.removeprefix("0.")
             state[f"mtp_block.{rest}" if first == "layers" else f"{names[first]}.{rest}"] = tensor
     if family != "qwen3_5":  # files have a matrix for each expert
-        of = {
-            x: [state.pop(f"mtp_block.mlp.experts.{e}.{x}_proj.weight") for e in range(4)]
-            for x in ("gate", "up", "down")
-        }
-        both = torch.cat((torch.stack(of["gate"]), torch.stack(of["up"])), 1)
-        state |= {
-            "mtp_block.mlp.experts.gate_up_proj": both,
-            "mtp_block.mlp.experts.down_proj": torch.stack(of["down"]),
-        }
+        at = "mtp_block.mlp.experts."
+        parts = ([state.pop(f"{at}{e}.{x}_proj.weight") for e in range(4)] for x in ("gate", "up", "down"))
+        gate, up, down = map(torch.stack, parts)
+        state |= {f"{at}gate_up_proj": torch.cat((gate, up), 1), f"{at}down_proj": down}
     layer.load_state_dict(state)
     layer = layer.double().eval()
     tokens = torch.randint(3, 120, (1, 12), generator=torch.Generator().manual_seed(0))
@@ -171,9 +166,7 @@ def test_a_checkpoint_with_the_layer_drafts_with_it_by_default(checkpoint, tiny_
     notes: list[str] = []
     engine = load(checkpoint(family), ctx=128, report=notes.append, slots=2)
     assert engine.head.config.kind == "MTP" and any("own MTP layer drafts" in note for note in notes)
-    assert (
-        not engine.drafter.p_min and engine.fallback
-    )  # no kernel leaves out its nodes, so plain steps may replace them
+    assert not engine.drafter.p_min and engine.fallback  # no kernel prunes its trees, so plain steps may replace them
     off = load(checkpoint(family), ctx=128, eagle="none")
     assert off.head is None and off.model.mtp is None and off.plan.weights < engine.plan.weights
     assert load(checkpoint(family), ctx=128, drafter="ngram", tree="chain:4").model.mtp is None

@@ -110,6 +110,18 @@ def eagle_engine(
     return Engine(head.target, tokenizer, drafter, EngineConfig(batch_size=batch_size, compile=compile, lag=lag))
 
 
+def watch(drafter: Drafter, method: str, see) -> None:
+    """Have see(inputs, output) called after every call of a drafter's method."""
+    real = getattr(drafter, method)
+
+    def watched(inputs: DraftInput):
+        out = real(inputs)
+        see(inputs, out)
+        return out
+
+    setattr(drafter, method, watched)
+
+
 class ScriptedDrafter(Drafter):
     """Drafts the known continuation. `truth[b][p]` is the token at position p.
 

@@ -53,23 +53,16 @@ class EagleHead(DraftHead):
         """draft_vocab int64 [Vd]: absolute target ids of a trimmed vocabulary for EAGLE-1/2 (FR-Spec), sorted."""
         super().__init__()
         self.config = config
-        geometry = config.layer
-        H = geometry.hidden_size
-        taps = len(config.taps)
-        width = 2 * H if config.version == 1 else taps * config.target_hidden_size
+        geometry, size, taps = config.layer, config.target_hidden_size, len(config.taps)
+        H, eps = geometry.hidden_size, geometry.rms_norm_eps
+        width = 2 * H if config.version == 1 else taps * size
         self.fc = nn.Linear(width, H, bias=config.fc_bias)
         self.layer = EagleLayer(config)
-        self.norm = RMSNorm(H, geometry.rms_norm_eps) if config.version == 3 else None
-        self.fc_norms = self.input_norm = self.embed_tokens = self.lm_head = None
-        if config.fc_norm:
-            size = config.target_hidden_size
-            self.fc_norms = nn.ModuleList(RMSNorm(size, geometry.rms_norm_eps) for _ in range(taps))
-        if config.norm_before_fc:
-            self.input_norm = RMSNorm(width, geometry.rms_norm_eps)
-        if config.has_embed:
-            self.embed_tokens = nn.Embedding(target.config.vocab_size, H)
-        if config.has_lm_head:
-            self.lm_head = nn.Linear(H, geometry.vocab_size, bias=False)
+        self.norm = RMSNorm(H, eps) if config.version == 3 else None
+        self.fc_norms = nn.ModuleList(RMSNorm(size, eps) for _ in range(taps)) if config.fc_norm else None
+        self.input_norm = RMSNorm(width, eps) if config.norm_before_fc else None
+        self.embed_tokens = nn.Embedding(target.config.vocab_size, H) if config.has_embed else None
+        self.lm_head = nn.Linear(H, geometry.vocab_size, bias=False) if config.has_lm_head else None
         if draft_vocab is None and geometry.vocab_size != target.config.vocab_size:
             # not torch.arange: of a head that only has shapes it would import sympy, for a quarter of a second
             draft_vocab = torch.tensor(range(geometry.vocab_size))

@@ -48,17 +48,13 @@ def check_vocabulary(
     The sizes of the vocabularies are compared, and the tokenizers (the target's, the draft's) where both exist.
     """
     if target.vocab_size != draft.vocab_size:
-        raise ValueError(
-            f"the draft model has {draft.vocab_size:,} tokens, the target {target.vocab_size:,}; use a draft model of "
-            "the same family."
-        )
+        sizes = f"{draft.vocab_size:,} tokens, the target {target.vocab_size:,}"
+        raise ValueError(f"the draft model has {sizes}; use a draft model of the same family.")
     if None in tokenizers:
         return
     ours, theirs = (tokenizer.pieces for tokenizer in tokenizers)
     different = [i for i in sorted(ours.keys() | theirs.keys()) if ours.get(i) != theirs.get(i)]
     if different:
         i = different[0]
-        raise ValueError(
-            f"the draft model's token {i} is {theirs.get(i)!r:.40}, the target's {ours.get(i)!r:.40} "
-            f"({len(different):,} differ); use a draft model of the same family."
-        )
+        first = f"token {i} is {theirs.get(i)!r:.40}, the target's {ours.get(i)!r:.40} ({len(different):,} differ)"
+        raise ValueError(f"the draft model's {first}; use a draft model of the same family.")

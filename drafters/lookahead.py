@@ -34,10 +34,9 @@ class LookaheadDrafter(Drafter):
         levels = size - 1
         N, D = self.shape(size, window, guesses)
         if min(levels, window, guesses) < 1 or D > MAX_DEPTH or N > MAX_NODES:
-            raise ValueError(
-                f"lookahead: size {size}, window {window}, guesses {guesses}; needs size >= 2, others >= 1, "
-                f"window + size <= {MAX_DEPTH + 2}, 1 + (size - 1) (window + guesses) <= {MAX_NODES}."
-            )
+            limits = f"window + size <= {MAX_DEPTH + 2}, 1 + (size - 1) (window + guesses) <= {MAX_NODES}"
+            found = f"size {size}, window {window}, guesses {guesses}"
+            raise ValueError(f"lookahead: {found}; needs size >= 2, others >= 1, {limits}.")
         super().__init__(N, D, model.config.hidden_size)
         self.tree_nodes = guesses * levels
         self.root = PlainDrafter(model)

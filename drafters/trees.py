@@ -80,10 +80,8 @@ class TreeDrafter(Drafter):
         self.dynamic = isinstance(tree, DynamicTree)
         self.scoring = "noisy" if (self.dynamic or rule.p_min) and rule.shared_noise else "probability"
         if rule.multi_round and self.dynamic:
-            raise ValueError(
-                "--verify multi-round needs a static tree or a chain: re-ranking sampled children breaks its proof. "
-                "Use --tree paper25 or chain:K."
-            )
+            why = "re-ranking sampled children breaks its proof. Use --tree paper25 or chain:K."
+            raise ValueError(f"--verify multi-round needs a static tree or a chain: {why}")
         if rule.p_min and self.dynamic and not self.prunes_dynamic:
             raise ValueError("--prune needs a static tree, like paper25; a dynamic one chooses its nodes itself.")
         scratch = tree.depth * tree.topk if self.dynamic else tree.run_rows  # cache rows of a tree

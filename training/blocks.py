@@ -232,9 +232,7 @@ def block_config(target: ModelConfig, args: argparse.Namespace) -> BlockConfig:
         "dflash2": {"markov": "selector", "rank": args.rank, "conv_taps": 2, "conv_group": 16},
     }[args.kind]
     if how.get("conv_group") and target.hidden_size % 16:
-        raise ValueError(
-            f"--kind dflash2 shares kernels in groups of 16 channels, and this model has {target.hidden_size}."
-        )
+        raise ValueError(f"--kind dflash2 needs a multiple of 16 channels, and this model has {target.hidden_size}.")
     return BlockConfig(
         layer, target.hidden_size, taps, args.slots, mask_id=V - 1, shortlist=min(16, V), target_vocab_size=V, **how
     )
@@ -264,9 +262,8 @@ class BlockTraining(HeadTraining):
 
     def write(self, module: TrainBlockHead, directory: Path) -> None:
         tensors = {name: t.to("cpu", torch.bfloat16) for name, t in module.state_dict().items()}
-        confidence = (
-            {name: tensors.pop(f"confidence.{name}") for name in ("weight", "bias")} if module.confidence else {}
-        )
+        names = ("weight", "bias") if module.confidence else ()
+        confidence = {name: tensors.pop(f"confidence.{name}") for name in names}
         save_block(self.config, tensors, directory, confidence)
 
     def card(self) -> dict[str, Any]:

@@ -182,9 +182,7 @@ def read_records(source: str, held_out: bool = False) -> tuple[list[list[dict]],
     else:
         files = [path] if path.is_file() else []
     if not files:
-        raise ValueError(
-            f"{source}: no such file, no folder of .txt, .py or .md files, and not `stdlib` or `docstrings`."
-        )
+        raise ValueError(f"{source}: no such file or folder of .txt, .py or .md files, nor `stdlib` or `docstrings`.")
     if path.suffix not in (".json", ".jsonl") or not path.is_file():
         return [], [read_source(file) for file in files], []
     text = read_text(path)

@@ -90,9 +90,8 @@ class DraftModelTraining(DistillationTraining):
         draft = Transformer(self.config)
         init_weights(draft, torch.Generator().manual_seed(self.args.seed))
         if self.config.hidden_size <= self.target.config.hidden_size:
-            left, sizes, _ = torch.svd_lowrank(
-                lm_head_rows(self.target).float().cpu(), self.config.hidden_size, niter=4
-            )
+            lm_head = lm_head_rows(self.target).float().cpu()
+            left, sizes, _ = torch.svd_lowrank(lm_head, self.config.hidden_size, niter=4)
             rows = left * sizes
             # Divided so that the first logits spread by about 1.
             draft.embed_tokens.weight.data.copy_(rows / rows.norm(dim=1).mean())

@@ -199,10 +199,8 @@ def train(kind: type[DrafterTraining], args: argparse.Namespace) -> dict[str, An
             for drafting in (m for m in (module, old) if m is not None):
                 training.drafter(drafting, evaluation)  # refuses what does not fit before time is spent
         card = describe(training, module, data, held_out, world)
-        world.say(
-            f"{training.title} of {card['parameters'] / 1e6:.2f} M parameters; "
-            f"{card['training_tokens']:,} training tokens, {card['held_out_tokens']:,} held out"
-        )
+        tokens = f"{card['training_tokens']:,} training tokens, {card['held_out_tokens']:,} held out"
+        world.say(f"{training.title} of {card['parameters'] / 1e6:.2f} M parameters; {tokens}")
         optims = optimizers(module, training.recipe, training.autocast)
 
         def after_step(done: int) -> None:
@@ -257,10 +255,8 @@ def existing(training: DrafterTraining, out: Path) -> nn.Module | None:
     try:
         return training.read(out)
     except (ValueError, RuntimeError) as error:
-        raise ValueError(
-            f"--out {out} holds something that cannot be compared with the new drafter ({error}); "
-            "give another --out, or --force to replace it."
-        ) from None
+        held = f"--out {out} holds something that cannot be compared with the new drafter ({error})"
+        raise ValueError(f"{held}; give another --out, or --force to replace it.") from None
 
 
 def train_step(
@@ -308,10 +304,9 @@ def publish(training: DrafterTraining, module: nn.Module, card: dict[str, Any], 
     """Write the drafter and its CARD.json to --out. Raises WorseHead if the one there has a better tau, `old_tau`."""
     out = Path(training.args.out)
     if old_tau > card["tau_greedy"]:
-        raise WorseHead(
-            f"what is at {out} is better (held-out tau {old_tau:.3f}, the new one {card['tau_greedy']:.3f}); "
-            "kept it. The new one stays in --work: run the same command with --force to replace what is at --out."
-        )
+        taus = f"held-out tau {old_tau:.3f}, the new one {card['tau_greedy']:.3f}"
+        advice = "The new one stays in --work: run the same command with --force to replace what is at --out."
+        raise WorseHead(f"what is at {out} is better ({taus}); kept it. {advice}")
     with directory_written_whole(out, keep=True) as unfinished:
         training.write(module, unfinished)
         write_json(unfinished / "CARD.json", card)
@@ -351,9 +346,7 @@ def drafter_parser(name: str, doc: str, steps: int, length: int, eval_every: int
     add("--data", required=True, help="JSON/JSONL, text file, directory, `stdlib`, `docstrings`, or tokenised .npz")
     add("--held-out", help="the same kinds (default: 5 %% of --data; of stdlib, the modules held out)")
     add("--out", required=True, help="folder to write")
-    add(
-        "--work", help="tokenised data and training state (default: in runs/, by the names of the command and of --out)"
-    )
+    add("--work", help="tokenised data and training state (default: in runs/, by the names of command and --out)")
     add("--batch", type=at_least(1), default=8, help="sequences of a micro-batch, per process")
     add("--accumulate", type=at_least(1), default=1, help="micro-batches per optimizer step")
     add("--length", type=at_least(8), default=length, help="tokens of a training window")
@@ -376,9 +369,8 @@ def drafter_parser(name: str, doc: str, steps: int, length: int, eval_every: int
 def head_parser(name: str, doc: str) -> argparse.ArgumentParser:
     """The options of the commands that train a draft head."""
     p = drafter_parser(name, doc, steps=1500, length=512, eval_every=250)
-    p.add_argument(
-        "--keep-features", action="store_true", help="keep the target's features: only the first epoch runs it"
-    )
+    keep = "keep the target's features: only the first epoch runs it"
+    p.add_argument("--keep-features", action="store_true", help=keep)
     add = p.add_argument_group("optimizer").add_argument
     add("--lr", type=float, help="of the matrices of the layer, and of everything with --recipe paper")
     add("--side-lr", type=float, help="of the LM head and the norms, which AdamW trains")

@@ -59,10 +59,8 @@ class KeptFeatures:
         tokens, width = len(data.ids), hidden_size + taps_size
         needed, free = tokens * (2 * width + 12), shutil.disk_usage(path.parent).free
         if not path.exists() and needed > free:
-            raise ValueError(
-                f"--keep-features needs {size_text(needed)} in {path.parent}, where {size_text(free)} are free; "
-                "train without it, or with less --data."
-            )
+            where = f"{size_text(needed)} in {path.parent}, where {size_text(free)} are free"
+            raise ValueError(f"--keep-features needs {where}; train without it, or with less --data.")
         self.hidden_size = hidden_size
         self.values = torch.from_file(str(path), True, tokens * width, dtype=torch.bfloat16).view(tokens, width)
         self.best = torch.from_file(str(path.with_suffix(".ids")), True, tokens, dtype=torch.int32)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -72,9 +73,8 @@ class BlockHead(DraftHead):
         H, n = geometry.hidden_size, geometry.num_hidden_layers
         self.fc = nn.Linear(len(config.taps) * config.target_hidden_size, H, bias=False)
         self.hidden_norm, self.norm = (RMSNorm(H, geometry.rms_norm_eps) for _ in range(2))
-        self.layers = nn.ModuleList(
-            ConvolvedBlock(geometry, i, config) if config.conv_taps else Block(geometry, i) for i in range(n)
-        )
+        layer = partial(ConvolvedBlock, config=config) if config.conv_taps else Block
+        self.layers = nn.ModuleList(layer(geometry, i) for i in range(n))
         self.kv_places = {i: (0, i) for i in range(n)}  # as of a Transformer
         self.lm_head = nn.Linear(H, geometry.vocab_size, bias=False) if config.has_lm_head else None
         if config.markov:
@@ -376,11 +376,9 @@ class BlockDrafter(HeadDrafter):
             tables = self.head.successor.weight, *self._tables(slots)
         candidates = slots.scores.contiguous(), slots.ids.contiguous(), self.draft_ids
         tree, p_min = self.tree, self.p_min if self.prunes(inputs.mode) else 0.0
-        how = bool(self.head.config.markov) and self._softened(inputs), tree.N, tree.topk, p_min
-        found = torch.ops.eaglet_cpu.slot_tree.default(
-            *candidates, inputs.root, inputs.sampling.temperature, *tables, *how
-        )
-        return Draft(*found)
+        softened = bool(self.head.config.markov) and self._softened(inputs)
+        how = inputs.root, inputs.sampling.temperature, *tables, softened, tree.N, tree.topk, p_min
+        return Draft(*torch.ops.eaglet_cpu.slot_tree.default(*candidates, *how))
 
     def _independent(self, inputs: DraftInput, slots: Slots) -> Draft:
         """A tree whose candidates at a depth are the same after every parent."""

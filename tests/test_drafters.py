@@ -410,9 +410,8 @@ def test_ngram_nodes_lift_acceptance():
         alone = EagleDrafter(head, tables(tree), 1, CTX + tables(tree).N + 1)
         grams = WithNGrams(EagleDrafter(head, tables(tree), 1, CTX + tables(tree).N + 9), 8)
         params = SamplingParams(max_new_tokens=60)
-        few, many = (
-            Engine(model, drafter=d).generate([10, 11, 12, 13, 14, 10], params).run()[0] for d in (alone, grams)
-        )
+        engines = (Engine(model, drafter=drafter) for drafter in (alone, grams))
+        few, many = (engine.generate([10, 11, 12, 13, 14, 10], params).run()[0] for engine in engines)
         assert few.token_ids == many.token_ids and few.tau < 2
         assert all(len(step) == 9 for step in many.tokens_per_step[:-1])
 

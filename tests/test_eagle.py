@@ -336,9 +336,8 @@ class OracleHead(EagleHead):
             for t in range(tokens.shape[1]):
                 own, slot = kv[0, b, 0], int(nodes.slots[b, t])
                 own[slot, :3] = torch.tensor([tokens[b, t], nodes.positions[b, t], 1])
-                seen = torch.cat((torch.arange(start), start + torch.arange(region)[nodes.visible[b, t]])).clamp(
-                    max=kv.shape[3] - 1
-                )
+                seen = torch.cat((torch.arange(start), start + torch.arange(region)[nodes.visible[b, t]]))
+                seen = seen.clamp(max=kv.shape[3] - 1)
                 rows = own[seen][own[seen, 1].argsort(stable=True)]
                 ids = (self.first, *rows[:, 0].long().tolist())
                 if rows[:, 1].tolist() != list(range(len(rows))):
@@ -493,9 +492,8 @@ def test_noise_mutants_lose_acceptance(mutant, tree, monkeypatch):
     real = EagleDrafter._children
     vocab = vocabulary(params)
     assert tau(oracle_engine(vocab=vocab, tree=tree), params) > 4
-    monkeypatch.setattr(
-        EagleDrafter, "_children", lambda self, request, *rest: real(self, mutant(request, self.head), *rest)
-    )
+    mutated = lambda self, request, *rest: real(self, mutant(request, self.head), *rest)  # noqa: E731
+    monkeypatch.setattr(EagleDrafter, "_children", mutated)
     assert tau(oracle_engine(vocab=vocab, tree=tree), params) < 3
 
 

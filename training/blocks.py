@@ -233,9 +233,8 @@ def block_config(target: ModelConfig, args: argparse.Namespace) -> BlockConfig:
     }[args.kind]
     if how.get("conv_group") and target.hidden_size % 16:
         raise ValueError(f"--kind dflash2 needs a multiple of 16 channels, and this model has {target.hidden_size}.")
-    return BlockConfig(
-        layer, target.hidden_size, taps, args.slots, mask_id=V - 1, shortlist=min(16, V), target_vocab_size=V, **how
-    )
+    how |= {"mask_id": V - 1, "shortlist": min(16, V), "target_vocab_size": V}
+    return BlockConfig(layer, target.hidden_size, taps, args.slots, **how)
 
 
 class BlockTraining(HeadTraining):

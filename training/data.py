@@ -37,9 +37,8 @@ from text.tokenizer import Tokenizer
 from training.loop import World
 from weights.files import local_path
 
-ROLES = {"human": "user", "user": "user", "system": "system"} | dict.fromkeys(
-    ("gpt", "assistant", "chatgpt", "bing", "bard", "model"), "assistant"
-)
+ROLES = {"human": "user", "user": "user", "system": "system"}
+ROLES |= dict.fromkeys(("gpt", "assistant", "chatgpt", "bing", "bard", "model"), "assistant")
 
 
 @dataclass(frozen=True)

@@ -99,12 +99,9 @@ class Run:
     seconds: float = 0.0  # that the steps took
 
     def fit(
-        self,
-        train_step: Callable[[int], tuple[float, list[float], int]],
-        steps: int,
-        save_every: int,
+        self, train_step: Callable[[int], tuple[float, list[float], int]], steps: int, save_every: int,
         after_step: Callable[[int], None] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Train up to step number `steps`, going on from the saved state if there is one.
 
         Args:

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from drafters.block import BlockHead
+from drafters.trees import DraftHead
 from eagle_draft import EagleHead
 from support.machine import size_text
 from training.data import Batch, TokenData
@@ -36,7 +36,7 @@ class TargetRows(NamedTuple):
 
 
 @torch.no_grad()
-def target_rows(head: EagleHead | BlockHead, tokens: Tensor) -> TargetRows:
+def target_rows(head: DraftHead, tokens: Tensor) -> TargetRows:
     """What the head's target computes for tokens [B, T]."""
     hidden_states, taps = head.target.forward_train(tokens, head.config.taps)
     return TargetRows(hidden_states, (hidden_states if taps is None else taps).to(head.fc.weight.dtype))
@@ -80,7 +80,7 @@ class KeptFeatures:
         return place.start in self.filled
 
     @torch.no_grad()
-    def of(self, batch: Batch, head: EagleHead | BlockHead) -> TargetRows:
+    def of(self, batch: Batch, head: DraftHead) -> TargetRows:
         """The features of a batch [B, T], float32 on its device; padding is zero. The target of the head runs if a row is
         not filled yet."""
         B, T = batch.tokens.shape
@@ -223,7 +223,7 @@ def _on_own_outputs(
 
 
 def in_chunks(
-    head: EagleHead | BlockHead, outputs: list[tuple[Tensor, Tensor]], truth: Tensor, best: Tensor | None,
+    head: DraftHead, outputs: list[tuple[Tensor, Tensor]], truth: Tensor, best: Tensor | None,
     loss: Callable[[Rows], Tensor], outside: bool, decay: float = DECAY,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The sum of decay^s * loss(rows of step s), and by step the number of rows that agree with the target.

@@ -55,17 +55,17 @@ def graft(base: Draft, paths: Tensor, valid: Tensor, K: int, D: int) -> Draft:
     return Draft(tokens, parent, depth, ancestors, live, F.pad(base.scores, (0, K)))
 
 
-def lookup(tokens: Tensor, n: Tensor, D: int, count: int, longest: int = LONGEST) -> tuple[Tensor, Tensor]:
+def lookup(tokens: Tensor, n: Tensor, D: int, count: int) -> tuple[Tensor, Tensor]:
     """Continuations [B, count, D] of earlier matches of the text's last tokens, and which of them exist [B, count].
 
-    tokens [B, S] are known up to and including position n [B], the root. A match of the last three tokens (`longest`)
+    tokens [B, S] are known up to and including position n [B], the root. A match of the last three tokens (LONGEST)
     comes before one of two, and that before one of one. Among equals the most recent comes first. A continuation that
     reaches the end of the text goes on as if the text repeated itself from the match on.
     """
     end = torch.arange(tokens.shape[1], device=tokens.device)
     same = end < n[:, None]
     length = torch.zeros_like(tokens)
-    for back in range(longest):
+    for back in range(LONGEST):
         wanted = tokens.gather(1, (n[:, None] - back).clamp(min=0))
         same = same & (tokens.roll(back, 1) == wanted) & (end >= back)
         length = length + same

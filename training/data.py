@@ -273,11 +273,11 @@ def tokenise(tokenizer: Tokenizer, conversations: list, texts: list[str]) -> tup
     return TokenData.from_rows(rows), left_out
 
 
-def groups(count: int, size: int, title: str, first: int = 0) -> Iterator[range]:
-    """The numbers from `first` up to `count` in groups of `size`, with a progress bar."""
+def groups(count: int, size: int) -> Iterator[range]:
+    """The numbers of `count` texts in groups of `size`, with a progress bar."""
     with contextlib.closing(Progress()) as progress:
-        for start in range(first, count, size):
-            progress(start / count, f"{title} {start} of {count}")
+        for start in range(0, count, size):
+            progress(start / count, f"regenerated {start} of {count}")
             yield range(start, min(start + size, count))
 
 
@@ -285,12 +285,11 @@ def continue_texts(engine: Engine, data: TokenData, args: argparse.Namespace) ->
     """Plain text by the target itself: --regenerate random prefixes of --prompt-length, continued to --length."""
     rows: list[tuple[list[int], list[bool]]] = []
     params = SamplingParams(args.regenerate_temperature, max_new_tokens=args.length - args.prompt_length)
-    for numbers in groups(args.regenerate, engine.batch_size, "regenerated"):
+    for numbers in groups(args.regenerate, engine.batch_size):
         prompts = [data.ids[data.sample(args.seed + 1, i, args.prompt_length)].tolist() for i in numbers]
         results = engine.generate_batch(prompts, replace(params, seed=args.seed + numbers.start)).run()
-        for prompt, result in zip(prompts, results, strict=True):
-            mask = [False] * len(prompt) + [True] * len(result.token_ids)
-            rows.append((prompt + result.token_ids, mask))
+        for prompt, ids in zip(prompts, (result.token_ids for result in results), strict=True):
+            rows.append((prompt + ids, [False] * len(prompt) + [True] * len(ids)))
     return TokenData.from_rows(rows)
 
 
@@ -302,7 +301,7 @@ def answer_again(engine: Engine, tokenizer: Tokenizer, conversations: list, args
     most = args.regenerate_tokens
     params = SamplingParams(args.regenerate_temperature, max_new_tokens=most, stop_ids=tuple(tokenizer.eos_ids))
     out: list[list[dict]] = []
-    for numbers in groups(len(conversations), engine.batch_size, "regenerated"):
+    for numbers in groups(len(conversations), engine.batch_size):
         talks = [[[m for m in conversations[i] if m["role"] == role] for role in ("system", "user")] for i in numbers]
         out += [history for history, _ in talks]
         while True:

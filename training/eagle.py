@@ -13,7 +13,6 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from decoding.drafter import take_rows
 from eagle_draft import EagleHead
 from families.config import ModelConfig
 from model import Transformer
@@ -55,9 +54,6 @@ class TrainHead(EagleHead):
     def forward_train(self, tokens: Tensor, feature: Tensor, shift: int = 0, memory: list | None = None) -> Tensor:
         feature = feature * 0 if self.inputs == "token" else feature
         return super().forward_train(tokens, feature, shift, memory)
-
-    def joined(self, tokens: Tensor, feature: Tensor, source: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        return self.joined_train(tokens, feature if source is None else take_rows(feature, source))  # with this `embed`
 
     def narrow_logits(self, output: Tensor) -> Tensor:
         if self.target_head is None or self.config.version == 3:

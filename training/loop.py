@@ -276,11 +276,11 @@ class Muon(torch.optim.Optimizer):
                 p.add_(update, alpha=-group["lr"] * max(1.0, p.shape[0] / p.shape[1]) ** 0.5)
 
 
-def orthogonalise(matrix: Tensor, steps: int = 5) -> Tensor:
+def orthogonalise(matrix: Tensor) -> Tensor:
     """Roughly the nearest semi-orthogonal matrix: quintic Newton-Schulz iteration on the normalised input."""
     x = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
     x = x / (x.norm() + 1e-7)
-    for _ in range(steps):
+    for _ in range(5):
         gram = x @ x.T
         x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
     return x.T if matrix.shape[0] > matrix.shape[1] else x

@@ -737,7 +737,7 @@ def test_kept_features_are_the_targets(files, dialogues, tmp_path, monkeypatch, 
                 assert torch.equal(rows.best[b, :n], target.logits(wanted.hidden_states[b, :n]).argmax(-1))
             wanted = TargetRows(rows.hidden_states.double(), rows.features.double())
             known = TargetRows(*wanted[:2], rows.best)
-            values += [eagle.head_loss(head, batch, r, 1.0, None, args)[0].item() for r in (wanted, known)]
+            values += [eagle.head_loss(head, batch, r, 1.0, args)[0].item() for r in (wanted, known)]
     assert len(calls) == 3, "12 rows in batches of 5: one epoch"
     good, path = rows.features, tmp_path / "kept.bin"
     del kept

@@ -199,13 +199,18 @@ def feature_noise(batch: Batch, size: int, width: float, seed: int) -> Tensor:
 
 
 def head_loss(
-    head: TrainHead, batch: Batch, rows: TargetRows, count: float, noise: Tensor | None, args: argparse.Namespace
+    head: TrainHead, batch: Batch, rows: TargetRows, count: float, args: argparse.Namespace
 ) -> tuple[Tensor, Tensor]:
-    """(loss, accuracy by draft step) of a micro-batch, divided by `count`. `rows` is what the target computed for it."""
+    """(loss, accuracy by draft step) of a micro-batch, divided by `count`. `rows` is what the target computed for it.
+
+    Rows of held-out text have no numbers. They get no noise and are all judged, and only their accuracy is read.
+    """
     batch = batch._replace(tokens=head.shown(batch.tokens))
     if head.config.version == 1:
+        noisy = batch.numbers and args.noise > 0
+        noise = feature_noise(batch, head.feature_size, args.noise, args.seed) if noisy else None
         return loss_eagle1(head, batch, rows, args.ttt_steps, count, noise, (args.feature_weight, args.token_weight))
-    if not batch.numbers:  # of held-out text: all rows are judged, and only their accuracy is read
+    if not batch.numbers:
         return loss_eagle3(head, batch, rows, args.ttt_steps, count)
     generator = torch.Generator(batch.tokens.device).manual_seed(args.seed + batch.numbers[0])
     return loss_eagle3(head, batch, rows, args.ttt_steps, count, args.noise_share, args.row_share, generator)
@@ -257,13 +262,10 @@ class EagleTraining(HeadTraining):
         return self.ready(head, data)
 
     def loss(self, module: TrainHead, batch: Batch, count: float) -> tuple[Tensor, Tensor]:
-        args = self.args
-        noisy = args.version == 1 and args.noise > 0
-        noise = feature_noise(batch, module.feature_size, args.noise, args.seed) if noisy else None
         # The target computes as it does when it decodes. Only the head's own products may be rounded.
         rows = self.rows(module, batch)
         with torch.autocast(self.target.device.type, torch.bfloat16, enabled=self.autocast):
-            return head_loss(module, batch, rows, count, noise, args)
+            return head_loss(module, batch, rows, count, self.args)
 
     def exported(self, module: TrainHead) -> dict[str, Tensor]:
         """The head's tensors as they are written: bfloat16 on the CPU, averaged with those of --start by --average.
@@ -302,7 +304,7 @@ class EagleTraining(HeadTraining):
             ids, mask = (torch.from_numpy(part)[None].to(self.target.device) for part in data.row(k, length))
             if mask[:, 1:].any():
                 batch = Batch(ids.long(), mask)
-                hits = hits + head_loss(head, batch, target_rows(head, batch.tokens), 1.0, None, self.args)[1]
+                hits = hits + head_loss(head, batch, target_rows(head, batch.tokens), 1.0, self.args)[1]
                 count += float(mask[:, 1:].sum())
         return {"held_out_accuracy": (hits / count).tolist() if count else []}
 

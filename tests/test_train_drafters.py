@@ -82,7 +82,7 @@ def test_resume_is_exact(kind, files, tmp_path):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_lies_at_out_is_not_replaced_unasked(kind, files, tmp_path, capsys):
-    """A folder that is no drafter and a better drafter stay, unless --force is given."""
+    """A folder that is no drafter and a better drafter stay, unless --force is given. What others put there stays."""
     main = KINDS[kind][1].main
     out = tmp_path / "out"
     out.mkdir()
@@ -95,3 +95,5 @@ def test_what_lies_at_out_is_not_replaced_unasked(kind, files, tmp_path, capsys)
     assert main(options(kind, files, out, *worse, steps=1)) == 1
     said = capsys.readouterr().err
     assert "is better" in said and "kept it" in said and (out / "CARD.json").read_bytes() == good
+    assert main(options(kind, files, out, *worse, "--force", steps=1)) == 0
+    assert (out / "CARD.json").read_bytes() != good and (out / "thesis.txt").read_text() == "years of work"

@@ -37,7 +37,7 @@ from weights.files import Destination, Entries, Entry, Spans, check_finite
 from weights.gguf_metadata import ARCHITECTURES, BY_PLACE, HYBRID, REORDERED, TOKEN_LISTS, hf_config, tokenizer_files
 from weights.gguf_types import BY_NAME, FITS, FLOAT_TYPES, FORMATS, TYPES, kept_bytes, pack_kept, read_blocks, source_of
 from weights.hf import EXPERT_NAMES, FUSED_GATE_UP, checked_views, norm_names, parameter_sources, row_order, views_for
-from weights.quantized import Stored, TiedEmbedding, pack_nibbles
+from weights.quantized import Stored, TiedEmbedding, pack_nibbles, untie_
 from weights.shards import Shard
 from weights.stored import fill_parameters
 
@@ -94,20 +94,16 @@ class _Parser:
         self.metadata = {self.text(): self.value(self.numbers("I")[0]) for _ in range(keys)}
         self.tensors = self._data([self._place() for _ in range(tensors)])
 
-    def bytes(self, count: int) -> bytes:
-        """The next bytes."""
-        start, self.at = self.at, self.at + count
-        if self.at > len(self.mapped):
-            raise ValueError(f"it ends before byte {self.at:,}")
-        return self.mapped[start : self.at]
-
     def numbers(self, kind: str, count: int = 1) -> tuple[Any, ...]:
         """The next numbers of a kind of `struct`."""
-        return struct.unpack(f"<{count}{kind}", self.bytes(count * struct.calcsize(f"<{kind}")))
+        start, self.at = self.at, self.at + count * struct.calcsize(f"<{kind}")
+        if self.at > len(self.mapped):
+            raise ValueError(f"it ends before byte {self.at:,}")
+        return struct.unpack_from(f"<{count}{kind}", self.mapped, start)
 
     def text(self) -> str:
         """The next text."""
-        return self.bytes(self.numbers("Q")[0]).decode()
+        return self._texts(1)[0]
 
     def value(self, kind: int) -> Any:
         """The next value of the metadata. kind: its number in the format."""
@@ -124,7 +120,7 @@ class _Parser:
         return self._texts(count) if item == TEXT else list(self.numbers(NUMBERS[item], count))
 
     def _texts(self, count: int) -> list[str]:
-        """The next texts. There may be hundreds of thousands, so this is `text` with as few steps as possible."""
+        """The next texts. There may be hundreds of thousands, so this takes as few steps as possible."""
         data, at, end, length, texts = self.mapped, self.at, len(self.mapped), LENGTH.unpack_from, []
         for _ in range(count):
             first = at + 8
@@ -328,15 +324,11 @@ class GGUFFile:
         if tensor.kind in FLOAT_TYPES:
             values = torch.from_numpy(np.array(rows)).view(FLOAT_TYPES[tensor.kind])
             values = (-values).log() if name.endswith(".A_log") else values
-            return self._columns(values, name)
-        values = torch.empty(len(rows), rows.shape[1] // BY_NAME[tensor.kind].size * block)
-        for first in range(0, len(rows), 4096):  # codes take memory too
-            piece = slice(first, first + 4096)
-            values[piece] = read_blocks(tensor.kind, rows[piece]).floats(FORMATS[tensor.kind])
-        return self._columns(values, name)
-
-    def _columns(self, values: Tensor, name: str) -> Tensor:
-        """A matrix [N, K] with its columns in our order."""
+        else:
+            values = torch.empty(len(rows), rows.shape[1] // BY_NAME[tensor.kind].size * block)
+            for first in range(0, len(rows), 4096):  # codes take memory too
+                piece = slice(first, first + 4096)
+                values[piece] = read_blocks(tensor.kind, rows[piece]).floats(FORMATS[tensor.kind])
         order = self._value_heads(values.shape[1]) if name.endswith(OUT) else None
         return values if order is None else values[:, order]
 
@@ -411,9 +403,7 @@ class GGUFFile:
                     if re.search(r"experts\.[1-9]", name):  # the experts share them
                         layout.pop("counters", None)
                 else:
-                    layout = {"qweight": ((N, K), torch.int8) if kind == "Q8_0" else ((N, K // 2), torch.uint8)}
-                    factors = ["scales", "mins"][: 1 + self.has_minima(names)]
-                    layout |= dict.fromkeys(factors, ((K // BLOCK, N), torch.float16))
+                    layout = self._slots(names, N, K)
                 if (inputs := self._inputs(names)) is not None:
                     layout["perm"] = tuple(inputs.shape), inputs.dtype
                 base = (ours if ours == "lm_head.weight" else name).removesuffix("weight")
@@ -457,9 +447,12 @@ class GGUFFile:
             why += "tiles" if self.layout == "tiles" else "panels of 32 rows"
         return f"{text} of {self.path.name} {what} ({size} in float32): {why}."
 
-    def has_minima(self, names: list[str]) -> bool:
-        """Whether a weight that is made of these Q4 tensors needs mins."""
-        return any(self.sources[name][0].kind == "Q4_1" for name in names)
+    def _slots(self, names: list[str], n: int, k: int) -> dict[str, tuple[tuple[int, int], torch.dtype]]:
+        """Shapes and dtypes of n rows of a weight that becomes our int4 or int8 (`weights.quantized`)."""
+        kinds = self._kinds(names)
+        slots = {"qweight": ((n, k), torch.int8) if "Q8_0" in kinds else ((n, k // 2), torch.uint8)}
+        factors = ["scales", "mins"] if "Q4_1" in kinds else ["scales"]
+        return slots | dict.fromkeys(factors, ((k // BLOCK, n), torch.float16))
 
     def weight(self, names: list[str], experts: int, device: torch.device | str) -> PackedWeight | Stored:
         """The quantized weight whose rows are these tensors, with a leading axis for experts.
@@ -480,15 +473,12 @@ class GGUFFile:
 
     def _stored(self, names: list[str], experts: int) -> Stored:
         """A weight whose rows are these tensors in Q4_0, Q4_1 or Q8_0, exactly in the layout of `weights.quantized`."""
-        n, k = self._size(names)
-        eight = self._kinds(names)[0] == "Q8_0"
-        codes = torch.empty(n, k, dtype=torch.int8) if eight else torch.empty(n, k // 2, dtype=torch.uint8)
-        stored = {"qweight": codes}
-        factors = ["scales", "mins"][: 1 + self.has_minima(names)]
-        stored |= {leaf: torch.empty(k // BLOCK, n, dtype=torch.float16) for leaf in factors}
-        row = 0
+        slots = self._slots(names, *self._size(names))
+        stored = {leaf: torch.empty(shape, dtype=dtype) for leaf, (shape, dtype) in slots.items()}
+        codes, row = stored["qweight"], 0
         for piece in itertools.chain.from_iterable(self._pieces(name, stored=False) for name in names):
             rows = slice(row, row := row + len(piece.codes))
+            eight = codes.dtype == torch.int8
             codes[rows] = (piece.codes ^ 128).view(torch.int8) if eight else pack_nibbles(piece.codes)
             stored["scales"][:, rows] = piece.scales.mT
             if "mins" in stored:
@@ -528,7 +518,7 @@ class GGUFFile:
         bits = FORMATS[self._kinds(names)[0]].low
         weight = torch.empty(n // TILE, k // BLOCK, BLOCK * bits, dtype=torch.uint8)
         scales = torch.empty(n // TILE, k // BLOCK, TILE, dtype=torch.float16)
-        mins = torch.empty_like(scales) if self.has_minima(names) else None
+        mins = torch.empty_like(scales) if "Q4_1" in self._kinds(names) else None
         tile = 0
         for name in names:
             source = source_of(self.sources[name][0].kind)
@@ -586,10 +576,10 @@ def fill_gguf(
     """
     where = str(file.path)
     sources = parameter_sources(model, checked_views(model, entries, where))
-    tied = "lm_head.weight" in packed and model.lm_head is None and not file.shard
+    tied = "lm_head.weight" in packed and model.lm_head is None
     if tied:
         sources["lm_head.weight"] = packed["lm_head.weight"]
-        model.lm_head = torch.nn.Linear(*reversed(model.embed_tokens.weight.shape), bias=False, device="meta")
+        untie_(model)
         del sources["embed_tokens.weight"]
 
     def weight(ours: str, names: list[str], slot: Tensor) -> PackedWeight | Stored | None:

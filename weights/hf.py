@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, replace
 from functools import partial
 from pathlib import Path
@@ -142,8 +142,7 @@ def fill_hf(model: Transformer, entries: Entries, where: str, to: Destination) -
 
     Raises ValueError in one line for tensors that do not match, and for values that are not finite in the new dtype.
     """
-    entries = dict(entries)
-    duplicate = entries.pop("lm_head.weight", None) if model.lm_head is None else None
+    entries = without_copy(model, entries, where)
     checked_views(model, entries, where)
     give_memory(model.to(dtype=to.dtype), to.device)
     views = views_for(model, entries)
@@ -154,15 +153,19 @@ def fill_hf(model: Transformer, entries: Entries, where: str, to: Destination) -
         check_finite(views[name], name, entries[name].file)
         done += sizes[name]
         to.progress(done, sum(sizes.values()), name)
-    if duplicate is not None:
-        check_tied(duplicate.read(), model.embed_tokens.weight, where)
 
 
-def check_tied(stored: Tensor, embedding: Tensor, where: str) -> None:
-    """Raise a ValueError if a stored LM head is not the embedding that the model uses in its place."""
-    if stored.shape != embedding.shape or not torch.equal(stored.to(embedding), embedding):
+def without_copy(model: Transformer, entries: Entries, where: str) -> dict[str, Entry]:
+    """The entries without the LM head that the file of a tied model may hold, too.
+
+    Raises ValueError in one line if it is another matrix than the embedding.
+    """
+    entries = dict(entries)
+    copy = entries.pop("lm_head.weight", None) if model.lm_head is None else None
+    if copy is not None and EMBEDDING in entries and not torch.equal(copy.read(), entries[EMBEDDING].read()):
         why = "lm_head.weight differs from the embedding although tie_word_embeddings is true"
         raise ValueError(f"{where}: {why}. Set it to false if the model has its own LM head.")
+    return entries
 
 
 def views_for(model: Transformer, entries: Entries) -> dict[str, Tensor]:
@@ -216,6 +219,30 @@ def parameter_sources(model: Transformer, views: Mapping[str, Tensor]) -> dict[s
     return {name: ours[id(p)] for name, p in model.named_parameters()}
 
 
+class _Views(dict[str, Tensor]):
+    """What `hf_views` returns, while it is collected."""
+
+    def put(self, at: str, **parts: nn.Module | Tensor | None) -> None:
+        """Add the tensors of parts that have these names at a place. None: the model lacks this part."""
+        for name, part in parts.items():
+            tensors = part.named_parameters(name) if isinstance(part, nn.Module) else [(name, part)]
+            self.update({f"{at}.{full}": tensor for full, tensor in tensors if tensor is not None})
+
+    def put_rows(self, at: str, names: Iterable[str], module: nn.Module, sizes: list[int]) -> None:
+        """Add a module that has the rows of several Hugging Face modules, of so many rows each."""
+        for kind, parameter in module.named_parameters():
+            parts = zip(names, parameter.split(sizes), strict=True)
+            self.update({f"{at}.{name}.{kind}": part for name, part in parts})
+
+    def put_mlp(self, at: str, mlp: MLP, fused: bool = False) -> None:
+        """Add a dense MLP. fused: whether files hold gate and up in one tensor."""
+        if fused:
+            self.put(at, gate_up_proj=mlp.gate_up)
+        else:
+            self.put_rows(at, ("gate_proj", "up_proj"), mlp.gate_up, [mlp.down.in_features] * 2)
+        self.put(at, down_proj=mlp.down)
+
+
 def hf_views(model: Transformer, fused_experts: bool | None = None) -> dict[str, Tensor]:
     """Hugging Face tensor name -> the view of our parameter that holds this tensor.
 
@@ -224,116 +251,86 @@ def hf_views(model: Transformer, fused_experts: bool | None = None) -> dict[str,
     """
     c = model.config
     fused_experts = c.expert_bias if fused_experts is None else fused_experts
-    views: dict[str, Tensor] = {"model.embed_tokens.weight": model.embed_tokens.weight}
-
-    def put(at: str, names: str, module: nn.Module | None, sizes: list[int] | None = None) -> None:
-        for kind, parameter in module.named_parameters() if module is not None else ():
-            parts = parameter.split(sizes) if sizes else [parameter]
-            for name, part in zip(names.split(), parts, strict=True):
-                views[f"{at}.{name}.{kind}"] = part
-
+    views = _Views({EMBEDDING: model.embed_tokens.weight})
     blocks = [(f"model.layers.{i}", block) for i, block in enumerate(model.layers)]
-    if model.mtp is not None:
-        own = model.mtp
-        blocks.append(("mtp.layers.0", own.layer))
-        put("mtp", "pre_fc_norm_embedding", own.embed_norm)
-        put("mtp", "pre_fc_norm_hidden", own.feature_norm)
-        put("mtp", "fc", own.fc)
-        put("mtp", "norm", own.norm)
-    if model.token_inputs is not None:
-        put("model", "embed_tokens_per_layer", model.token_inputs.embed_tokens)
-        put("model", "per_layer_model_projection", model.token_inputs.projection)
-        put("model", "per_layer_projection_norm", model.token_inputs.norm)
+    if (mtp := model.mtp) is not None:
+        blocks.append(("mtp.layers.0", mtp.layer))
+        views.put("mtp", pre_fc_norm_embedding=mtp.embed_norm, pre_fc_norm_hidden=mtp.feature_norm)
+        views.put("mtp", fc=mtp.fc, norm=mtp.norm)
+    if (own := model.token_inputs) is not None:
+        views.put("model", embed_tokens_per_layer=own.embed_tokens, per_layer_projection_norm=own.norm)
+        views.put("model", per_layer_model_projection=own.projection)
     for at, block in blocks:
         norms = block.input_norm, block.attention_norm, block.post_norm, block.mlp_norm
-        for name, norm in zip(norm_names(c.model_type), norms, strict=True):
-            put(at, name, norm)
+        views.put(at, **dict(zip(norm_names(c.model_type), norms, strict=True)), layer_scalar=block.factor)
         if isinstance(block.attention, DeltaNet):
-            _put_recurrent(put, views, f"{at}.linear_attn", block.attention, c)
-        elif c.model_type in FUSED_QKV:
-            put(f"{at}.self_attn", "qkv_proj", block.attention.qkv)
+            _put_recurrent(views, f"{at}.linear_attn", block.attention, c)
         else:
-            own = block.attention
-            q, kv = own.heads * own.head_dim * (1 + c.output_gate), own.kv_heads * own.head_dim
-            count = 1 if own.shares else 2 if own.keys_as_values else 3
-            put(f"{at}.self_attn", " ".join(QKV[:count]), own.qkv, [q, kv, kv][:count])
-        if isinstance(block.attention, Attention):
-            put(f"{at}.self_attn", "o_proj", block.attention.o)
-            names = ("query_layernorm", "key_layernorm") if c.late_qk_norm else ("q_norm", "k_norm")
-            put(f"{at}.self_attn", names[0], block.attention.q_norm)
-            put(f"{at}.self_attn", names[1], block.attention.k_norm)
-            if block.attention.sinks is not None:
-                views[f"{at}.self_attn.sinks"] = block.attention.sinks
-        if block.factor is not None:
-            views[f"{at}.layer_scalar"] = block.factor
-        if block.token_gate is not None:
-            put(at, "per_layer_input_gate", block.token_gate.gate)
-            put(at, "per_layer_projection", block.token_gate.projection)
-            put(at, "post_per_layer_input_norm", block.token_gate.norm)
-        _put_mlp(put, views, at, block.mlp, c, fused_experts)
-    put("model", "norm", model.norm)
+            _put_attention(views, f"{at}.self_attn", block.attention, c)
+        if (gate := block.token_gate) is not None:
+            views.put(at, per_layer_input_gate=gate.gate, post_per_layer_input_norm=gate.norm)
+            views.put(at, per_layer_projection=gate.projection)
+        _put_behind_attention(views, at, block.mlp, c, fused_experts)
+    views.put("model", norm=model.norm)
     return views if model.lm_head is None else views | {"lm_head.weight": model.lm_head.weight}
 
 
-def _put_mlp(
-    put: Callable, views: dict[str, Tensor], at: str, mlp: nn.Module, config: ModelConfig, fused_experts: bool
-) -> None:
+def _put_attention(views: _Views, at: str, own: Attention, config: ModelConfig) -> None:
+    """`hf_views` of the attention of a layer."""
+    if config.model_type in FUSED_QKV:
+        views.put(at, qkv_proj=own.qkv)
+    else:
+        q, kv = own.heads * own.head_dim * (1 + config.output_gate), own.kv_heads * own.head_dim
+        count = 1 if own.shares else 2 if own.keys_as_values else 3
+        views.put_rows(at, QKV[:count], own.qkv, [q, kv, kv][:count])
+    names = ("query_layernorm", "key_layernorm") if config.late_qk_norm else ("q_norm", "k_norm")
+    views.put(at, **dict(zip(names, (own.q_norm, own.k_norm), strict=True)), o_proj=own.o, sinks=own.sinks)
+
+
+def _put_behind_attention(views: _Views, at: str, mlp: nn.Module, config: ModelConfig, fused_experts: bool) -> None:
     """`hf_views` of what a layer has behind its attention."""
-    beside = isinstance(mlp, Beside)
-    if isinstance(dense := mlp.dense if beside else mlp, MLP):
-        if config.model_type in FUSED_GATE_UP:
-            put(f"{at}.mlp", "gate_up_proj", dense.gate_up)
-        else:
-            put(f"{at}.mlp", "gate_proj up_proj", dense.gate_up, [dense.down.in_features] * 2)
-        put(f"{at}.mlp", "down_proj", dense.down)
-    if beside:
-        put(f"{at}.router", "proj", mlp.experts.router)
-        views |= {f"{at}.router.scale": mlp.router_norm.weight, f"{at}.router.per_expert_scale": mlp.experts.factors}
-        put(at, "pre_feedforward_layernorm_2", mlp.experts_norm)
-        put(at, "post_feedforward_layernorm_1", mlp.dense_out)
-        put(at, "post_feedforward_layernorm_2", mlp.experts_out)
-        views |= _expert_views(mlp.experts, f"{at}.experts", ())
+    if isinstance(mlp, Beside):
+        experts = mlp.experts
+        views.put(f"{at}.router", proj=experts.router, scale=mlp.router_norm.weight, per_expert_scale=experts.factors)
+        views.put(at, post_feedforward_layernorm_1=mlp.dense_out, post_feedforward_layernorm_2=mlp.experts_out)
+        views.put(at, pre_feedforward_layernorm_2=mlp.experts_norm)
+        views.put(f"{at}.experts", **_expert_views(experts, ()))
+        mlp = mlp.dense
+    if isinstance(mlp, MLP):
+        views.put_mlp(f"{at}.mlp", mlp, config.model_type in FUSED_GATE_UP)
     if isinstance(mlp, Experts):
         place, router, names = EXPERT_NAMES[config.model_type]
         place = "mlp" if fused_experts else place
-        put(f"{at}.{place}", router, mlp.router)
-        if mlp.correction is not None:
-            views[f"{at}.{place}.{router}.e_score_correction_bias"] = mlp.correction
+        views.put(f"{at}.{place}", **{router: mlp.router, f"{router}.e_score_correction_bias": mlp.correction})
         if mlp.shared is not None:
-            sizes = [config.shared_intermediate_size] * 2
-            shared = "shared_expert" if config.shared_gate else "shared_experts"
-            put(f"{at}.mlp.{shared}", "gate_proj up_proj", mlp.shared.gate_up, sizes)
-            put(f"{at}.mlp.{shared}", "down_proj", mlp.shared.down)
-            put(f"{at}.mlp", "shared_expert_gate", mlp.shared_gate)
-        views |= _expert_views(mlp, f"{at}.{place}.experts", () if fused_experts else names)
+            views.put_mlp(f"{at}.mlp.{'shared_expert' if config.shared_gate else 'shared_experts'}", mlp.shared)
+            views.put(f"{at}.mlp", shared_expert_gate=mlp.shared_gate)
+        views.put(f"{at}.{place}.experts", **_expert_views(mlp, () if fused_experts else names))
 
 
-def _put_recurrent(put: Callable, views: dict[str, Tensor], at: str, layer: DeltaNet, config: ModelConfig) -> None:
+def _put_recurrent(views: _Views, at: str, layer: DeltaNet, config: ModelConfig) -> None:
     """`hf_views` of a recurrent layer."""
-    heads, sizes = layer.sizes.value_heads, [layer.sizes.channels, layer.sizes.values]
     if config.model_type == "qwen3_next":
-        put(at, "in_proj_qkvz", layer.qkvz)
-        put(at, "in_proj_ba", layer.ba)
+        views.put(at, in_proj_qkvz=layer.qkvz, in_proj_ba=layer.ba)
     else:
-        put(at, "in_proj_qkv in_proj_z", layer.qkvz, sizes)
-        put(at, "in_proj_b in_proj_a", layer.ba, [heads, heads])
-    views |= {f"{at}.conv1d.weight": layer.conv, f"{at}.A_log": layer.A_log, f"{at}.dt_bias": layer.dt_bias}
-    put(at, "norm", layer.norm)
-    put(at, "out_proj", layer.out)
+        heads = layer.sizes.value_heads
+        views.put_rows(at, ("in_proj_qkv", "in_proj_z"), layer.qkvz, [layer.sizes.channels, layer.sizes.values])
+        views.put_rows(at, ("in_proj_b", "in_proj_a"), layer.ba, [heads, heads])
+    views.put(f"{at}.conv1d", weight=layer.conv)
+    views.put(at, A_log=layer.A_log, dt_bias=layer.dt_bias, norm=layer.norm, out_proj=layer.out)
 
 
-def _expert_views(experts: Experts, at: str, names: Sequence[str]) -> dict[str, Tensor]:
+def _expert_views(experts: Experts, names: Sequence[str]) -> dict[str, Tensor | None]:
     """`hf_views` of the experts of a layer. names: of the matrices of one expert; none: each kind is in one tensor."""
-    views, kinds = {}, {"weight": (experts.gate_up, experts.down)}
-    if experts.gate_up_bias is not None:
-        kinds["bias"] = experts.gate_up_bias, experts.down_bias
-    for kind, (gate_up, down) in kinds.items():
-        if not names:
-            end = "_bias" if kind == "bias" else ""
-            views |= {f"{at}.gate_up_proj{end}": gate_up, f"{at}.down_proj{end}": down}
-        for e in range(len(down) if names else 0):
+    weights, biases = (experts.gate_up, experts.down), (experts.gate_up_bias, experts.down_bias)
+    if not names:
+        kinds = "gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias"
+        return dict(zip(kinds, (*weights, *biases), strict=True))
+    views = {}
+    for kind, (gate_up, down) in {"weight": weights, "bias": biases}.items():
+        for e in range(0 if down is None else len(down)):
             tensors = *gate_up[e].chunk(2), down[e]
-            views |= {f"{at}.{e}.{name}.{kind}": t for name, t in zip(names, tensors, strict=True)}
+            views |= {f"{e}.{name}.{kind}": t for name, t in zip(names, tensors, strict=True)}
     return views
 
 

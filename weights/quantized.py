@@ -485,8 +485,7 @@ def apply_spec_(module: nn.Module, spec: QuantSpec, names: Collection[str] = ())
     and perms.
     """
     if isinstance(module, Transformer) and module.lm_head is None and spec.lm_head != "fp16":
-        config = module.config
-        module.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False, device="meta")
+        untie_(module)
     for name, child, weights, bits in quantizable(module, spec):
         experts = isinstance(child, Experts)
         bias, per_token = (None, child.per_token) if experts else (child.bias, 0)
@@ -497,6 +496,11 @@ def apply_spec_(module: nn.Module, spec: QuantSpec, names: Collection[str] = ())
             new.append(QuantLinear(empty, bias, per_token))
         replace_module(module, name, QuantExperts(child, *new) if experts else new[0])
     return module
+
+
+def untie_(model: Transformer) -> None:
+    """Give a model whose LM head is its embedding an LM head of its own, on the meta device."""
+    model.lm_head = nn.Linear(*reversed(model.embed_tokens.weight.shape), bias=False, device="meta")
 
 
 def row_parts(linears: Sequence[nn.Linear | QuantLinear], first: int) -> nn.Linear | QuantLinear:

@@ -15,9 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from model import Experts, Transformer
-from weights.files import Destination, Entries, check_finite
-from weights.hf import check_tied, checked_views, parameter_sources, read_parameter
-from weights.quantized import QuantLinear, QuantSpec, Stored, apply_spec_, pack_nibbles, quantizable, set_tensor
+from weights.files import Destination, Entries
+from weights.hf import checked_views, parameter_sources, read_parameter, without_copy
+from weights.quantized import QuantLinear, QuantSpec, Stored, apply_spec_, pack_nibbles, quantizable, set_tensor, untie_
+from weights.stored import fill_parameters
 
 # Clip ratios that are tried for each group. The first one clips nothing, and 7/8 uses the code -8 for the peak.
 CLIPS = [1 - i / 40 for i in range(17)]
@@ -208,32 +209,23 @@ def fill_rounded(model: Transformer, entries: Entries, spec: QuantSpec, where: s
     so embedding, norms and biases are rounded to half precision first. Raises ValueError in one line for tensors that
     do not match, and for values that are not finite.
     """
-    entries = dict(entries)
-    duplicate = entries.pop("lm_head.weight", None) if model.lm_head is None else None
+    entries = without_copy(model, entries, where)
     sources = parameter_sources(model, checked_views(model, entries, where))
-    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-    embedding = "embed_tokens.weight"
-    half = half_of(entries[sources[embedding][0]].dtype)
-    if duplicate is not None:
-        check_tied(duplicate.read(), entries[sources[embedding][0]].read(), where)
-    apply_spec_(model, spec)
-    if model.lm_head is not None and "lm_head.weight" not in sources:  # the rounded copy of a tied head
-        sources["lm_head.weight"], shapes["lm_head.weight"] = sources[embedding], shapes[embedding]
-    rounded = {name: child for name, child in model.named_modules() if isinstance(child, QuantLinear)}
-    done, total = 0, sum(shape.numel() for shape in shapes.values()) * half.itemsize
-    for name, names in sources.items():
-        weight = read_parameter(entries, names, shapes[name], where)
-        child = rounded.get(name.removesuffix(".weight"))
-        if child is None:
-            weight = weight.to(half)
-            check_finite(weight, name, where)
-            set_tensor(model, name, weight.to(to.device, to.dtype))
-        else:
-            for leaf, tensor in quantize_rtn(weight.to(to.device), child.bits, spec.group_size).items():
-                set_tensor(child, leaf, tensor)
-        del weight
-        done += shapes[name].numel() * half.itemsize
-        to.progress(done, total, name)
+    embedding = sources["embed_tokens.weight"]
+    half = half_of(entries[embedding[0]].dtype)
+    if model.lm_head is None and spec.lm_head != "fp16":  # the rounded copy of a tied head
+        untie_(model)
+        sources["lm_head.weight"] = embedding
+    bits = {full: bits for _, _, weights, bits in quantizable(model, spec) for full in weights}
+    halves = {name: entry._replace(read=lambda entry=entry: entry.read().to(half)) for name, entry in entries.items()}
+
+    def packed(ours: str, names: list[str], slot: Tensor) -> Stored | None:
+        if (name := ours.removesuffix(".weight")) not in bits:
+            return None
+        weight = read_parameter(entries, names, slot.shape, where)
+        return quantize_rtn(weight.to(to.device), bits[name], spec.group_size)
+
+    fill_parameters(model, sources, halves, packed, where, to)
 
 
 @dataclass

@@ -12,9 +12,9 @@ from families.config import ModelConfig
 from support.errors import UsageError
 from support.files import read_json
 from support.reader import ConfigReader
-from weights.files import check_entries, local_path, tensor_files
-from weights.heads import EagleConfig, EagleFile, HeadReader
-from weights.hf import as_computed, build_model, hf_views, parameter_sources, read_rows
+from weights.files import local_path, tensor_files
+from weights.heads import EagleConfig, EagleFile, HeadReader, Table
+from weights.hf import EMBEDDING, as_computed, build_model, hf_views, parameter_sources
 
 ASSISTANTS = {f"gemma4{kind}_assistant": f"gemma4{kind}_text" for kind in ("", "_unified")}
 
@@ -55,14 +55,13 @@ class _AssistantReader(HeadReader):
     prefixes: Mapping[str, str] = {}
 
     def read(self) -> EagleFile:
-        where = str(self.path / "config.json")
-        read = ConfigReader(read_json(self.path / "config.json"), where)
+        read = ConfigReader(read_json(self.path / "config.json"), str(self.path / "config.json"))
         text = read.config.get("text_config")
         if not isinstance(text, dict):
             raise read.error("text_config must be an object.")
         # all layers share, but keys of another model
         own = {"model_type": ASSISTANTS[read.config["model_type"]], "num_kv_shared_layers": 0, "architectures": None}
-        layer = ModelConfig.from_hf(text | own, where)
+        layer = ModelConfig.from_hf(text | own, read.where)
         layer = replace(layer, shared_layers=layer.num_hidden_layers, tie_word_embeddings=False)
         if layer.num_local_experts or layer.token_inputs:
             self.fail("experts, or an embedding for each layer, are not implemented in an assistant.")
@@ -87,29 +86,26 @@ class _AssistantReader(HeadReader):
             own = [at for at in layers if (not target.windows[at]) == wide]
             if own and heads == layer.heads_of(i):
                 return kind, layers.index(own[-1])
-        self.misfit(
-            f"its layer {i} reads {layer.heads_of(i)[0]} heads of {layer.heads_of(i)[1]}, which this model lacks"
-        )
+        heads, size = layer.heads_of(i)
+        self.misfit(f"its layer {i} reads {heads} heads of {size}, which this model lacks")
 
     def _tensors(self, config: AssistantConfig) -> dict[str, torch.Tensor]:
         self.name_entries(tensor_files(self.path))
-        c, where, model = config.layer, str(self.path), build_model(config.layer)
-        entries = as_computed(self.entries, c)
-        if "model.embed_tokens.weight" in entries:  # it embeds with the target's table
-            entries["lm_head.weight"] = entries.pop("model.embed_tokens.weight")
-        ordering = entries.pop("masked_embedding.token_ordering", None)
-        views = {name: view for name, view in hf_views(model).items() if name != "model.embed_tokens.weight"}
-        H, size = config.target_hidden_size, c.hidden_size
-        others = {"before.weight": ("pre_projection.weight", (size, 2 * H))}
-        others["behind.weight"] = "post_projection.weight", (H, size)
+        c, model = config.layer, build_model(config.layer)
+        self.entries = as_computed(self.entries, c)
+        if EMBEDDING in self.entries:  # it embeds with the target's table
+            self.entries["lm_head.weight"] = self.entries.pop(EMBEDDING)
+        ordering = self.entries.pop("masked_embedding.token_ordering", None)
+        H, size, views = config.target_hidden_size, c.hidden_size, hf_views(model)
+        table: Table = {}
+        for ours, names in parameter_sources(model, views).items():
+            if names != [EMBEDDING]:
+                table[f"model.{ours}"] = {name: tuple(views[name].shape) for name in names}
+        table["before.weight"] = {"pre_projection.weight": (size, 2 * H)}
+        table["behind.weight"] = {"post_projection.weight": (H, size)}
         if config.clusters:
-            others["centroids.weight"] = "masked_embedding.centroids.weight", (config.clusters, size)
-        expected = {name: tuple(view.shape) for name, view in views.items()} | dict(others.values())
-        check_entries(expected, entries, where)
-        table = {f"model.{name}": parts for name, parts in parameter_sources(model, hf_views(model)).items()}
-        del table["model.embed_tokens.weight"]
-        table |= {name: [theirs] for name, (theirs, _) in others.items()}
-        tensors = {name: read_rows(entries, parts) for name, parts in table.items()}
+            table["centroids.weight"] = {"masked_embedding.centroids.weight": (config.clusters, size)}
+        tensors = self.tensors(table, {}, None)
         if config.clusters:
             if ordering is None:
                 self.fail("masked_embedding.token_ordering is missing.")

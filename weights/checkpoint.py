@@ -22,22 +22,10 @@ from model import Transformer
 from support.errors import UsageError
 from support.files import read_json
 from support.reader import check
-from weights import mxfp4, small_floats
+from weights import hf, mxfp4, small_floats
 from weights.files import Destination, Entry, Progress, local_path, read_entries, tensor_files
 from weights.gguf import GGUFFile, fill_gguf
 from weights.gguf_types import FLOAT_TYPES
-from weights.hf import (
-    EMBEDDING,
-    as_computed,
-    build_model,
-    fill_hf,
-    plain_names,
-    read_config,
-    read_meta_config,
-    read_meta_entries,
-    text_entries,
-    token_ids,
-)
 from weights.lora import Adapter, add_, read_adapters
 from weights.quantized import QuantSpec, apply_spec_, read_spec
 from weights.rounding import fill_rounded, half_of
@@ -83,13 +71,13 @@ class Checkpoint:
         if directory.is_file():
             file = GGUFFile.open(directory, layout)
             raw = file.config()
-            return cls(directory, "gguf", raw, read_config(raw, directory), file)
+            return cls(directory, "gguf", raw, hf.read_config(raw, directory), file)
         if not directory.is_dir():
             hint = "Pass a .gguf file, or a folder with config.json and weights (hf download fetches one)."
             raise ValueError(f"{directory} is not a directory. {hint}")
         described = (directory / "config.json").exists()
         if (directory / "params.json").exists() and not described:
-            kind, raw, config = "meta", {}, read_meta_config(directory)
+            kind, raw, config = "meta", {}, hf.read_meta_config(directory)
         elif not described and (files := sorted(directory.glob("*.gguf"))):
             others = f" and {len(files) - 1} more" if len(files) > 1 else ""
             raise ValueError(f"{directory} has no config.json, but {files[0].name}{others}. Pass the file: {files[0]}")
@@ -98,11 +86,11 @@ class Checkpoint:
             kind = next((kind for kind, key in QUANTIZED.items() if raw.get(key)), "hf")
             if kind == "published":
                 kind = small_floats.kind_of(raw) or kind
-            config = read_config(raw, directory)
+            config = hf.read_config(raw, directory)
         generation = {}
         if (file := directory / "generation_config.json").is_file():
             generation = check(read_json(file), {"do_sample?": (bool, None)}, file, "the file")
-            stops = token_ids(generation, "eos_token_id", str(file), config.vocab_size, directory)
+            stops = hf.token_ids(generation, "eos_token_id", str(file), config.vocab_size, directory)
             config = replace(config, eos_token_ids=stops or config.eos_token_ids)
         return cls(directory, kind, raw, config, generation=generation, layout=layout)
 
@@ -167,7 +155,7 @@ class Checkpoint:
     @cached_property
     def _packed(self) -> dict[str, list[str]]:
         """The parameters that stay quantized in a GGUF file, and the tensors that they are made of."""
-        return self.gguf.packed_parameters(build_model(self.config))
+        return self.gguf.packed_parameters(hf.build_model(self.config))
 
     @property
     def tokenizer_source(self) -> Path | Mapping[str, Any]:
@@ -190,7 +178,7 @@ class Checkpoint:
         if self.gguf:
             entries = self.gguf.entries
         elif self.kind == "meta":
-            entries = read_meta_entries(self.directory, self.config, self._share)
+            entries = hf.read_meta_entries(self.directory, self.config, self._share)
         else:
             entries = self._stored
             if small := SMALL_FLOATS.get(self.kind):
@@ -198,12 +186,12 @@ class Checkpoint:
             elif self.kind == "published":
                 entries = packed_entries(entries)
             if self.kind != "eaglet":
-                entries = as_computed(entries, self.config)
+                entries = hf.as_computed(entries, self.config)
         if not self.shard:
             return entries
         # Where it rounds a tied LM head, that is rounded from the embedding, as that of a model that is not tied.
-        if self.spec and self.whole.tie_word_embeddings and EMBEDDING in entries:
-            entries["lm_head.weight"] = entries[EMBEDDING]
+        if self.spec and self.whole.tie_word_embeddings and hf.EMBEDDING in entries:
+            entries["lm_head.weight"] = entries[hf.EMBEDDING]
         tied = self.config.tie_word_embeddings
         return self.shard.entries(entries, replace(self.whole, tie_word_embeddings=tied), str(self.directory))
 
@@ -219,12 +207,12 @@ class Checkpoint:
             raise ValueError(f"{self.directory}: no model*.safetensors, no pytorch_model*.bin. All downloaded?")
         entries = read_entries(files, self._share)
         if self.kind != "eaglet":
-            entries = plain_names(entries, self.config, str(self.directory))
-        return text_entries(entries, self.config)
+            entries = hf.plain_names(entries, self.config, str(self.directory))
+        return hf.text_entries(entries, self.config)
 
     def empty(self) -> Transformer:
         """The model, or this process's part of it, on the meta device and with float weights."""
-        model = build_model(self.config)
+        model = hf.build_model(self.config)
         if self.shard:
             tied = self.config.tie_word_embeddings and "lm_head.qweight" not in self.entries
             narrow_(model, self.shard, not tied)
@@ -253,10 +241,10 @@ class Checkpoint:
         if kind := QUANTIZED.get(self.kind) or ", ".join(sorted(stored)):
             raise UsageError(f"{flag} rounds float weights, and {self.directory} is quantized ({kind}); leave it out.")
         try:
-            apply_spec_(build_model(self.config), spec)
+            apply_spec_(hf.build_model(self.config), spec)
         except UsageError as error:
             raise UsageError(f"{flag}: {error} Give that to quantize.py, or use --quant int8.") from error
-        embedding = self.entries.get(EMBEDDING)
+        embedding = self.entries.get(hf.EMBEDDING)
         dtype = half_of(embedding.dtype if embedding else None)
         return replace(self, spec=spec, config=replace(self.config, dtype=str(dtype).removeprefix("torch.")))
 
@@ -320,7 +308,7 @@ class Checkpoint:
             packed = SMALL_FLOATS[self.kind].packing(model, self._stored, self.layout, where, device)
             fill_kept(model, self.entries, packed, where, to)
         else:
-            fill_hf(model, self.entries, where, to)
+            hf.fill_hf(model, self.entries, where, to)
         if self.shard:
             connect_(model, self.shard)
         if self.adapters:

@@ -95,8 +95,6 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
         for _, t in order:
             flat = t.detach().cpu().contiguous().reshape(-1)
             out.write(memoryview(flat.view(torch.uint8).numpy()))
-        out.flush()
-        os.fsync(out.fileno())
 
 
 def read_entries(files: Iterable[Path], share: tuple[int, int] = (0, 1)) -> dict[str, Entry]:
@@ -221,10 +219,9 @@ def check_entries(expected: Shapes, entries: Entries, where: str, dtypes: Dtypes
     for name, shape in expected.items():
         entry, wanted = entries[name], (dtypes or {}).get(name)
         if entry.shape != shape or (entry.dtype not in FLOATS if wanted is None else entry.dtype != wanted):
-            problem = (
-                f"{name} is {entry.dtype} {list(entry.shape)[:9]}, expected {wanted or 'a float of 16 to 64 bits'}"
-            )
-            raise refusal(where, f"{problem} {list(shape)}; {entry.file} and config.json do not belong together.")
+            wanted = f"{wanted or 'a float of 16 to 64 bits'} {list(shape)}"
+            problem = f"{name} is {entry.dtype} {list(entry.shape)[:9]}, expected {wanted}"
+            raise refusal(where, f"{problem}; {entry.file} and config.json do not belong together.")
 
 
 def few_names(names: Iterable[str]) -> str:

@@ -97,7 +97,7 @@ class HeadFile(NamedTuple, Generic[Config]):
             base, _, leaf = name.rpartition(".")
             if leaf == "qweight":
                 stored = {kind: self.tensors.get(f"{base}.{kind}") for kind in TENSORS}
-                floats[f"{base}.weight"] = QuantLinear({k: t for k, t in stored.items() if t is not None}).dequantize()
+                floats[f"{base}.weight"] = QuantLinear(stored).dequantize()
             elif leaf not in TENSORS:
                 floats[name] = tensor.float() if tensor.is_floating_point() else tensor
         return floats
@@ -268,18 +268,19 @@ def read_quantized(
     spec = read_spec(raw.get("eaglet_quant"), str(where))
     config = _read_described(raw.get(kind.key), f"{where} ({kind.key})", kind)
     entries = read_entries(tensor_files(Path(directory)))
-    table = {name: _whole_shape(parts) for name, parts in tensors_of(config).items()}
     expected: dict[str, Tensor] = {}
-    for name, shape in table.items():
+    for name, parts in tensors_of(config).items():
+        shape = sum(rows for rows, *_ in parts.values()), *next(iter(parts.values()))[1:]
         base, _, leaf = name.rpartition(".")
-        rounded = leaf == "weight" and len(shape) == 2 and name not in LOOKED_UP
-        bits = _bits(spec, base, shape[1], where) if rounded else 16
-        if bits == 16:
-            expected[name] = torch.empty(shape, device="meta")
-            continue
-        zeros = ["zeros"] if f"{base}.zeros" in entries else []
-        stored = empty_tensors(shape, bits, spec.group_size, zeros)
-        expected |= {f"{base}.{leaf}": tensor for leaf, tensor in stored.items()}
+        slots = {leaf: torch.empty(shape, device="meta")}
+        if leaf == "weight" and len(shape) == 2 and name not in LOOKED_UP:
+            try:
+                bits = spec.bits(base, shape[1])
+            except UsageError as error:
+                raise refusal(where, str(error)) from error
+            if bits < 16:
+                slots = empty_tensors(shape, bits, spec.group_size, ["zeros"] * (f"{base}.zeros" in entries))
+        expected |= {f"{base}.{leaf}": slot for leaf, slot in slots.items()}
     drafted = config.layer.vocab_size if config.layer.vocab_size != config.target_vocab_size else None
     if drafted is None and not config.has_lm_head and "draft_ids" in entries:  # rows of the LM head that it drafts with
         drafted = (entries["draft_ids"].shape or (1,))[0]
@@ -296,18 +297,6 @@ def read_quantized(
 def _are_token_ids(ids: Tensor, vocab: int) -> bool:
     """Whether ids [Vd] are a draft vocabulary: one token id or more, ascending, below vocab."""
     return len(ids) > 0 and bool((ids.diff() > 0).all() and ids[0] >= 0 and ids[-1] < vocab)
-
-
-def _whole_shape(parts: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
-    """The shape of a tensor of ours that is made of the rows of these."""
-    return sum(shape[0] for shape in parts.values()), *next(iter(parts.values()))[1:]
-
-
-def _bits(spec: QuantSpec, name: str, columns: int, where: Path) -> int:
-    try:
-        return spec.bits(name, columns)
-    except UsageError as error:
-        raise refusal(where, str(error)) from error
 
 
 def _read_described(given: Any, where: str, kind: type[Config]) -> Config:

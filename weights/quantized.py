@@ -127,7 +127,7 @@ class QuantLinear(SelfCounting):
     on CUDA at once, and for a dequantized matrix by `pack_`.
     """
 
-    def __init__(self, stored: Stored, bias: Tensor | None = None, per_token: int = 0):
+    def __init__(self, stored: Mapping[str, Tensor | None], bias: Tensor | None = None, per_token: int = 0):
         """per_token: how many experts each token uses, if there are any."""
         super().__init__()
         codes = stored["qweight"]
@@ -335,12 +335,6 @@ class QuantExperts(nn.Module):
         return kernels.packed_experts(rows, routes, *packed, residual, self.gate, biases).view(x.shape)
 
 
-def tied_parts(model: Transformer) -> bool:
-    """Whether this rank's part of the LM head is its part of the embedding, in the same memory."""
-    head = model.lm_head.inner
-    return isinstance(head, nn.Linear) and head.weight is model.embed_tokens.inner.weight
-
-
 def pack_(module: nn.Module, dtype: torch.dtype) -> None:
     """Pack all weights for the active kernel backend. Call this before tracing.
 
@@ -350,24 +344,23 @@ def pack_(module: nn.Module, dtype: torch.dtype) -> None:
     wide layers are laid out column by column on a CPU: one row times such a matrix is 2 to 3 times as fast, and many
     rows are no slower. The values are unchanged.
     """
-    embedding = module.embed_tokens if isinstance(module, Transformer) else None
-    part = isinstance(embedding, RankEmbedding) and tied_parts(module)
+    model = module if isinstance(module, Transformer) else None
+    head = model.lm_head.inner if model and isinstance(model.embed_tokens, RankEmbedding) else None
+    tied_parts = isinstance(head, nn.Linear) and head.weight is model.embed_tokens.inner.weight
     for name, child in list(module.named_modules()):
         if isinstance(child, nn.Linear) and (packed := kernels.pack_float(child.weight)):
             replace_module(module, name, FloatLinear(packed, child.bias))
         elif isinstance(child, Experts) and (packed := kernels.pack_float(child.gate_up)):
             both = [FloatLinear(p, None, child.per_token) for p in (packed, kernels.pack_float(child.down))]
             replace_module(module, name, QuantExperts(child, *both))
-    if isinstance(module, Transformer) and module.lm_head is None:
-        packed = kernels.pack_float(module.embed_tokens.weight)
-        if packed is not None:
-            module.lm_head = FloatLinear(packed)
-            if packed.layout == "tiles":  # the embedding's own layout is gone
-                module.embed_tokens = TiedEmbedding(module.lm_head)
-    if part and isinstance(module.lm_head.inner, FloatLinear) and module.lm_head.inner.packed.layout == "tiles":
-        embedding.inner = TiedEmbedding(module.lm_head.inner)
+    if model and model.lm_head is None and (packed := kernels.pack_float(model.embed_tokens.weight)):
+        model.lm_head = FloatLinear(packed)
+        if packed.layout == "tiles":  # the embedding's own layout is gone
+            model.embed_tokens = TiedEmbedding(model.lm_head)
+    if tied_parts and isinstance(head := model.lm_head.inner, FloatLinear) and head.packed.layout == "tiles":
+        model.embed_tokens.inner = TiedEmbedding(head)
     for child in module.modules():
-        tied = isinstance(child, nn.Embedding) and isinstance(module, Transformer) and module.lm_head is None
+        tied = isinstance(child, nn.Embedding) and model and model.lm_head is None
         if isinstance(child, nn.Linear) or tied:
             w = child.weight
             if w.device.type == "cpu" and w.dtype == torch.float32 and w.shape[0] >= w.shape[1]:
@@ -454,8 +447,7 @@ def held_bytes(
         elif leaf in ("zeros", "mins", "perm") or not tensor.dtype.is_floating_point:
             total += count * width
         elif planes and rounded and multiplied(name, shape):
-            total += padded(shape[0]) * padded(shape[1]) + 4 * shape[0]
-            total += 4 * counters_of(shape[0])
+            total += padded(shape[0]) * padded(shape[1]) + 4 * (shape[0] + counters_of(shape[0]))
         elif tiles and multiplied(name, shape):
             whole = count // shape[-2] * padded(shape[-2], kernels.CPU_TILE)
             total += count + 4 * shape[0] if rounded else whole * width
@@ -540,8 +532,8 @@ def adopt_(module: nn.Module, tensors: Mapping[str, Tensor], device, dtype: torc
         base, _, leaf = name.rpartition(".")
         if leaf == "qweight":
             old = module.get_submodule(base)
-            parts = {key: tensors.get(f"{base}.{key}") for key in TENSORS}
-            new = QuantLinear({k: t.to(device) for k, t in parts.items() if t is not None}, old.bias)
+            held = {key: tensors[f"{base}.{key}"].to(device) for key in TENSORS if f"{base}.{key}" in tensors}
+            new = QuantLinear(held, old.bias)
             shapes = [[linear.out_features, linear.in_features] for linear in (new, old)]
             if shapes[0] != shapes[1]:
                 raise ValueError(f"{base} is {shapes[0]}, expected {shapes[1]}: not a head for this model.")

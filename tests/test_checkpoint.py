@@ -344,12 +344,10 @@ def test_tensors_that_do_not_belong(llama):
     assert same_weights(load_model(llama), want)
     edit_tensors(llama, lambda t: t.pop(name))
     one_line(lambda: load_model(llama), "missing", name)
-    edit_tensors(llama, lambda t: t.update({name: good[:, :32].contiguous()}))
-    one_line(lambda: load_model(llama), name, "[96, 32]", "[96, 64]")
-    edit_tensors(llama, lambda t: t.update({name: good.to(torch.int8)}))
-    one_line(lambda: load_model(llama), name, "int8")
-    edit_tensors(llama, lambda t: t.update({name: good.to(torch.float8_e4m3fn)}))
-    one_line(lambda: load_model(llama), name, "F8_E4M3")
+    narrow, byte, small = good[:, :32].contiguous(), good.to(torch.int8), good.to(torch.float8_e4m3fn)
+    for wrong, words in ((narrow, ("[96, 32]", "[96, 64]")), (byte, ("int8",)), (small, ("F8_E4M3",))):
+        edit_tensors(llama, lambda t, wrong=wrong: t.update({name: wrong}))
+        one_line(lambda: load_model(llama), name, *words)
     edit_tensors(llama, lambda t: t.update({name: good, "model.layers.7.extra\n.weight": good.clone()}))
     one_line(lambda: load_model(llama), "unexpected", "model.layers.7.extra")
     edit_tensors(llama, lambda t: [t.pop(n) for n in list(t) if "layers.2" in n])
@@ -372,20 +370,16 @@ def test_values_that_no_weight_has(llama):
         one_line(lambda: load_model(llama), name, "NaN or infinite", "2^20")
 
 
-@pytest.mark.parametrize(
-    "name", ["../model.safetensors", "/etc/passwd", "a/b.safetensors", "..", "x.bin", 3, ".safetensors"]
-)
-def test_shard_names_stay_inside_the_folder(llama, name):
-    """An index that makes us open, and complain about the content of, files elsewhere."""
-    (llama / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"model.norm.weight": name}}))
-    one_line(lambda: load_model(llama), "expected a text" if name == 3 else "not a plain .safetensors file name")
-
-
 def test_broken_indexes_and_duplicated_tensors(llama):
-    """A shard that is missing, an index without a map, a tensor whose value depends on the order of files."""
+    """An index that makes us open, and complain about the content of, files elsewhere, one without a map, a shard that is
+    missing, a tensor whose value depends on the order of files."""
     index = llama / "model.safetensors.index.json"
-    index.write_text(json.dumps({"weight_map": {"model.norm.weight": "model-00002-of-00002.safetensors"}}))
-    one_line(lambda: load_model(llama), "model-00002-of-00002.safetensors", "missing")
+    outside = ("../model.safetensors", "/etc/passwd", "a/b.safetensors", "..", "x.bin", ".safetensors")
+    names = dict.fromkeys(outside, "not a plain .safetensors file name") | {3: "expected a text"}
+    names["model-00002-of-00002.safetensors"] = "model-00002-of-00002.safetensors is missing"
+    for name, words in names.items():
+        index.write_text(json.dumps({"weight_map": {"model.norm.weight": name}}))
+        one_line(lambda: load_model(llama), words)
     index.write_text(json.dumps({"weight_map": ["x"]}))
     one_line(lambda: load_model(llama), "weight_map")
     index.unlink()
@@ -729,16 +723,19 @@ def test_head_narrower_than_its_target(tmp_path):
     assert read.config.layer.head_dim == 16
 
 
+def same_tensors(a, b) -> bool:
+    """Whether two heads have the same tensors."""
+    return a.tensors.keys() == b.tensors.keys() and all(torch.equal(a.tensors[n], b.tensors[n]) for n in a.tensors)
+
+
 def test_other_prefixes_and_old_speculators_names(tmp_path):
     """model. / draft_model. prefixes, fusion_fc and transformer. of old exports."""
     source = eagle1()
     want = read_eagle(write_head(tmp_path / "a", source, GEOMETRY), TARGET)
-    renamed = {f"draft_model.{name}": t for name, t in source.items()}
-    got = read_eagle(write_head(tmp_path / "b", renamed, GEOMETRY), TARGET)
-    assert all(torch.equal(got.tensors[n], want.tensors[n]) for n in want.tensors)
-    renamed = {n.replace("layers.0.", "transformer.").replace("fc.", "fusion_fc."): t for n, t in source.items()}
-    got = read_eagle(write_head(tmp_path / "c", renamed, GEOMETRY), TARGET)
-    assert all(torch.equal(got.tensors[n], want.tensors[n]) for n in want.tensors)
+    wrapped = {f"draft_model.{name}": t for name, t in source.items()}
+    old = {n.replace("layers.0.", "transformer.").replace("fc.", "fusion_fc."): t for n, t in source.items()}
+    for renamed in (wrapped, old):
+        assert same_tensors(read_eagle(write_head(tmp_path / "b", renamed, GEOMETRY), TARGET), want)
     source["model.fc.weight"] = source["fc.weight"]
     one_line(lambda: read_eagle(write_head(tmp_path / "d", source, GEOMETRY), TARGET), "fc.weight", "prefix")
 
@@ -751,17 +748,12 @@ def test_heads_as_training_frameworks_save_them(tmp_path, prefix):
     wrapped = {f"{prefix}{name}": t for name, t in source.items()}
     state = {"model_state_dict": wrapped, "optimizer_state_dict": {"state": {0: {"step": 3}}}, "epoch": 2}
     for i, saved in enumerate((wrapped, state, {"state_dict": wrapped, "step": 1})):
-        got = read_eagle(write_head(tmp_path / f"b{i}", saved, GEOMETRY), TARGET)
-        assert got.tensors.keys() == want.tensors.keys()
-        assert all(torch.equal(got.tensors[n], want.tensors[n]) for n in want.tensors)
+        assert same_tensors(read_eagle(write_head(tmp_path / f"b{i}", saved, GEOMETRY), TARGET), want)
     one_line(lambda: read_eagle(write_head(tmp_path / "c", {"net": source}, GEOMETRY), TARGET), "under 'net'")
 
 
-def test_a_head_without_its_lm_head_and_a_whole_model_are_named(tiny_checkpoint, tmp_path):
-    """Catches an error about the length of a table, or about layers, where something else is wrong."""
-    source = eagle3()
-    del source["lm_head.weight"]
-    one_line(lambda: read_eagle(write_head(tmp_path / "a", source, GEOMETRY), TARGET), "LM head", "40 draft tokens")
+def test_a_whole_model_is_no_head(tiny_checkpoint):
+    """Catches an error about layers where something else is wrong."""
     one_line(lambda: read_eagle(tiny_checkpoint("llama"), TARGET), "a whole model", "--draft-checkpoint")
     one_line(lambda: load(tiny_checkpoint("llama"), eagle=str(tiny_checkpoint("llama")), ctx=64), "a whole model")
 
@@ -827,21 +819,18 @@ def test_heads_for_another_target_are_refused(tmp_path):
     (lambda t: t.update({"embed_layernorm.weight": torch.randn(H)}), ("embed_layernorm", "not implemented")),
     (lambda t: t.update({"fc_norm.0.weight": torch.randn(H)}), ("missing", "fc_norm.1")),
     (lambda t: t.update({"midlayer.mlp.up_proj.bias": torch.randn(I)}), ("unexpected", "up_proj.bias")),
+    (lambda t: t.pop("lm_head.weight"), ("LM head", "40 draft tokens")),
+    *[({AUX: ids}, ("layer",)) for ids in ("x", [], [2.0, 3, 4], [True, 2, 3], [2, 3, 9], [-1, 2, 3], [4, 3, 2],
+                                           [1, 4, 8], {"a": 1})],  # outside the target, unordered, of another type
 ])  # fmt: skip
 def test_broken_heads(tmp_path, change, words):
     """A damaged or unusual head that loads anyway and only lowers acceptance, which no output check would show."""
-    change(source := eagle3())
-    folder = write_head(tmp_path / "h", source, {**GEOMETRY, "draft_vocab_size": VD})
-    one_line(lambda: read_eagle(folder, TARGET), *words)
-
-
-@pytest.mark.parametrize(
-    "ids", ["x", [], [2.0, 3, 4], [True, 2, 3], [2, 3, 9], [-1, 2, 3], [4, 3, 2], [1, 4, 8], {"a": 1}]
-)
-def test_bad_aux_layers(tmp_path, ids):
-    """Layer ids outside the target, unordered, or of the wrong type."""
-    folder = write_head(tmp_path / "h", eagle3(), {**GEOMETRY, "eagle_aux_hidden_state_layer_ids": ids})
-    one_line(lambda: read_eagle(folder, TARGET), "layer")
+    source, config = eagle3(), {**GEOMETRY, "draft_vocab_size": VD}
+    if isinstance(change, dict):
+        config |= change
+    else:
+        change(source)
+    one_line(lambda: read_eagle(write_head(tmp_path / "h", source, config), TARGET), *words)
 
 
 @pytest.mark.parametrize("kind", ["one", "three", "full", "speculators"])
@@ -859,9 +848,7 @@ def test_save_eagle_round_trip(tmp_path, kind):
     head = replace(read.config, taps=(1, 4, 8)) if read.config.taps else read.config
     save_eagle(head, read.tensors, tmp_path / "b")
     again = read_eagle(tmp_path / "b", TARGET)
-    assert again.config == head and again.notes == []
-    assert again.tensors.keys() == read.tensors.keys()
-    assert all(torch.equal(again.tensors[n], read.tensors[n]) for n in read.tensors)
+    assert again.config == head and again.notes == [] and same_tensors(again, read)
     stored = load_file(tmp_path / "b" / "model.safetensors")
     prefix = "layers.0." if kind == "one" else "midlayer."
     theirs = "layers.0." if kind == "speculators" else prefix

@@ -12,6 +12,7 @@ import torch
 from conftest import build_hf
 from safetensors.torch import load_file, save_file
 from serving_kit import running
+from test_checkpoint import edit_json, one_line
 from test_model import run, tokens_of
 
 import kernels
@@ -227,7 +228,7 @@ def test_a_layer_with_an_adapter_is_one_graph(llama, folders):
     ({"some_new_config": {"beta": 1}}, "some_new_config"),
     ({"peft_type": "LOHA"}, "peft_type = 'LOHA'"),
     ({"init_lora_weights": "pissa"}, "pissa"),
-    ({"r": 65}, r"r = 65 .*\[1, 64\]"),
+    ({"r": 65}, "r = 65 ... [1, 64]"),
     ({"r": 3}, "not an adapter for this model"),
     ({"rank_pattern": {"(a+)+": 4}}, "only names"),
     ({"target_modules": ["q_proj", "o_proj"]}, "names o_proj"),
@@ -236,11 +237,9 @@ def test_a_layer_with_an_adapter_is_one_graph(llama, folders):
 def test_what_is_not_implemented_is_named(tiny_checkpoint, tmp_path, changes, words):
     """Catches a setting that is ignored: the text would be that of another model."""
     folder, _ = adapter(tmp_path / "lora", "llama", ["q_proj"])
-    settings = json.loads((folder / "adapter_config.json").read_text()) | changes
-    (folder / "adapter_config.json").write_text(json.dumps(settings))
-    with pytest.raises(ValueError, match=words) as error:
-        LoadOptions(str(tiny_checkpoint("llama")), lora=str(folder)).open_checkpoint()
-    assert "\n" not in str(error.value)
+    edit_json(folder / "adapter_config.json", **changes)
+    options = LoadOptions(str(tiny_checkpoint("llama")), lora=str(folder))
+    one_line(options.open_checkpoint, *words.split(" ... "))
 
 
 @pytest.mark.parametrize(("old", "new", "words"), [
@@ -254,7 +253,5 @@ def test_a_tensor_without_a_place_is_named(tiny_checkpoint, tmp_path, old, new, 
     folder, _ = adapter(tmp_path / "lora", "llama", ["q_proj"])
     file = folder / "adapter_model.safetensors"
     save_file({name.replace(old, new): tensor for name, tensor in load_file(file).items()}, file)
-    settings = json.loads((folder / "adapter_config.json").read_text()) | {"target_modules": ".*"}
-    (folder / "adapter_config.json").write_text(json.dumps(settings))
-    with pytest.raises(ValueError, match=words):
-        Checkpoint.open(tiny_checkpoint("llama")).adapted(folder)
+    edit_json(folder / "adapter_config.json", target_modules=".*")
+    one_line(lambda: Checkpoint.open(tiny_checkpoint("llama")).adapted(folder), words)

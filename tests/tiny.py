@@ -17,6 +17,7 @@ from drafters.trees import DraftRule
 from eagle_draft import EagleDrafter, EagleHead
 from engine.engine import Engine, EngineConfig
 from families.config import ModelConfig, RopeConfig
+from kernels import cpu
 from model import Transformer
 from support.texts import read_source, stdlib_files
 from weights.gguf_types import BY_NAME
@@ -38,6 +39,12 @@ TREES = {
 }
 PROMPT = [1, 5, 9, 22, 7, 3] * 3
 DRAFT_VOCAB = torch.tensor(sorted({(i * 37 + 11) % V for i in range(60)}))  # 60 of 97 ids, unevenly spaced
+
+
+def skip_without_kernels(mode: str = "cpu") -> None:
+    """Skip a test of the CPU kernels where they do not run. Other modes run everywhere."""
+    if mode == "cpu" and cpu.problem():
+        pytest.skip(f"the CPU kernels do not run here: {cpu.problem()}")
 
 
 def geometry(layers: int = 2, vocab: int = V, **changes) -> ModelConfig:

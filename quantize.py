@@ -174,10 +174,8 @@ def _head_name(receipt: dict[str, Any]) -> str:
 
 def _quality(r: dict[str, Any]) -> str:
     change = r["perplexity_after"] / r["perplexity_before"] - 1
-    return (
-        f"perplexity {r['perplexity_before']:.3f} -> {r['perplexity_after']:.3f} ({change:+.2%})   mean KL "
-        f"{r['mean_kl']:.4f} nats   same top token {r['top1_agreement']:.2%}"
-    )
+    perplexity = f"perplexity {r['perplexity_before']:.3f} -> {r['perplexity_after']:.3f} ({change:+.2%})"
+    return f"{perplexity}   mean KL {r['mean_kl']:.4f} nats   same top token {r['top1_agreement']:.2%}"
 
 
 def _sizes(receipt: dict[str, Any]) -> str:

@@ -131,12 +131,13 @@ BAD = {
         "dflash", {"layer_types": ["sliding_attention"] * 2, "use_sliding_window": False}, "which of them"
     ),
     "scaled RoPE of an unknown kind": ("dflash", {"rope_scaling": {"rope_type": "su", "factor": 2}}, "rope_type = 'su'"),
+    "a missing tensor": ("dspark, rnn", {"markov_head.joint_proj.bias": None}, "markov_head.joint_proj.bias"),
+    "Domino's tensors": ("dspark, rnn", {"prefix_gru.weight_hh_l0": torch.zeros(3, 1)}, "Domino heads"),
+    "one too many": ("dspark, rnn", {"gate.weight": torch.zeros(3, 1)}, "gate.weight"),
+    "another shape": (
+        "dspark, rnn", {"layers.1.mlp.up_proj.weight": torch.zeros(3, 3)}, "layers.1.mlp.up_proj.weight"
+    ),
 }  # fmt: skip
-BAD_TENSORS = {  # None: missing
-    "markov_head.joint_proj.bias": None, "prefix_gru.weight_hh_l0": torch.zeros(3, 1), "gate.weight": torch.zeros(3, 1),
-    "layers.1.mlp.up_proj.weight": torch.zeros(3, 3),
-}  # fmt: skip
-BAD |= {name: ("dspark, rnn", {}, name.replace("prefix_gru.weight_hh_l0", "Domino heads")) for name in BAD_TENSORS}
 
 
 @pytest.mark.parametrize("what", BAD)
@@ -144,9 +145,10 @@ def test_what_is_not_understood_is_refused_by_name(tmp_path, what):
     """A setting that is overlooked, or a damaged file that is read in part: the head would draft something else, and
     nothing would show it."""
     name, change, words = BAD[what]
-    tensors = random_tensors(LAYOUTS[name]) | ({what: BAD_TENSORS[what]} if what in BAD_TENSORS else {})
+    settings = {key: value for key, value in change.items() if "." not in key}
+    tensors = random_tensors(LAYOUTS[name]) | {key: value for key, value in change.items() if "." in key}
     tensors = {key: tensor for key, tensor in tensors.items() if tensor is not None}
-    folder = write_layout(tmp_path / "head", LAYOUTS[name] | change, tensors)
+    folder = write_layout(tmp_path / "head", LAYOUTS[name] | settings, tensors)
     one_line(lambda: read_head(folder, MODEL.config), words)
 
 

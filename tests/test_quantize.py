@@ -33,7 +33,7 @@ from support import texts
 from support.errors import NotEnoughMemory, UsageError
 from support.files import write_json
 from weights import checkpoint, hf, quantizer, rounding
-from weights.heads import EagleConfig, read_eagle, read_quantized_eagle, save_eagle, save_quantized
+from weights.heads import EagleConfig, read_eagle, save_eagle, save_quantized
 from weights.quantized import QuantExperts, QuantLinear, QuantSpec, adopt_, empty_tensors, held_bytes, pack_
 from weights.rounding import Tally, quantize_gptq, quantize_rtn
 
@@ -1065,7 +1065,7 @@ def test_heads_are_quantized_with_their_target(tmp_path, capsys, version, bits):
     assert 1 <= receipt["tau_before"] and 1 <= receipt["tau_after"]
     assert receipt["head"]["bytes_after"] < receipt["head"]["bytes_before"] / (4 if bits == 4 else 3)
     assert "tau" in capsys.readouterr().out
-    plain, file = read_eagle(head, UNTIED), read_quantized_eagle(tmp_path / "q" / "eagle")
+    plain, file = read_eagle(head, UNTIED), read_eagle(tmp_path / "q" / "eagle", UNTIED)
     assert file.config == plain.config
     heads = []
     for tensors in (plain.tensors, file.tensors):
@@ -1084,7 +1084,7 @@ def test_heads_are_quantized_with_their_target(tmp_path, capsys, version, bits):
         adopt_(heads[0], file.tensors, "cpu", torch.float32)
     (tmp_path / "q" / "eagle" / "config.json").write_text('{"eaglet_quant": {"version": 1}}')
     with pytest.raises(ValueError, match="eaglet_quant has no 'mode'"):
-        read_quantized_eagle(tmp_path / "q" / "eagle")
+        read_eagle(tmp_path / "q" / "eagle", UNTIED)
 
 
 @pytest.mark.parametrize("version", [1, 3])

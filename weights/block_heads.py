@@ -20,18 +20,7 @@ from support.files import read_json
 from support.reader import ConfigReader, is_a
 from weights.assistant import is_assistant, read_assistant
 from weights.files import few_names, local_path, tensor_files
-from weights.heads import (
-    MTP,
-    EagleFile,
-    HeadFile,
-    HeadReader,
-    Table,
-    made_for,
-    mtp_head,
-    published_parts,
-    read_eagle,
-    read_quantized,
-)
+from weights.heads import MTP, HeadFile, HeadReader, Table, mtp_head, published_parts, read_eagle, read_quantized
 from weights.hf import config_to_hf, write_directory
 
 SLOT0 = ("Qwen3DSparkModel", "DSparkDraftModel", "DSparkSpeculator")  # of these, slot 0 drafts, too
@@ -160,9 +149,7 @@ def is_block_head(path: str | Path) -> bool:
     return known or "eaglet_block" in raw or raw.get("speculators_model_type") in ("dflash", "dflash2", "dspark")
 
 
-def read_head(
-    path: str | Path, target: ModelConfig, overrides: Mapping[str, str] | None = None
-) -> EagleFile | BlockFile:
+def read_head(path: str | Path, target: ModelConfig, overrides: Mapping[str, str] | None = None) -> HeadFile:
     """Read a draft head of any kind, which its own files say. The arguments are those of `read_eagle`, or MTP as path."""
     if path == MTP:
         return mtp_head(target)
@@ -186,7 +173,7 @@ def read_block(path: str | Path, target: ModelConfig, overrides: Mapping[str, st
     folder = path if path.is_dir() else path.parent
     raw = read_json(folder / "config.json")
     if "eaglet_quant" in raw:
-        return made_for(target, read_quantized(folder, BlockConfig, block_tensors), path)
+        return read_quantized(folder, BlockConfig, block_tensors, target)
     return _BlockReader(path, raw, target, overrides or {}).read()
 
 

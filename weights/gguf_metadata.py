@@ -283,9 +283,7 @@ def tokenizer_files(metadata: Mapping[str, Any], where: str) -> dict[str, Any]:
         config |= {key: flag for key, flag in flags.items() if flag is not None}
         files = {"tokenizer.model": _sentencepiece(metadata, tokens, types, where)}
     else:
-        raise ValueError(
-            f"{where}: tokenizer {model!r:.60} is not supported; gpt2 (BPE) and llama (sentencepiece) are."
-        )
+        raise ValueError(f"{where}: tokenizer {model!r:.60} is not supported; gpt2 (BPE), llama (sentencepiece) are.")
     files["tokenizer_config.json"] = json.dumps(config).encode()
     files["generation_config.json"] = json.dumps({"eos_token_id": stop_ids(metadata)}).encode()
     return files

@@ -138,15 +138,13 @@ def read_blocks(kind: str, rows: np.ndarray, stored: bool = False) -> Blocks:
         return torch.from_numpy(np.array(values, order="C").reshape(len(rows), -1)).view(dtype)
 
     scales, mins = (tensor(halves[..., i], torch.float16) for i in at)
-    floats = mins if form.minima else None
     codes = without_copy(rows) if stored else torch.from_numpy(read_codes(kind, rows))
-    found = Blocks(codes, scales, floats)
     if small is None:
-        return found
-    sub_mins = tensor(small[1], torch.uint8) if form.minima else None  # they are subtracted
-    return found._replace(
-        sub_scales=tensor(small[0], torch.int8), sub_mins=sub_mins, mins=None if floats is None else -floats
-    )
+        return Blocks(codes, scales, mins if form.minima else None)
+    found = Blocks(codes, scales, sub_scales=tensor(small[0], torch.int8))
+    if form.minima:  # they are subtracted
+        found = found._replace(mins=-mins, sub_mins=tensor(small[1], torch.uint8))
+    return found
 
 
 def pack_kept(parts: Sequence[Part], layout: str, device: torch.device | str) -> PackedWeight:

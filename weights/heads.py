@@ -21,7 +21,7 @@ from families.config import ModelConfig, RopeConfig
 from support.errors import UsageError
 from support.files import read_json
 from support.reader import ConfigReader, check, is_a, parse_json, refusal
-from weights.files import WRAPPERS, Entry, check_entries, local_path, read_entries, tensor_files
+from weights.files import WRAPPERS, Entry, Shapes, check_entries, local_path, read_entries, tensor_files
 from weights.hf import config_to_hf, read_rows, write_directory
 from weights.quantized import LOOKED_UP, TENSORS, QuantLinear, QuantSpec, empty_tensors, read_spec, spec_to_json
 from weights.stored import check_stored, read_stored
@@ -166,7 +166,7 @@ def read_eagle(path: str | Path, target: ModelConfig, overrides: Mapping[str, st
     """
     path = local_path(path)
     if (path / "config.json").is_file() and read_json(path / "config.json").get("eaglet_quant"):
-        return made_for(target, read_quantized_eagle(path), path)
+        return read_quantized(path, EagleConfig, head_tensors, target)
     return _EagleReader(path, target, overrides or {}).read()
 
 
@@ -178,16 +178,6 @@ def mtp_head(target: ModelConfig) -> EagleFile:
     layer = target.plain_layer
     size, vocab = target.hidden_size, target.vocab_size
     return EagleFile(EagleConfig(1, layer, size, norm_output=True, target_vocab_size=vocab, mtp=True), {}, [])
-
-
-def made_for(target: ModelConfig, file: HeadFile[Config], path: Path) -> HeadFile[Config]:
-    """The head, if its sizes are this target's. Raises ValueError where they are not."""
-    sizes = file.config.target_hidden_size, file.config.target_vocab_size
-    wanted = target.hidden_size, target.vocab_size
-    if sizes != wanted:
-        what = f"made for hidden_size and vocab_size {sizes}, this model has {wanted}"
-        raise ValueError(f"{path} does not fit this model: {what}. Pass the matching --checkpoint.")
-    return file
 
 
 def read_card(path: str | Path) -> dict[str, Any]:
@@ -249,25 +239,24 @@ def save_quantized(config: Any, tensors: Mapping[str, Tensor], spec: QuantSpec, 
     write_directory(directory, tensors, {"eaglet_quant": spec_to_json(spec), config.key: asdict(config)})
 
 
-def read_quantized_eagle(directory: str | Path) -> EagleFile:
-    """What `save_quantized` wrote of an EAGLE head. `weights.quantized.adopt_` puts the tensors into a head."""
-
-    def checked_tensors(config: EagleConfig) -> Table:
-        _check_described(config, f"{Path(directory) / 'config.json'} ({config.key})")
-        return head_tensors(config)
-
-    return read_quantized(directory, EagleConfig, checked_tensors)
-
-
 def read_quantized(
-    directory: str | Path, kind: type[Config], tensors_of: Callable[[Config], Table]
+    directory: Path, kind: type[Config], tensors_of: Callable[[Config], Table], target: ModelConfig
 ) -> HeadFile[Config]:
-    """Read what `save_quantized` wrote of a head whose config is of this kind, and has these tensors."""
-    where = Path(directory) / "config.json"
+    """Read what `save_quantized` wrote of a head whose config is of this kind, and has these tensors.
+
+    `weights.quantized.adopt_` puts them into a head. Raises ValueError in one line for a head that is damaged or made for
+    another target.
+    """
+    where = directory / "config.json"
     raw = read_json(where)
     spec = read_spec(raw.get("eaglet_quant"), str(where))
     config = _read_described(raw.get(kind.key), f"{where} ({kind.key})", kind)
-    entries = read_entries(tensor_files(Path(directory)))
+    if isinstance(config, EagleConfig):
+        _check_described(config, f"{where} ({kind.key})")
+    sizes, wanted = (config.target_hidden_size, config.target_vocab_size), (target.hidden_size, target.vocab_size)
+    if sizes != wanted:
+        raise _misfit(directory, f"made for hidden_size and vocab_size {sizes}, this model has {wanted}")
+    entries = read_entries(tensor_files(directory))
     expected: dict[str, Tensor] = {}
     for name, parts in tensors_of(config).items():
         shape = sum(rows for rows, *_ in parts.values()), *next(iter(parts.values()))[1:]
@@ -344,6 +333,11 @@ def _json_shape(kind: type) -> dict[str, Any]:
     return {name + "?" * (name not in required): shape(hint) for name, hint in hints} | {"*": ()}
 
 
+def _misfit(path: Path, what: str) -> ValueError:
+    """The error to raise for a head that was made for another model."""
+    return ValueError(f"{path} does not fit this model: {what}. Pass the matching --checkpoint.")
+
+
 class HeadReader:
     """One head while it is being understood: its tensors under plain names, and the settings that the user gave."""
 
@@ -370,7 +364,7 @@ class HeadReader:
         raise refusal(self.path, text)
 
     def misfit(self, what: str) -> NoReturn:
-        raise ValueError(f"{self.path} does not fit this model: {what}. Pass the matching --checkpoint.")
+        raise _misfit(self.path, what)
 
     def name_entries(self, files: Sequence[Path]) -> None:
         """Fill self.entries with what the files hold."""
@@ -424,9 +418,7 @@ class HeadReader:
             self.fail("t2d and d2t disagree: damaged.")
         return None if rows == vocab else ids
 
-    def tensors(
-        self, table: Table, unread: Mapping[str, tuple[int, ...]], draft_ids: Tensor | None
-    ) -> dict[str, Tensor]:
+    def tensors(self, table: Table, unread: Shapes, draft_ids: Tensor | None) -> dict[str, Tensor]:
         """The tensors of a table, and the draft_ids. unread: the shapes of tensors that are there and are not read."""
         shapes = {name: shape for parts in table.values() for name, shape in parts.items()}
         check_entries(shapes | unread, self.entries, str(self.path))

@@ -28,6 +28,7 @@ from kernels.tuned import counters_of
 from model import Experts, SelfCounting, Transformer, add_shared, router_logits, weighed
 from support.errors import BadFileError, UsageError
 from support.reader import check
+from weights.files import Destination
 from weights.shards import RankConcat, RankEmbedding
 
 MODES = ("int8", "int4")
@@ -324,9 +325,8 @@ class QuantExperts(nn.Module):
 
     def forward(self, x: Tensor, residual: Tensor | None = None, routed: Tensor | None = None) -> Tensor:
         """As `model.Experts.forward`."""
-        rows, residual, routed = (
-            None if t is None else t.reshape(-1, x.shape[-1]) for t in (x, add_shared(self, x, residual), routed)
-        )
+        given = x, add_shared(self, x, residual), routed
+        rows, residual, routed = (None if t is None else t.reshape(-1, x.shape[-1]) for t in given)
         logits = router_logits(self, rows if routed is None else routed)
         routes = kernels.route(logits, self.per_token, self.normalised)
         routes = routes._replace(weights=weighed(self, routes.weights, routes.ids))
@@ -521,6 +521,35 @@ def set_tensor(module: nn.Module, name: str, tensor: Tensor) -> None:
     parent, _, leaf = name.rpartition(".")
     owner = module.get_submodule(parent)
     setattr(owner, leaf, nn.Parameter(tensor, requires_grad=False) if leaf in owner._parameters else tensor)
+
+
+def install_(
+    model: Transformer, parameter: str, weight: Stored | kernels.PackedWeight, size: torch.Size, where: str,
+    to: Destination,
+) -> None:  # fmt: skip
+    """Put a quantized module in the place of the module, or of the experts' matrix, that `parameter` belongs to.
+
+    Raises ValueError for a weight of another shape than `size`.
+    """
+    kind = FloatLinear
+    if not isinstance(weight, kernels.PackedWeight):
+        kind, weight = QuantLinear, {leaf: tensor.to(to.device) for leaf, tensor in weight.items()}
+    name = parameter.removesuffix(".weight")
+    if len(size) == 3:
+        block = parameter.rpartition(".")[0]
+        experts = model.get_submodule(block)
+        if isinstance(experts, Experts):
+            experts = QuantExperts(experts, nn.Module(), nn.Module())
+            replace_module(model, block, experts)
+        new = kind(weight, None, experts.per_token)
+    elif isinstance(old := model.get_submodule(name), nn.Embedding):
+        new = QuantEmbedding(weight, to.dtype)
+    else:
+        new = kind(weight, old.bias)
+    shape, expected = [new.out_features, new.in_features], list(size[-2:])
+    if shape != expected:
+        raise ValueError(f"{where} is {shape}, expected {expected} by config.json.")
+    replace_module(model, name, new)
 
 
 def adopt_(module: nn.Module, tensors: Mapping[str, Tensor], device, dtype: torch.dtype) -> None:

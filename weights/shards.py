@@ -154,10 +154,9 @@ class Shard(NamedTuple):
         size = shape[axis]
         lengths = [size * share // sum(shares) for share in shares]
         if any(length % self.ranks for length in lengths):
-            raise UsageError(
-                f"{where}: {name} has {size} rows, words or groups along its axis {axis}, which cannot be divided among "
-                f"{self.ranks} processes. Use another --tp, or quantize with a smaller --group-size."
-            )
+            problem = f"{size} rows, words or groups along its axis {axis}, which {self.ranks} processes cannot share"
+            advice = "Use another --tp, or quantize with a smaller --group-size."
+            raise UsageError(f"{where}: {name} has {problem}. {advice}")
         pieces, start = [], 0
         for length in lengths:
             own = length // self.ranks

@@ -16,27 +16,14 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn as nn
 from torch import Tensor
 
 from kernels import PackedWeight
-from model import Experts, Transformer
+from model import Transformer
 from support.reader import check, refusal
 from weights.files import FLOATS, IGNORED, INTEGERS, Destination, Entries, Entry, check_entries, check_finite, few_names
 from weights.hf import checked_views, parameter_sources, read_parameter, row_order, views_for
-from weights.quantized import (
-    GROUPS,
-    FloatLinear,
-    QuantEmbedding,
-    QuantExperts,
-    QuantLinear,
-    QuantSpec,
-    Stored,
-    apply_spec_,
-    pack_nibbles,
-    replace_module,
-    set_tensor,
-)
+from weights.quantized import GROUPS, QuantSpec, Stored, apply_spec_, install_, pack_nibbles, set_tensor
 
 Part = dict[str, Tensor | None]  # one published linear, as `_read_linear` returns it
 # The quantized weight of a parameter, from its name, the names of its sources and its slot in the model; None for floats.
@@ -126,11 +113,10 @@ def published_layout(config: Any, where: str) -> Layout:
     gemm = method != "awq" or str(config.get("version", "gemm")).lower() == "gemm"
     refuse_rotations(config, where)
     if not bits or not bits <= set(LAYOUTS.get(kind, ())) or not gemm:
-        raise ValueError(
-            f"{where}: quantization_config with quant_method {method!r:.30}, format {kind!r:.30}, "
-            f"{', '.join(map(str, bits)):.30} bits is not supported; supported: GPTQ, AutoRound and pack-quantized of 4 "
-            "or 8 bits, AWQ (gemm), int8 (int-quantized, bitsandbytes), NF4, FP4, FP8."
-        )
+        found = f"quant_method {method!r:.30}, format {kind!r:.30}, {', '.join(map(str, bits)):.30} bits"
+        known = "GPTQ, AutoRound, pack-quantized of 4 or 8 bits, AWQ (gemm), int8 (int-quantized, bitsandbytes)"
+        problem = f"quantization_config with {found} is not supported"
+        raise ValueError(f"{where}: {problem}; supported: {known}, NF4, FP4, FP8.")
     if size is not None and size != -1 and not 1 <= size <= 2**31:
         raise ValueError(f"{where}: group_size is {size}; allowed: 1 or more, or -1 for whole rows.")
     bits = sorted(LAYOUTS[kind] if own else bits, key=lambda b: (b not in bits, b))
@@ -366,30 +352,5 @@ def fill_parameters(
         if weight is None:
             set_tensor(model, ours, read_parameter(entries, names, shape, where).to(to.device, to.dtype))
         else:
-            _install(model, ours, weight, shape, f"{where}: {ours}", to)
+            install_(model, ours, weight, shape, f"{where}: {ours}", to)
         to.progress(done + 1, len(sources), ours)
-
-
-def _install(
-    model: Transformer, parameter: str, weight: Stored | PackedWeight, size: torch.Size, where: str, to: Destination
-) -> None:
-    """Put a quantized module in the place of the module, or of the experts' matrix, that `parameter` belongs to."""
-    kind = FloatLinear
-    if not isinstance(weight, PackedWeight):
-        kind, weight = QuantLinear, {leaf: tensor.to(to.device) for leaf, tensor in weight.items()}
-    name = parameter.removesuffix(".weight")
-    if len(size) == 3:
-        block = parameter.rpartition(".")[0]
-        experts = model.get_submodule(block)
-        if isinstance(experts, Experts):
-            experts = QuantExperts(experts, nn.Module(), nn.Module())
-            replace_module(model, block, experts)
-        new = kind(weight, None, experts.per_token)
-    elif isinstance(old := model.get_submodule(name), nn.Embedding):
-        new = QuantEmbedding(weight, to.dtype)
-    else:
-        new = kind(weight, old.bias)
-    shape, expected = [new.out_features, new.in_features], list(size[-2:])
-    if shape != expected:
-        raise ValueError(f"{where} is {shape}, expected {expected} by config.json.")
-    replace_module(model, name, new)

@@ -105,23 +105,23 @@ def _gptq_head(head: DraftHead, spec: QuantSpec, calibration: Calibration) -> di
         hidden_states, taps = model.forward_train(tokens, head.config.taps)
         rows.append((tokens, hidden_states if taps is None else taps))
 
-    def draft_blocks() -> None:
+    def draft(tokens: Tensor, features: Tensor) -> None:
+        if head.config.unshifted:  # row i is paired with tokens[i + 1]
+            tokens = tokens.roll(1, 1)
+        feature, memory = head.fuse(features[:, :-1]), []
+        for step in range(DRAFT_STEPS):
+            feature = head.forward_train(F.pad(tokens[:, 1 + step :], (0, step)), feature, step, memory)
+            if head.lm_head is not None:  # the largest matrix, with few inputs: some of the rows are enough
+                head.predict(feature[:, ::LM_HEAD_STRIDE])
+
+    along = partial(head.draft_along, every=BLOCK_STRIDE) if drafts_blocks(head.config) else draft
+
+    def feed() -> None:
         for tokens, features in rows:
             with torch.autocast(model.device.type, torch.bfloat16, enabled=half):
-                head.draft_along(tokens, features.float(), BLOCK_STRIDE)
+                along(tokens, features.float())
 
-    def draft() -> None:
-        for tokens, features in rows:
-            if head.config.unshifted:  # row i is paired with tokens[i + 1]
-                tokens = tokens.roll(1, 1)
-            with torch.autocast(model.device.type, torch.bfloat16, enabled=half):
-                feature, memory = head.fuse(features[:, :-1].float()), []
-                for step in range(DRAFT_STEPS):
-                    feature = head.forward_train(F.pad(tokens[:, 1 + step :], (0, step)), feature, step, memory)
-                    if head.lm_head is not None:  # the largest matrix, with few inputs: some of the rows are enough
-                        head.predict(feature[:, ::LM_HEAD_STRIDE])
-
-    return quantize_(head, spec, draft_blocks if drafts_blocks(head.config) else draft)
+    return quantize_(head, spec, feed)
 
 
 def measure_tau(directory: Path, head: str | Path, prompts: list[list[int]], device: str) -> float:

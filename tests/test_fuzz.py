@@ -160,14 +160,9 @@ def entry(folder: Path) -> Any:
     return cache.read(folder / "e.bin")
 
 
-def published_of(kind: str) -> Callable[[Path], None]:
-    def make(folder: Path) -> None:
-        if kind == "int8":
-            published(folder / "m", kind, bits=8, group=-1)
-        else:
-            published(folder / "m", kind, symmetric=False, **{"group_size": 32} if kind != "ct" else {})
-
-    return make
+def in_m(make: Callable[..., Any], kind: str, **options: Any) -> Format:
+    """A model in a published format, which a function writes into the folder m."""
+    return Format(("m/config.json", f"m/{M}"), lambda f: make(f / "m", kind, **options), lambda f: logits(f / "m"))
 
 
 def generation(folder: Path) -> None:
@@ -218,12 +213,12 @@ FORMATS = {
     "shards": Format(("model.safetensors.index.json", "model-0.safetensors"), sharded, logits),
     "pickle": Format(("pytorch_model.bin",), pickled, logits),
     "meta": Format(("m/params.json", "m/consolidated.00.pth"), meta, lambda f: logits(f / "m")),
-    "gptq": Format(("m/config.json", "m/" + M), published_of("gptq"), lambda f: logits(f / "m")),
-    "awq": Format(("m/config.json", "m/" + M), published_of("awq"), lambda f: logits(f / "m")),
-    "compressed-tensors": Format(("m/config.json", "m/" + M), published_of("ct"), lambda f: logits(f / "m")),
-    "int8": Format(("m/config.json", "m/" + M), published_of("int8"), lambda f: logits(f / "m")),
-    "fp8": Format(("m/config.json", "m/" + M), lambda f: small(f / "m", "ct-blocks"), lambda f: logits(f / "m")),
-    "nf4": Format(("m/config.json", "m/" + M), lambda f: small(f / "m", "nf4-double"), lambda f: logits(f / "m")),
+    "gptq": in_m(published, "gptq", symmetric=False, group_size=32),
+    "awq": in_m(published, "awq", symmetric=False, group_size=32),
+    "compressed-tensors": in_m(published, "ct", symmetric=False),
+    "int8": in_m(published, "int8", bits=8, group=-1),
+    "fp8": in_m(small, "ct-blocks"),
+    "nf4": in_m(small, "nf4-double"),
     "stored": Format(("config.json", M), stored, logits),
     "head": Format(("config.json", M), lambda f: tiny_head(f, UNTIED, 3), drafts, 2),
     "speculators head": Format(("config.json", M), nested_head, lambda f: read_eagle(f, TARGET), 8),

@@ -42,16 +42,11 @@ EMBEDDING = "model.embed_tokens.weight"
 QKV = "q_proj", "k_proj", "v_proj"
 FUSED_QKV, FUSED_GATE_UP = ("phi3",), ("glm4", "phi3")  # families whose files hold these in one tensor
 # Where the experts of a layer are, and what the matrix that chooses them and an expert's gate, up and down are called.
-QWEN_EXPERTS = "mlp", "gate", ("gate_proj", "up_proj", "down_proj")
-EXPERT_NAMES = {
-    "mixtral": ("block_sparse_moe", "gate", ("w1", "w3", "w2")),
-    "glm4_moe": QWEN_EXPERTS,
-    "gpt_oss": ("mlp", "router", ("gate_proj", "up_proj", "down_proj")),  # an expert has its own in GGUF files alone
-    "qwen2_moe": QWEN_EXPERTS,
-    "qwen3_moe": QWEN_EXPERTS,
-    "qwen3_next": QWEN_EXPERTS,
-    "qwen3_5_moe_text": QWEN_EXPERTS,
-}
+GATE_UP_DOWN = "gate_proj", "up_proj", "down_proj"
+LIKE_QWEN = "glm4_moe", "qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_5_moe_text"
+EXPERT_NAMES = dict.fromkeys(LIKE_QWEN, ("mlp", "gate", GATE_UP_DOWN))
+EXPERT_NAMES["mixtral"] = "block_sparse_moe", "gate", ("w1", "w3", "w2")
+EXPERT_NAMES["gpt_oss"] = "mlp", "router", GATE_UP_DOWN  # an expert has its own in GGUF files alone
 # Parts of a folder that read images and sounds.
 OTHER_SENSES = """visual vision_tower vision_model multi_modal_projector audio_tower embed_vision embed_audio
     vision_embedder""".split()
@@ -239,7 +234,7 @@ class _Views(dict[str, Tensor]):
         if fused:
             self.put(at, gate_up_proj=mlp.gate_up)
         else:
-            self.put_rows(at, ("gate_proj", "up_proj"), mlp.gate_up, [mlp.down.in_features] * 2)
+            self.put_rows(at, GATE_UP_DOWN[:2], mlp.gate_up, [mlp.down.in_features] * 2)
         self.put(at, down_proj=mlp.down)
 
 
@@ -485,13 +480,10 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
     name, eos = config.model_type, config.eos_token_ids
     family = FAMILIES[name]
     out = {key: getattr(config, key) for key in same.split()}
-    out |= {
-        "architectures": [f"{CLASSES.get(name) or ''.join(map(str.capitalize, name.split('_')))}ForCausalLM"],
-        "hidden_act": ACTIVATIONS[config.activation][0],
-        "pad_token_id": None,
-    }
+    title = CLASSES.get(name) or "".join(map(str.capitalize, name.split("_")))
+    out |= {"architectures": [f"{title}ForCausalLM"], "hidden_act": ACTIVATIONS[config.activation][0]}
     out |= {"torch_dtype": config.dtype, "eos_token_id": eos[0] if len(eos) == 1 else list(eos) or None}
-    out |= {"rope_theta": config.rope.theta, "rope_scaling": _scaling_to_hf(config.rope)}
+    out |= {"pad_token_id": None, "rope_theta": config.rope.theta, "rope_scaling": _scaling_to_hf(config.rope)}
     if "partial_rotary_factor" in family.defaults:
         out["partial_rotary_factor"] = config.rope.partial
     if config.rope.kind == "longrope":

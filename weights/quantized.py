@@ -29,7 +29,7 @@ from model import Experts, SelfCounting, Transformer, add_shared, router_logits,
 from support.errors import BadFileError, UsageError
 from support.reader import check
 from weights.files import Destination
-from weights.shards import RankConcat, RankEmbedding
+from weights.shards import RankConcat, RankEmbedding, common_rows
 
 MODES = ("int8", "int4")
 ALGORITHMS = ("rtn", "gptq")
@@ -305,7 +305,8 @@ def lm_head_rows(model: Transformer, ids: Tensor | None = None) -> Tensor:
     head = model.lm_head or model.embed_tokens
     if isinstance(head, RankConcat):
         ids = torch.arange(model.config.vocab_size, device=model.device) if ids is None else ids
-        return head.rows(ids, head.inner.rows if isinstance(head.inner, QuantLinear) else head.inner.weight.__getitem__)
+        own_rows = head.inner.rows if isinstance(head.inner, QuantLinear) else head.inner.weight.__getitem__
+        return common_rows(ids, head.inner.out_features, own_rows, head.shard)
     if not isinstance(head, QuantLinear):
         return head.weight.detach() if ids is None else head.weight.detach()[ids]
     return head.dequantize() if ids is None else head.rows(ids)

@@ -245,10 +245,6 @@ class RankConcat(nn.Module):
         out = self(x)
         return out.to(torch.promote_types(out.dtype, torch.float32))
 
-    def rows(self, ids: Tensor, own_rows: Callable[[Tensor], Tensor]) -> Tensor:
-        """The rows ids [M] of the whole matrix, [M, H]. own_rows gives those of this part by their number in it."""
-        return common_rows(ids, self.inner.out_features, own_rows, self.shard)
-
 
 class RankEmbedding(nn.Module):
     """An embedding of which every rank has a part of the rows. All ranks get the rows of all tokens."""

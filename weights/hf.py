@@ -137,7 +137,7 @@ def fill_hf(model: Transformer, entries: Entries, where: str, to: Destination) -
 
     Raises ValueError in one line for tensors that do not match, and for values that are not finite in the new dtype.
     """
-    entries = without_copy(model, entries, where)
+    entries = without_copy(model, entries, where, to.dtype)
     checked_views(model, entries, where)
     give_memory(model.to(dtype=to.dtype), to.device)
     views = views_for(model, entries)
@@ -150,16 +150,21 @@ def fill_hf(model: Transformer, entries: Entries, where: str, to: Destination) -
         to.progress(done, sum(sizes.values()), name)
 
 
-def without_copy(model: Transformer, entries: Entries, where: str) -> dict[str, Entry]:
+def without_copy(
+    model: Transformer, entries: Entries, where: str, dtype: torch.dtype | None = None
+) -> dict[str, Entry]:
     """The entries without the LM head that the file of a tied model may hold, too.
 
-    Raises ValueError in one line if it is another matrix than the embedding.
+    Raises ValueError in one line if it is another matrix than the embedding, in a dtype or else in the embedding's own.
     """
     entries = dict(entries)
     copy = entries.pop("lm_head.weight", None) if model.lm_head is None else None
-    if copy is not None and EMBEDDING in entries and not torch.equal(copy.read(), entries[EMBEDDING].read()):
-        why = "lm_head.weight differs from the embedding although tie_word_embeddings is true"
-        raise ValueError(f"{where}: {why}. Set it to false if the model has its own LM head.")
+    if copy is not None and EMBEDDING in entries:
+        embedding = entries[EMBEDDING].read()
+        embedding = embedding.to(dtype or embedding.dtype)
+        if not torch.equal(copy.read().to(embedding), embedding):
+            why = "lm_head.weight differs from the embedding although tie_word_embeddings is true"
+            raise ValueError(f"{where}: {why}. Set it to false if the model has its own LM head.")
     return entries
 
 

@@ -717,20 +717,18 @@ def published(
 
     others: pairs of a part of names and the bits of those matrices, where they differ. 16: not quantized.
     """
-    config_bits = bits
     model, g = tiny(config), torch.Generator().manual_seed(seed)
     matrices, tensors, orders = {}, {}, {}
     for name, view in hf.hf_views(model).items():
         base, leaf = name.rsplit(".", 1)
-        left = any(part in name for part in ("embed", "lm_head", "gate.weight", "in_proj_a", "in_proj_b"))
-        bits = next((some for part, some in others if part in name), config_bits)
-        left |= bits == 16
-        if leaf != "weight" or view.dim() != 2 or left:
+        own = next((some for part, some in others if part in name), bits)
+        left = own == 16 or any(part in name for part in ("embed", "lm_head", "gate.weight", "in_proj_a", "in_proj_b"))
+        if left or leaf != "weight" or view.dim() != 2:
             tensors[name] = view.clone().half()
             continue
         N, K = view.shape
         G = K if group == -1 else group
-        levels = 2**bits
+        levels = 2**own
         q = torch.randint(levels, (N, K), generator=g)
         scales = ((torch.rand(K // G, N, generator=g) / 60 + 0.003) * 16 / levels).half()
         highest = levels if v2 or kind != "gptq" else levels - 1
@@ -743,8 +741,8 @@ def published(
             groups = orders.setdefault(key, groups[torch.randperm(K, generator=g)])
         matrices[name] = (q - zeros[groups].T).double() * scales.double()[groups].T
         if kind == "gptq":
-            stored = {"qweight": pack_words(q.T, 0, bits=bits)}
-            stored["qzeros"] = pack_words(zeros if v2 else zeros - 1, 1, bits=bits)
+            stored = {"qweight": pack_words(q.T, 0, bits=own)}
+            stored["qzeros"] = pack_words(zeros if v2 else zeros - 1, 1, bits=own)
             stored |= {"scales": scales, "g_idx": groups.int()}
             if "down" in name:
                 stored["bias"] = torch.zeros(N).half()
@@ -764,7 +762,7 @@ def published(
             stored["weight_format"] = torch.tensor(0, dtype=torch.uint8)
             matrices[name] = (q - 128).double() * (stored["SCB"] / 127).double()[:, None]
         else:
-            stored = {"weight_packed": pack_words(q, 1, bits=bits), "weight_scale": scales.T.contiguous()}
+            stored = {"weight_packed": pack_words(q, 1, bits=own), "weight_scale": scales.T.contiguous()}
             stored["weight_shape"] = torch.tensor([N, K])
             if not symmetric:
                 whole = (zeros.T - 8).to(torch.int8).contiguous()
@@ -772,21 +770,19 @@ def published(
             if act_order:
                 stored["weight_g_idx"] = groups.int()
         tensors |= {f"{base}.{k}": v for k, v in stored.items()}
-    scheme = {"num_bits": config_bits, "type": "int", "symmetric": symmetric}
+    scheme = {"num_bits": bits, "type": "int", "symmetric": symmetric}
     both = {"weights": scheme, "input_activations": scheme}
     ct = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
     section = {
-        "gptq": {"quant_method": "gptq", "bits": config_bits, "group_size": group, "sym": symmetric},
+        "gptq": {"quant_method": "gptq", "bits": bits, "group_size": group, "sym": symmetric},
         "awq": {"quant_method": "awq", "bits": 4, "group_size": group, "zero_point": True, "version": "gemm"},
         "ct": ct | {"config_groups": {"group_0": {"weights": scheme}}},
         "int8": ct | {"format": "int-quantized", "config_groups": {"a": both}},
         "bnb": {"quant_method": "bitsandbytes", "load_in_8bit": True, "llm_int8_skip_modules": ["lm_head"]},
     }[kind]
     section |= ({"checkpoint_format": "gptq_v2"} if kind == "gptq" and v2 else {}) | quant
-    path.mkdir()
-    save_file(tensors, path / "model.safetensors")
     raw = hf.config_to_hf(replace(config, dtype="float16"))
-    (path / "config.json").write_text(json.dumps(raw | {"quantization_config": section}))
+    hf.write_directory(path, tensors, raw | {"quantization_config": section})
     return matrices
 
 

@@ -24,7 +24,9 @@ from weights.heads import MTP, HeadFile, HeadReader, Table, mtp_head, published_
 from weights.hf import config_to_hf, write_directory
 
 SLOT0 = ("Qwen3DSparkModel", "DSparkDraftModel", "DSparkSpeculator")  # of these, slot 0 drafts, too
-OTHERS = ("DFlashDraftModel", "DFlash2DraftModel", "DFlashSpeculator", "DFlash2Speculator")
+DFLASH2 = ("DFlash2DraftModel", "DFlash2Speculator")
+ARCHITECTURES = (*SLOT0, *DFLASH2, "DFlashDraftModel", "DFlashSpeculator")
+SPECULATORS = {"dspark": "DSparkSpeculator", "dflash": "DFlashSpeculator", "dflash2": "DFlash2Speculator"}
 MARKOV = ("vanilla", "gated", "rnn")
 # Settings of a decoder layer, and those that say nothing about what a head computes.
 GEOMETRY = """attention_bias head_dim hidden_act hidden_size intermediate_size layer_types max_position_embeddings
@@ -145,8 +147,8 @@ def is_block_head(path: str | Path) -> bool:
         return False
     raw = read_json(where)
     names = raw.get("architectures")
-    known = isinstance(names, list) and any(name in (*SLOT0, *OTHERS) for name in names)
-    return known or "eaglet_block" in raw or raw.get("speculators_model_type") in ("dflash", "dflash2", "dspark")
+    known = isinstance(names, list) and any(name in ARCHITECTURES for name in names)
+    return known or "eaglet_block" in raw or raw.get("speculators_model_type") in list(SPECULATORS)
 
 
 def read_head(path: str | Path, target: ModelConfig, overrides: Mapping[str, str] | None = None) -> HeadFile:
@@ -197,7 +199,7 @@ def save_block(
     keys |= {"sliding_window": windows[0] if windows else None, "use_sliding_window": bool(windows)}
     drafted = {"mask_token_id": config.mask_id, "target_layer_ids": [tap - 1 for tap in config.taps]}
     if config.slot0:
-        keys |= {"architectures": [SLOT0[0]], "block_size": config.slots, **drafted}
+        keys |= {"architectures": ["Qwen3DSparkModel"], "block_size": config.slots, **drafted}
         keys |= {"enable_confidence_head": bool(confidence), "confidence_head_with_markov": bool(config.rank)}
         out |= {f"confidence_head.proj.{name}": tensor for name, tensor in (confidence or {}).items()}
         keys |= {"markov_rank": config.rank, "markov_head_type": config.markov or "vanilla"}
@@ -206,9 +208,9 @@ def save_block(
         selector |= {"conv_kernel_size": config.conv_taps, "conv_group_size": config.conv_group}
         scales = {"output_multiplier": config.logits_scale, "final_logit_softcapping": config.logits_cap}
         scales |= {"input_embedding_scale": config.embedding_scale, "block_size": config.slots}
-        keys |= {"architectures": [OTHERS[1]], "dflash_config": drafted | selector | scales}
+        keys |= {"architectures": ["DFlash2DraftModel"], "dflash_config": drafted | selector | scales}
     else:
-        keys |= {"architectures": [OTHERS[0]], "block_size": config.slots, "dflash_config": drafted}
+        keys |= {"architectures": ["DFlashDraftModel"], "block_size": config.slots, "dflash_config": drafted}
     if not config.slot0 and config.causal == config.causal_window:  # otherwise it depends on the layer
         keys["is_causal"] = config.causal
     write_directory(directory, out, keys)
@@ -238,9 +240,9 @@ class _BlockReader(HeadReader):
         if self.speculators:
             self._refuse(layer, (*GEOMETRY, *IDLE), "transformer_layer_config.")
         names = raw.get("architectures") or []
-        found = [name for name in names if name in (*SLOT0, *OTHERS)] if isinstance(names, list) else []
-        if raw.get("speculators_model_type"):
-            found += [{"dspark": SLOT0[2], "dflash2": OTHERS[3]}.get(raw["speculators_model_type"], OTHERS[2])]
+        found = [name for name in names if name in ARCHITECTURES] if isinstance(names, list) else []
+        if kind := raw.get("speculators_model_type"):
+            found.append(SPECULATORS.get(str(kind), "DFlashSpeculator"))
         if not found:
             self.fail(f"architectures = {names!r:.60} names no block head that is known.")
         self.architecture = found[0]
@@ -267,7 +269,7 @@ class _BlockReader(HeadReader):
         layer = self._layer(vocab)
         markov, rank = self._markov()
         causal = self._causal()
-        two = self.architecture in (OTHERS[1], OTHERS[3])
+        two = self.architecture in DFLASH2
         corrected = flags.integer("selector_top_k", 16) if two else 16
         config = BlockConfig(
             layer=layer,
@@ -318,7 +320,7 @@ class _BlockReader(HeadReader):
 
     def _causal(self) -> bool | None:
         """Whether the slots see only those before them; None where it depends on the layer."""
-        if self.architecture == SLOT0[0]:
+        if self.architecture == "Qwen3DSparkModel":
             return False
         for reader, key in ((self.top, "is_causal"), (self.flags, "causal_head"), (self.flags, "causal")):
             if reader.config.get(key) is not None:
@@ -330,7 +332,7 @@ class _BlockReader(HeadReader):
         flags = self.flags
         if any(name.startswith("prefix_gru.") for name in self.entries):
             self.fail("Domino heads (prefix_gru) are not implemented.")
-        if self.architecture in (OTHERS[1], OTHERS[3]):
+        if self.architecture in DFLASH2:
             return "selector", flags.integer("selector_rank", 256)
         rank = flags.integer("markov_rank", 0, low=0)
         return (flags.text("markov_head_type", "vanilla", MARKOV) if rank else ""), rank

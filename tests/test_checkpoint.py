@@ -14,8 +14,8 @@ import pytest
 import torch
 from conftest import BASE, FAMILIES, build_hf
 from safetensors.torch import load_file, save_file
+from tiny import skip_without_kernels
 
-import kernels
 from bench.arms import build_engine
 from decoding.params import SamplingParams
 from engine.load import load
@@ -991,8 +991,7 @@ def test_a_family_decodes_with_every_kernel_and_draft(tiny_checkpoint, family, h
     """Catches a fact of a family that the eager code knows and a faster path forgets: a layer without rotary positions,
     a multiplier, experts of another width. Floats give the tokens of transformers, and drafts change no token."""
     kernel, *quant = how.split()
-    if kernel == "cpu" and kernels.cpu_problem():
-        pytest.skip(kernels.cpu_problem())
+    skip_without_kernels(kernel)
     folder = tiny_checkpoint(family)
     engine = load(folder, ctx=128, dtype="float32", device="cpu", kernels=kernel, quant=quant[0] if quant else None)
     drafters = [{"eagle": f"random:{version}", "tree": "dynamic:8,3,4"} for version in (1, 3)]

@@ -171,11 +171,10 @@ def held_codes(entries: Entries, layout: Layout) -> dict[str, Entry]:
     return found
 
 
-def _codes(words: Tensor, dim: int, bits: int = 4) -> Tensor:
-    """int32 -> uint8, the codes of each word side by side along `dim`, lowest first."""
-    shifts = torch.arange(0, 32, bits, dtype=torch.int32)
-    unpacked = (words.unsqueeze(dim + 1) >> shifts.view(-1, *[1] * (words.dim() - dim - 1))) & (2**bits - 1)
-    return unpacked.flatten(dim, dim + 1).to(torch.uint8)
+def _codes(words: Tensor, bits: int = 4) -> Tensor:
+    """int32 [N, W] -> uint8 [N, 32 W / bits], the codes of each word side by side, lowest first."""
+    unpacked = (words[..., None] >> torch.arange(0, 32, bits, dtype=torch.int32)) & (2**bits - 1)
+    return unpacked.flatten(1).to(torch.uint8)
 
 
 def _read_linear(entries: Entries, layout: Layout, base: str, K: int, where: str) -> Part:
@@ -218,21 +217,21 @@ def _read_linear(entries: Entries, layout: Layout, base: str, K: int, where: str
     g_idx = read(index, (torch.int32, torch.int64), K) if f"{base}.{index}" in entries else None
     zeros = None
     if compressed:
-        codes, scales = codes.view(torch.uint8) ^ 128 if whole else _codes(codes, 1, bits)[:, :K], scales.T
+        codes, scales = codes.view(torch.uint8) ^ 128 if whole else _codes(codes, bits)[:, :K], scales.T
         if f"{base}.weight_shape" in entries and (given := read("weight_shape", INTEGERS, 2).tolist()) != [N, K]:
             raise ValueError(f"{where}: {base}.weight_shape is {given}, expected {[N, K]}.")
         if f"{base}.{zero}" in entries:
-            whole = entries[f"{base}.{zero}"].dtype == torch.int8
-            zeros = read(zero, (torch.int32, torch.int8), N if whole else -(-N // (32 // bits)), groups)
-            zeros = zeros.T.int() + middle if whole else _codes(zeros, 0, bits)[:N].T
-            if whole and not 0 <= zeros.min() <= zeros.max() < 2 * middle:
+            signed = entries[f"{base}.{zero}"].dtype == torch.int8
+            zeros = read(zero, (torch.int32, torch.int8), N if signed else -(-N // (32 // bits)), groups).T
+            zeros = zeros.int() + middle if signed else _codes(zeros, bits)[:, :N]
+            if signed and not 0 <= zeros.min() <= zeros.max() < 2 * middle:
                 raise ValueError(f"{where}: {base}.{zero} holds values outside {-middle} to {middle - 1}.")
     elif awq:
-        unpacked = (_codes(t, 1).unflatten(1, (-1, 8)) for t in (codes, read(zero, words, groups, rows)))
+        unpacked = (_codes(t).unflatten(1, (-1, 8)) for t in (codes, read(zero, words, groups, rows)))
         codes, zeros = (columns[:, :, list(AWQ_ORDER)].flatten(1) for columns in unpacked)
         codes = codes.T
     else:
-        codes, zeros = _codes(codes, 0, bits).T, _codes(read(zero, words, groups, -(-N // each)), 1, bits)[:, :N]
+        codes, zeros = _codes(codes.T, bits), _codes(read(zero, words, groups, -(-N // each)), bits)[:, :N]
         zeros = (zeros + 1) & (2 * middle - 1) if layout.kind == "gptq" else zeros  # the first format stores zero - 1
     if layout.symmetric and layout.kind == "gptq" and (zeros == middle + 1).all():
         zeros = None  # some writers label the second format as the first

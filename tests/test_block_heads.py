@@ -131,6 +131,7 @@ BAD = {
         "dflash", {"layer_types": ["sliding_attention"] * 2, "use_sliding_window": False}, "which of them"
     ),
     "scaled RoPE of an unknown kind": ("dflash", {"rope_scaling": {"rope_type": "su", "factor": 2}}, "rope_type = 'su'"),
+    "a kind that is no text": ("speculators", {"speculators_model_type": ["dspark"]}, "speculators_model_type is ['dsp"),
     "a missing tensor": ("dspark, rnn", {"markov_head.joint_proj.bias": None}, "markov_head.joint_proj.bias"),
     "Domino's tensors": ("dspark, rnn", {"prefix_gru.weight_hh_l0": torch.zeros(3, 1)}, "Domino heads"),
     "one too many": ("dspark, rnn", {"gate.weight": torch.zeros(3, 1)}, "gate.weight"),

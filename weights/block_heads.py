@@ -242,7 +242,9 @@ class _BlockReader(HeadReader):
         names = raw.get("architectures") or []
         found = [name for name in names if name in ARCHITECTURES] if isinstance(names, list) else []
         if kind := raw.get("speculators_model_type"):
-            found.append(SPECULATORS.get(str(kind), "DFlashSpeculator"))
+            if not isinstance(kind, str):
+                self.fail(f"speculators_model_type is {kind!r:.60}, expected a text.")
+            found.append(SPECULATORS.get(kind, "DFlashSpeculator"))
         if not found:
             self.fail(f"architectures = {names!r:.60} names no block head that is known.")
         self.architecture = found[0]

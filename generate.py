@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 from cli.prompt import DEMO_PROMPT, Prompt, read_prompt, stdin_is_fed
 from decoding.params import SamplingParams
-from loading.options import DEMO, FULL, LoadKeywords, add_options, add_replicas, add_sampling, sampling_from
+from loading.options import DEMO, FULL, LoadKeywords, add_options, add_replicas, add_sampling, parse_ids, sampling_from
 from support import cache
 from support.errors import Parser, UsageError, run_command
 from support.files import check_folder
@@ -79,7 +79,7 @@ def build_parser() -> argparse.ArgumentParser:
     add = functools.partial(request.add_argument, action=Once)
     add("-p", "--prompt", metavar="TEXT", help="a message to an instruct model, or text for another model to continue")
     add("-f", "--prompt-file", metavar="FILE", help="the same from a file; - is stdin, and a pipe is read without it")
-    add("--prompt-ids", metavar="5,17,9", help="token ids to continue; needs no tokenizer")
+    add("--prompt-ids", type=parse_ids, metavar="5,17,9", help="token ids to continue; needs no tokenizer")
     add = request.add_argument
     add("--input", metavar="FILE", help="a file of requests, as OpenAI's batch API has them: one JSON object a line")
     add("--output", metavar="FILE", help="--input: the answers, in the same order; a run that was interrupted goes on")

@@ -10,7 +10,6 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from loading.options import parse_ids
 from support.errors import BadFileError, UsageError, one_line
 
 DEMO_PROMPT = '''def read_file(filename):
@@ -35,7 +34,7 @@ def read_prompt(args: argparse.Namespace) -> Prompt:
     Raises UsageError for a file or pipe that holds nothing.
     """
     if args.prompt_ids is not None:
-        return Prompt("", ids=list(parse_ids(args.prompt_ids, "--prompt-ids")))
+        return Prompt("", ids=list(args.prompt_ids))
     if args.prompt is not None:
         return Prompt(args.prompt, message=not args.raw, echo=True)
     name = args.prompt_file

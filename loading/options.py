@@ -10,7 +10,7 @@ import argparse
 import difflib
 import os
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import Field, dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
@@ -44,8 +44,8 @@ def option(help: str, default: Any = None, choices: Iterable[str] = (), **more: 
 
     more: `metavar`; `least`, the smallest number that is allowed, which makes the option a number; `most`.
     """
-    about = {"help": help, "choices": tuple(choices), "metavar": None, "least": None, "most": None}
-    return field(default=default, metadata=about | more)
+    about = {"help": help, "choices": tuple(choices), "metavar": "N" if "least" in more else None}
+    return field(default=default, metadata=about | {"least": None, "most": None} | more)
 
 
 @dataclass(frozen=True)
@@ -227,7 +227,7 @@ class LoadOptions:
         import torch
 
         for f in fields(self):
-            _check_value(f.name, vars(self)[f.name], f.type, f.default, f.metadata)
+            _check_value(f, vars(self)[f.name])
         if not self.trees:
             raise UsageError("--tree is (); allowed: the name of a tree, or a tuple of one name per sequence.")
         kind = self.drafter_kind
@@ -354,25 +354,22 @@ _TYPES = {
 }
 
 
-def _check_value(name: str, value: Any, declared: str, default: Any, metadata: Any) -> None:
-    """Raise UsageError for a value that is not of the declared type (the annotation in LoadOptions) or out of range."""
-    kinds = declared.split(" | ")
-    typed = any(isinstance(value, _TYPES[kind][0]) for kind in kinds)
-    typed &= not isinstance(value, bool) or "bool" in kinds  # a bool is an int, too
-    typed &= not isinstance(value, tuple) or all(isinstance(text, str) for text in value)
-    least, most = metadata["least"], metadata["most"]
-    choices = () if "bool" in kinds else metadata["choices"]
-    if typed and value is not None and least is not None:
-        typed = least <= value <= (value if most is None else most)
-    elif typed and choices:
-        typed = value in (default, *choices)
-    if not typed:
-        allowed = " or ".join(_TYPES[kind][1] for kind in kinds if kind != "None")
-        if least is not None:
-            allowed = f"{least} or more" if most is None else f"{least} to {most}"
-        elif choices:
-            allowed = ", ".join(choices)
-        raise UsageError(f"{flag(name)} is {value!r:.40}; allowed: {allowed}.")
+def _check_value(f: Field, value: Any) -> None:
+    """Raise UsageError for a value of a field of LoadOptions that is not of its declared type, or out of range."""
+    kinds, choices = f.type.split(" | "), f.metadata["choices"]
+    least, most = f.metadata["least"], f.metadata["most"]
+    allowed = " or ".join(_TYPES[kind][1] for kind in kinds if kind != "None")
+    fits = any(isinstance(value, _TYPES[kind][0]) for kind in kinds)
+    fits &= not isinstance(value, bool) or "bool" in kinds  # a bool is an int, too
+    fits &= not isinstance(value, tuple) or all(isinstance(text, str) for text in value)
+    if least is not None:
+        allowed = f"{least} or more" if most is None else f"{least} to {most}"
+        fits = fits and (value is None or least <= value <= (most or value))
+    elif choices and "bool" not in kinds:
+        allowed = ", ".join(choices)
+        fits = fits and value in (f.default, *choices)
+    if not fits:
+        raise UsageError(f"{flag(f.name)} is {value!r:.40}; allowed: {allowed}.")
 
 
 def _number(least: int) -> Callable[[str], int]:
@@ -387,31 +384,31 @@ def _number(least: int) -> Callable[[str], int]:
     return read
 
 
+def _declared(names: Iterable[str]) -> list[Field]:
+    """The fields of LoadOptions with these names, all if there are none."""
+    return [f for f in fields(LoadOptions) if not names or f.name in names]
+
+
 def add_options(parser: argparse.ArgumentParser, *names: str, **defaults: Any) -> None:
     """Add the arguments of these options (default: all) to a command line. `options_from` reads them."""
+    model, drafting = map(parser.add_argument_group, ("model", "speculative decoding"))
     known = [f.name for f in fields(LoadOptions)]
-    second = known[known.index(FIRST_OF_DRAFTING) :]
-    groups: dict[str, Any] = {}
-    for f in (f for f in fields(LoadOptions) if not names or f.name in names):
-        title = "speculative decoding" if f.name in second else "model"
-        if title not in groups:
-            groups[title] = parser.add_argument_group(title)
+    for f in _declared(names):
         about, default = f.metadata, defaults.get(f.name, f.default)
         says = "default" in about["help"] or isinstance(default, bool | tuple) or default in (None, "")
         words = {"help": about["help"] if says else f"{about['help']} (default: {default})", "default": default}
         if f.default is False:
             words |= {"action": "store_true"}
-        elif f.default is True:
-            words |= {"choices": about["choices"], "default": "on" if default else "off"}
-        elif isinstance(default, tuple):
-            words |= {"action": "append", "metavar": about["metavar"], "default": list(default)}
-        elif about["choices"]:
-            words |= {"choices": about["choices"]}
-        elif about["least"] is not None:
-            words |= {"type": _number(about["least"]), "metavar": about["metavar"] or "N"}
         else:
-            words |= {"metavar": about["metavar"]}
-        groups[title].add_argument(flag(f.name), **words)
+            words |= {"choices": about["choices"] or None, "metavar": about["metavar"]}
+        if f.default is True:
+            words |= {"default": "on" if default else "off"}
+        elif isinstance(default, tuple):
+            words |= {"action": "append", "default": list(default)}
+        elif about["least"] is not None:
+            words |= {"type": _number(about["least"])}
+        group = model if known.index(f.name) < known.index(FIRST_OF_DRAFTING) else drafting
+        group.add_argument(flag(f.name), **words)
 
 
 def add_replicas(parser: argparse.ArgumentParser) -> None:
@@ -425,7 +422,7 @@ def add_replicas(parser: argparse.ArgumentParser) -> None:
 def options_from(args: argparse.Namespace, *names: str) -> dict[str, Any]:
     """These options (default: all) of parsed arguments, as keyword arguments of LoadOptions and `load`."""
     given = {}
-    for f in (f for f in fields(LoadOptions) if not names or f.name in names):
+    for f in _declared(names):
         value = vars(args)[f.name]
         if f.default is True:
             value = value == "on"
@@ -435,7 +432,7 @@ def options_from(args: argparse.Namespace, *names: str) -> dict[str, Any]:
 
 def read_option(name: str, text: str) -> Any:
     """The value of an option from text, as an arm of the benchmark gives it. Raises UsageError with what is allowed."""
-    f = next(f for f in fields(LoadOptions) if f.name == name)
+    (f,) = _declared([name])
     if isinstance(f.default, bool):
         if text not in ("on", "off"):
             raise UsageError(f"{name}={text!r:.40}; allowed: on, off.")
@@ -467,6 +464,32 @@ SETTINGS = {  # field of SamplingParams -> what --help says
 }
 
 
+def parse_ids(text: str) -> tuple[int, ...]:
+    """Comma-separated ids of a command line."""
+    try:
+        return tuple(int(part) for part in text.split(",") if part.strip())
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r:.60}: expected comma-separated integers, like 5,17,9.") from None
+
+
+def _bias(text: str) -> tuple[int, float]:
+    """A token and its bias, from ID=X on a command line."""
+    token, _, value = text.partition("=")
+    try:
+        return int(token), float(value)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r:.60}: expected a token id and a number, like 13=-100.") from None
+
+
+# How a command line reads the settings that are not one number each.
+_READ: dict[str, dict[str, Any]] = {
+    "grammar": {"metavar": "TEXT"},
+    "stop": {"metavar": "TEXT", "action": "append"},
+    "stop_ids": {"metavar": "2,13", "type": parse_ids},
+    "logit_bias": {"metavar": "ID=X", "action": "append", "type": _bias},
+}
+
+
 def add_sampling(parser: argparse.ArgumentParser, *names: str, of_model: bool = False, **defaults: Any) -> None:
     """Add the arguments of SamplingParams (default: all) to a command line. `sampling_from` reads them.
 
@@ -474,50 +497,21 @@ def add_sampling(parser: argparse.ArgumentParser, *names: str, of_model: bool = 
     """
     group = parser.add_argument_group("sampling")
     for f in (f for f in fields(SamplingParams) if f.name in (names or SETTINGS)):
-        default = defaults.get(f.name, f.default)
-        text, words = SETTINGS[f.name], {"default": argparse.SUPPRESS} if of_model else {"default": default}
-        if f.name == "grammar":
-            words |= {"metavar": "TEXT"}
-        elif f.name in ("stop", "logit_bias"):
-            metavar = "TEXT" if f.name == "stop" else "ID=X"
-            words |= {"action": "append", "metavar": metavar} | ({} if of_model else {"default": []})
-        elif f.name == "stop_ids":
-            words |= {"metavar": "2,13"} | ({} if of_model else {"default": ""})
-        else:
+        default, text, words = defaults.get(f.name, f.default), SETTINGS[f.name], _READ.get(f.name)
+        if words is None:
             whose = "the model's, or else " if of_model and f.name in SUGGESTED else ""
             text = f"{text} (default: {whose}{default})"
             kind = int if f.default is None else type(f.default)
-            words |= {"type": kind, "metavar": "N" if kind is int else "X"}
-        group.add_argument(flag(f.name), help=text, **words)
+            words = {"type": kind, "metavar": "N" if kind is int else "X"}
+        default = list(default) if isinstance(default, tuple) else default
+        group.add_argument(flag(f.name), help=text, **words, default=argparse.SUPPRESS if of_model else default)
 
 
 def settings_given(args: argparse.Namespace) -> dict[str, Any]:
     """The fields of SamplingParams that parsed arguments hold."""
-    given = {f.name: vars(args)[f.name] for f in fields(SamplingParams) if f.name in vars(args)}
-    if isinstance(given.get("stop_ids"), str):
-        given["stop_ids"] = parse_ids(given["stop_ids"], "--stop-ids")
-    if "logit_bias" in given:
-        given["logit_bias"] = [_bias(text) for text in given["logit_bias"]]
-    return given
-
-
-def _bias(text: str) -> tuple[int, float]:
-    """A token and its bias. Raises UsageError for a text that is not ID=X."""
-    token, _, value = text.partition("=")
-    try:
-        return int(token), float(value)
-    except ValueError:
-        raise UsageError(f"--logit-bias {text!r:.60}: expected a token id and a number, like 13=-100.") from None
+    return {f.name: vars(args)[f.name] for f in fields(SamplingParams) if f.name in vars(args)}
 
 
 def sampling_from(args: argparse.Namespace) -> SamplingParams:
     """The SamplingParams of parsed arguments."""
     return SamplingParams(**settings_given(args))
-
-
-def parse_ids(text: str, argument: str) -> tuple[int, ...]:
-    """Comma-separated ids. Raises UsageError for anything else."""
-    try:
-        return tuple(int(part) for part in text.split(",") if part.strip())
-    except ValueError:
-        raise UsageError(f"{argument} {text!r:.60}: expected comma-separated integers, like 5,17,9.") from None

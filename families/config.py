@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -104,6 +104,9 @@ class RopeConfig:
         return inv / self.factor * (1 - keep) + inv * keep, attention_factor
 
 
+# The fields of ModelConfig that say what only some layers of some models have.
+OF_SOME_LAYERS = """recurrent windows delta mtp full_heads value_norm shared_layers keys_as_values token_inputs
+    layer_scale window_rope unrotated""".split()
 # The keys of the fields of DeltaConfig.
 DELTA_KEYS = """linear_num_key_heads linear_num_value_heads linear_key_head_dim linear_value_head_dim
     linear_conv_kernel_dim""".split()
@@ -271,11 +274,8 @@ class ModelConfig:
     @property
     def plain_layer(self) -> ModelConfig:
         """The geometry of one layer of these sizes, without what only some layers of some models have."""
-        others = dict(
-            recurrent=(), windows=(), delta=None, mtp=False, full_heads=None, value_norm=False, shared_layers=0
-        )
-        others |= dict(keys_as_values=False, token_inputs=0, layer_scale=False, window_rope=None, unrotated=())
-        return replace(self, num_hidden_layers=1, **others)
+        by_default = {f.name: f.default for f in fields(self) if f.name in OF_SOME_LAYERS}
+        return replace(self, num_hidden_layers=1, **by_default)
 
     @property
     def max_positions(self) -> int:
@@ -300,51 +300,49 @@ class ModelConfig:
             raise read.error(f"model_type {config['model_type']!r} is not supported, because {reason}.")
         name = read.text("model_type", None, tuple(FAMILIES))
         family = FAMILIES[name]
-        defaults = family.defaults
+        read.defaults = family.defaults
         _refuse_unknown_architecture(read, family)
-        hidden = read.integer("hidden_size")
-        heads = read.integer("num_attention_heads", defaults.get("num_attention_heads"))
+        hidden, heads = read.integer("hidden_size"), read.integer("num_attention_heads")
         layers = read.integer("num_hidden_layers", high=1000)
-        if defaults.get("head_dim") is None and hidden % heads and config.get("head_dim") is None:
+        if "head_dim" not in read.defaults and hidden % heads and config.get("head_dim") is None:
             raise read.error(f"hidden_size {hidden} is not a multiple of num_attention_heads {heads}.")
-        positions = read.integer("max_position_embeddings", defaults.get("max_position_embeddings", 2048), high=2**24)
-        windows, recurrent = _read_windows(read, family, layers), _read_recurrent(read, family, layers)
+        positions = read.integer("max_position_embeddings", 2048, high=2**24)
+        windows, recurrent = _read_windows(read, family, layers), _read_recurrent(read, layers)
         rope, window_rope = _read_ropes(read, family, positions)
-        facts = _read_biases(read, family) | _read_numbers(read, defaults, hidden) | _read_experts(read, defaults)
+        facts = _read_biases(read, family) | _read_numbers(read, hidden) | _read_experts(read)
         width = read.integer(family.width)
-        if "global_head_dim" in defaults:
+        if "global_head_dim" in read.defaults:
             windows = (*windows[:-1], 0)  # the last layer sees everything, whatever layer_types says
-            facts |= _read_kinds(read, defaults, windows)
-            facts |= {"dense_size": width} if facts.get("num_local_experts") else {}
-            width = read.integer(OWN_WIDTH) if facts.get("num_local_experts") else width
-        if "first_k_dense_replace" in defaults:
-            dense = read.integer("first_k_dense_replace", defaults["first_k_dense_replace"], 0, layers - 1)
+            facts |= _read_kinds(read, windows)
+            if facts.get("num_local_experts"):
+                facts["dense_size"], width = width, read.integer(OWN_WIDTH)
+        if "first_k_dense_replace" in read.defaults:
+            dense = read.integer("first_k_dense_replace", None, 0, layers - 1)
             facts |= {"dense_layers": dense, "dense_size": read.integer("intermediate_size") if dense else 0}
-        if "use_qk_norm" in defaults:
-            facts["qk_norm"] = read.boolean("use_qk_norm", defaults["use_qk_norm"])
-        if "no_rope_layer_interval" in defaults:
+        if "use_qk_norm" in read.defaults:
+            facts["qk_norm"] = read.boolean("use_qk_norm")
+        if "no_rope_layer_interval" in read.defaults:
             facts["unrotated"] = _read_unrotated(read, layers)
         if family.full_unrotated and any(windows):
             facts["unrotated"] = tuple(i for i, window in enumerate(windows) if not window)
-        bos = config.get("bos_token_id")
-        eos = config.get("eos_token_id")
+        bos, eos = config.get("bos_token_id"), config.get("eos_token_id")
         geometry = dict(
             model_type=name,
             hidden_size=hidden,
             intermediate_size=width,
             num_hidden_layers=layers,
             num_attention_heads=heads,
-            num_key_value_heads=read.integer("num_key_value_heads", defaults.get("num_key_value_heads", heads)),
-            head_dim=read.integer("head_dim", defaults.get("head_dim", hidden // heads)),
-            vocab_size=read.integer("vocab_size", defaults.get("vocab_size"), high=10_000_000),
+            num_key_value_heads=read.integer("num_key_value_heads", heads),
+            head_dim=read.integer("head_dim", hidden // heads),
+            vocab_size=read.integer("vocab_size", high=10_000_000),
             max_position_embeddings=positions,
-            rms_norm_eps=read.number("rms_norm_eps", defaults.get("rms_norm_eps", 1e-6), 0.0, 1.0),
+            rms_norm_eps=read.number("rms_norm_eps", 1e-6, 0.0, 1.0),
             rope=rope,
             window_rope=window_rope if any(windows) and (window_rope != rope or "full_heads" in facts) else None,
-            tie_word_embeddings=read.boolean("tie_word_embeddings", defaults.get("tie_word_embeddings", False)),
+            tie_word_embeddings=read.boolean("tie_word_embeddings", False),
             windows=windows,
             recurrent=recurrent,
-            delta=_read_delta(read, defaults) if recurrent else None,
+            delta=_read_delta(read) if recurrent else None,
             dtype=read.text("dtype" if "dtype" in config else "torch_dtype", "float32", tuple(DTYPES)),
             bos_token_id=bos if isinstance(bos, int) else None,
             eos_token_ids=tuple(i for i in (eos if isinstance(eos, list) else [eos]) if isinstance(i, int)),
@@ -378,7 +376,7 @@ def _refuse_unknown_architecture(read: ConfigReader, family: Family) -> None:
     for key in ("hidden_act", "hidden_activation"):
         read.text(key, activations[0], (*activations, *family.activation_names))
     for key in ("swiglu_alpha", "swiglu_limit"):
-        if (value := family.defaults.get(key)) is not None:
+        if (value := read.defaults.get(key)) is not None:
             read.number(key, value, value, value)
     read.number("pretraining_tp", 1, 1, 1)
     for key in ("decoder_sparse_step", "n_group", "topk_group"):
@@ -388,23 +386,23 @@ def _refuse_unknown_architecture(read: ConfigReader, family: Family) -> None:
     if read.config.get("mlp_only_layers"):
         raise read.error("mlp_only_layers names layers without experts, which are not implemented.")
     for place in (read.config, read.config.get("rope_parameters"), read.config.get("rope_scaling")):
-        if isinstance(place, dict) and "partial_rotary_factor" not in family.defaults:
+        if isinstance(place, dict) and "partial_rotary_factor" not in read.defaults:
             ConfigReader(place, read.where).number("partial_rotary_factor", 1.0, 1.0, 1.0)
 
 
 def _read_biases(read: ConfigReader, family: Family) -> dict[str, bool]:
     """Which linears have a bias."""
     fields = zip(("qkv_bias", "o_bias", "mlp_bias"), family.biases, strict=True)
-    return {name: bool(key) and read.boolean(key, family.defaults.get(key, False)) for name, key in fields}
+    return {name: bool(key) and read.boolean(key, False) for name, key in fields}
 
 
-def _read_numbers(read: ConfigReader, defaults: dict[str, Any], hidden: int) -> dict[str, float]:
+def _read_numbers(read: ConfigReader, hidden: int) -> dict[str, float]:
     """The numbers that scale or cap what some families compute."""
 
     def number(key: str, low: float = 1e-6) -> float:
-        return read.number(key, defaults[key], low, 1e6)
+        return read.number(key, None, low, 1e6)
 
-    found = {}
+    found, defaults = {}, read.defaults
     if "logits_scaling" in defaults:
         names = ("attention_multiplier", "embedding_multiplier", "residual_multiplier")
         found = {name: number(name) for name in names} | {"logits_multiplier": 1 / number("logits_scaling")}
@@ -416,21 +414,20 @@ def _read_numbers(read: ConfigReader, defaults: dict[str, Any], hidden: int) -> 
         found["experts_multiplier"] = number("routed_scaling_factor")
     for name, key in {"attention_cap": "attn_logit_softcapping", "logits_cap": "final_logit_softcapping"}.items():
         if key in defaults:
-            absent = key in read.config and read.config[key] is None
-            found[name] = 0.0 if absent else number(key, 0.0)
+            found[name] = 0.0 if read.config.get(key, 0.0) is None else number(key, 0.0)
     return found
 
 
-def _read_kinds(read: ConfigReader, defaults: dict[str, Any], windows: tuple[int, ...]) -> dict[str, Any]:
+def _read_kinds(read: ConfigReader, windows: tuple[int, ...]) -> dict[str, Any]:
     """What layers with a window and without one have of their own (Gemma 4)."""
     found: dict[str, Any] = {"keys_as_values": read.boolean("attention_k_eq_v", False)}
-    base = read.integer("num_key_value_heads", defaults["num_key_value_heads"])
+    base = read.integer("num_key_value_heads")
     each, key = read.config.get("per_layer_config"), "num_global_key_value_heads"
     if each is None:
-        full = {"head_dim": read.integer("global_head_dim", defaults["global_head_dim"])}
+        full = {"head_dim": read.integer("global_head_dim")}
         full["num_key_value_heads"] = read.integer(key, base) if found["keys_as_values"] else base
         each = {str(i): full for i, window in enumerate(windows) if not window}
-    own = {"num_key_value_heads": base, "head_dim": read.integer("head_dim", defaults["head_dim"])}
+    own = {"num_key_value_heads": base, "head_dim": read.integer("head_dim")}
     if not isinstance(each, dict) or not all(isinstance(value, dict) for value in each.values()):
         raise read.error("per_layer_config must hold an object for each layer that differs.")
     sizes = [own | each.get(str(i), {}) for i in range(len(windows))]
@@ -446,34 +443,32 @@ def _read_kinds(read: ConfigReader, defaults: dict[str, Any], windows: tuple[int
     if set(kinds[: len(kinds) - shared]) != set(kinds):
         raise read.error(f"num_kv_shared_layers is {shared}, but no layer before them has keys of each kind.")
     found["wide_shared"] = read.boolean("use_double_wide_mlp", False)
-    if defaults["token_inputs"]:
-        found["token_inputs"] = read.integer("hidden_size_per_layer_input", defaults["token_inputs"], 0)
+    if "hidden_size_per_layer_input" not in read.defaults:
+        return found
+    found["token_inputs"] = read.integer("hidden_size_per_layer_input", low=0)
     vocab = read.integer("vocab_size", high=10_000_000)
-    if found.get("token_inputs"):
+    if found["token_inputs"]:
         read.integer("vocab_size_per_layer_input", vocab, vocab, vocab)
-    if defaults["token_inputs"] and read.boolean("enable_moe_block", False):
-        found |= {
-            "num_local_experts": read.integer("num_experts"),
-            "num_experts_per_tok": read.integer("top_k_experts"),
-        }
+    if read.boolean("enable_moe_block", False):
+        found |= dict(num_local_experts=read.integer("num_experts"), num_experts_per_tok=read.integer("top_k_experts"))
     return found
 
 
-def _read_experts(read: ConfigReader, defaults: dict[str, Any]) -> dict[str, int | bool]:
+def _read_experts(read: ConfigReader) -> dict[str, int | bool]:
     """How many experts there are, how many each token uses, and how they are weighed."""
+    defaults = read.defaults
     if "num_experts" not in defaults:
         return {}
     key = next((key for key in ("num_experts", "n_routed_experts") if key in read.config), "num_local_experts")
-    experts = read.integer(key, defaults["num_experts"])
-    per_token = read.integer("num_experts_per_tok", defaults["num_experts_per_tok"])
+    experts, per_token = read.integer(key, defaults["num_experts"]), read.integer("num_experts_per_tok")
     if per_token > experts:
         raise read.error(f"num_experts_per_tok {per_token} exceeds {key} {experts}.")
-    normed = "norm_topk_prob" not in defaults or read.boolean("norm_topk_prob", defaults["norm_topk_prob"])
+    normed = "norm_topk_prob" not in defaults or read.boolean("norm_topk_prob")
     found = {"num_local_experts": experts, "num_experts_per_tok": per_token, "norm_topk_prob": normed}
-    if (shared := defaults.get("shared_expert_intermediate_size")) is not None:
-        found["shared_intermediate_size"] = read.integer("shared_expert_intermediate_size", shared)
-    if (shared := defaults.get("n_shared_experts")) is not None:  # they are one expert of their widths together
-        size = read.integer("n_shared_experts", shared) * read.integer(OWN_WIDTH)
+    if "shared_expert_intermediate_size" in defaults:
+        found["shared_intermediate_size"] = read.integer("shared_expert_intermediate_size")
+    if "n_shared_experts" in defaults:  # they are one expert of their widths together
+        size = read.integer("n_shared_experts") * read.integer(OWN_WIDTH)
         found |= {"shared_intermediate_size": size, "shared_gate": False}
         if not normed:
             raise read.error("norm_topk_prob = false is not implemented for a router with a sigmoid.")
@@ -486,14 +481,14 @@ def _read_ropes(outer: ConfigReader, family: Family, max_positions: int) -> tupl
     transformers 4 spells them `rope_theta`, `rope_scaling` and `rope_local_base_freq`, and 5 `rope_parameters`.
     """
     config = outer.config
-    scaling = config.get("rope_parameters") or config.get("rope_scaling") or family.defaults.get("rope_parameters", {})
+    scaling = config.get("rope_parameters") or config.get("rope_scaling") or outer.defaults.get("rope_parameters", {})
     if not isinstance(scaling, dict):
         raise outer.error(f"rope_scaling / rope_parameters must be an object, found {scaling!r}.")
     if not family.window_rope:
         return _read_rope(outer, family, scaling, max_positions), None
     local: dict[str, Any] = {"rope_type": "default"}
-    if (base := family.defaults.get("rope_local_base_freq")) is not None:
-        local["rope_theta"] = outer.number("rope_local_base_freq", base, 1.01)
+    if "rope_local_base_freq" in outer.defaults:
+        local["rope_theta"] = outer.number("rope_local_base_freq", None, 1.01)
     if isinstance(scaling.get("full_attention"), dict):
         local |= scaling.get("sliding_attention") or {}
         scaling = scaling["full_attention"]
@@ -510,16 +505,16 @@ def _read_rope(outer: ConfigReader, family: Family, scaling: dict[str, Any], max
     keys = ("rope_theta", original, "partial_rotary_factor")
     merged = {"rope_type": scaling.get("type"), **{key: config.get(key) for key in keys}}
     merged |= {key: value for key, value in scaling.items() if value is not None}
-    read = ConfigReader(merged, outer.where)
+    read = ConfigReader(merged, outer.where, outer.defaults)
     merged["rope_type"] = family.rope_names.get(str(merged["rope_type"]), merged["rope_type"])
     kind = read.text("rope_type", "default", ROPE_TYPES)
-    theta = read.number("rope_theta", family.defaults.get("rope_theta", 10000.0), 1.01)
-    partial = read.number("partial_rotary_factor", family.defaults.get("partial_rotary_factor", 1.0), 0.01, 1.0)
-    if kind == "dynamic" and "alpha" in family.defaults and merged.get("alpha"):  # only the base is another one
+    theta = read.number("rope_theta", 10000.0, 1.01)
+    partial = read.number("partial_rotary_factor", 1.0, 0.01, 1.0)
+    if kind == "dynamic" and "alpha" in read.defaults and merged.get("alpha"):  # only the base is another one
         kind, size = "default", outer.integer("head_dim", low=4)
         theta *= read.number("alpha", None, 1.0, 1e6) ** (size / (size - 2))
     found: dict[str, Any] = {"theta": theta, "kind": kind, "partial": partial}
-    if "llama_4_scaling_beta" in family.defaults and (growth := read.number("llama_4_scaling_beta", 0.0, 0.0, 1e3)):
+    if "llama_4_scaling_beta" in read.defaults and (growth := read.number("llama_4_scaling_beta", 0.0, 0.0, 1e3)):
         found |= {"query_growth": growth, "original_max_positions": read.integer(original, None, high=2**24)}
     if kind == "default":
         return RopeConfig(**found)
@@ -563,25 +558,33 @@ def _read_unrotated(read: ConfigReader, layers: int) -> tuple[int, ...]:
     return tuple(i for i, mark in enumerate(marks) if not mark)
 
 
-def _read_recurrent(read: ConfigReader, family: Family, layers: int) -> tuple[int, ...]:
-    """The recurrent layers: those that `layer_types` names so, or else all but every n-th one."""
-    if (every := family.defaults.get("full_attention_interval")) is None:
-        return ()
+def _read_layer_types(read: ConfigReader, other: str, layers: int) -> list[bool] | None:
+    """Of each layer, whether `layer_types` calls it `other` and not full_attention. None without this key."""
     kinds = read.config.get("layer_types")
     if kinds is None:
-        every = read.integer("full_attention_interval", every)
-        kinds = ["full_attention" if (i + 1) % every == 0 else "linear_attention" for i in range(layers)]
-    known = ("full_attention", "linear_attention")
+        return None
+    known = ("full_attention", other)
     if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in known for kind in kinds):
-        raise read.error("layer_types must name full_attention or linear_attention for each layer.")
-    if "full_attention" not in kinds:
+        raise read.error(f"layer_types must name full_attention or {other} for each layer.")
+    return [kind == other for kind in kinds]
+
+
+def _read_recurrent(read: ConfigReader, layers: int) -> tuple[int, ...]:
+    """The recurrent layers: those that `layer_types` names so, or else all but every n-th one."""
+    if "full_attention_interval" not in read.defaults:
+        return ()
+    recurrent = _read_layer_types(read, "linear_attention", layers)
+    if recurrent is None:
+        every = read.integer("full_attention_interval")
+        recurrent = [(i + 1) % every > 0 for i in range(layers)]
+    if all(recurrent):
         raise read.error("layer_types names no layer with full_attention, which is not implemented.")
-    return tuple(i for i, kind in enumerate(kinds) if kind == "linear_attention")
+    return tuple(i for i, here in enumerate(recurrent) if here)
 
 
-def _read_delta(read: ConfigReader, defaults: dict[str, Any]) -> DeltaConfig:
+def _read_delta(read: ConfigReader) -> DeltaConfig:
     """The sizes of the recurrent layers."""
-    delta = DeltaConfig(*(read.integer(key, defaults[key], high=65536) for key in DELTA_KEYS))
+    delta = DeltaConfig(*(read.integer(key, high=65536) for key in DELTA_KEYS))
     if delta.value_heads % delta.key_heads:
         raise read.error("linear_num_value_heads is not a multiple of linear_num_key_heads.")
     if not 2 <= delta.kernel <= 16:
@@ -591,22 +594,19 @@ def _read_delta(read: ConfigReader, defaults: dict[str, Any]) -> DeltaConfig:
 
 def _read_windows(read: ConfigReader, family: Family, layers: int) -> tuple[int, ...]:
     """Attention window per layer. Qwen ships a window size with a flag that switches the window off."""
-    default = None if "sliding_window" in read.config else family.defaults.get("sliding_window")
-    if family.windows == "none" or (default or read.config.get("sliding_window")) is None:
+    none = read.config.get("sliding_window", read.defaults.get("sliding_window")) is None
+    if family.windows == "none" or none:
         return (0,) * layers
     if family.windows == "switch" and not read.boolean("use_sliding_window", False):
         return (0,) * layers
-    window = read.integer("sliding_window", default)
+    window = read.integer("sliding_window")
     if family.windows == "all":
         return (window,) * layers
-    kinds = read.config.get("layer_types")
-    if kinds is None and family.windows == "pattern":
-        every = read.integer("sliding_window_pattern", family.defaults["sliding_window_pattern"])
-        kinds = ["sliding_attention" if (i + 1) % every else "full_attention" for i in range(layers)]
-    elif kinds is None:
+    slides = _read_layer_types(read, "sliding_attention", layers)
+    if slides is None and family.windows == "pattern":
+        every = read.integer("sliding_window_pattern")
+        slides = [(i + 1) % every > 0 for i in range(layers)]
+    elif slides is None:
         first = read.integer("max_window_layers", 28, low=0)
-        kinds = ["full_attention" if i < first else "sliding_attention" for i in range(layers)]
-    known = ("full_attention", "sliding_attention")
-    if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in known for kind in kinds):
-        raise read.error("layer_types must name full_attention or sliding_attention for each layer.")
-    return tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
+        slides = [i >= first for i in range(layers)]
+    return tuple(window * slide for slide in slides)

@@ -53,13 +53,8 @@ GRANITE = dict.fromkeys(("attention_multiplier", "embedding_multiplier", "residu
 # Supported values of `model_type`.
 FAMILIES: dict[str, Family] = {
     "ernie4_5": Family(
-        {
-            "num_key_value_heads": 2,
-            "head_dim": 128,
-            "rms_norm_eps": 1e-5,
-            "rope_theta": 5e5,
-            "tie_word_embeddings": True,
-        },
+        {"num_key_value_heads": 2, "head_dim": 128, "rms_norm_eps": 1e-5, "rope_theta": 5e5}
+        | {"tie_word_embeddings": True},
         {"neighbours": True},
         ("use_bias", "use_bias", "use_bias"),
     ),
@@ -88,10 +83,10 @@ FAMILIES: dict[str, Family] = {
         windows="pattern",
         window_rope=True,
     ),
-    "gemma4_text": Family(GEMMA4 | {"token_inputs": 256}, GEMMA4_FACTS, windows="pattern", window_rope=True),
-    "gemma4_unified_text": Family(
-        GEMMA4 | {"sliding_window": 1024, "token_inputs": 0}, GEMMA4_FACTS, windows="pattern", window_rope=True
+    "gemma4_text": Family(
+        GEMMA4 | {"hidden_size_per_layer_input": 256}, GEMMA4_FACTS, windows="pattern", window_rope=True
     ),
+    "gemma4_unified_text": Family(GEMMA4 | {"sliding_window": 1024}, GEMMA4_FACTS, windows="pattern", window_rope=True),
     "glm4": Family(
         {"num_key_value_heads": 2, "head_dim": 128, "rms_norm_eps": 1.5625e-7, "partial_rotary_factor": 0.5}
         | {"attention_bias": True},

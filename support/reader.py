@@ -127,11 +127,13 @@ def is_a(value: Any, kind: type) -> bool:
 
 
 class ConfigReader:
-    """Typed reads from a JSON object. A wrong type or range is a ValueError that names the key and the file `where`."""
+    """Typed reads from a JSON object. A wrong type or range is a ValueError that names the key and the file `where`.
 
-    def __init__(self, config: Any, where: str):
-        self.config = config
-        self.where = where
+    A key that is missing or null has the value of `defaults`, or else the one that the read names.
+    """
+
+    def __init__(self, config: Any, where: str, defaults: dict[str, Any] | None = None):
+        self.config, self.where, self.defaults = config, where, defaults or {}
         if not isinstance(config, dict):
             raise self.error(f"expected a JSON object, found {type(config).__name__}.")
 
@@ -141,7 +143,7 @@ class ConfigReader:
 
     def _checked(self, key: str, default: Any, allows: Callable[[Any], bool], allowed: str) -> Any:
         value = self.config.get(key)
-        value = default if value is None else value
+        value = self.defaults.get(key, default) if value is None else value
         if value is None:
             raise self.error(f"required key {key!r} is missing.")
         if not allows(value):

@@ -300,20 +300,19 @@ class Experts(SelfCounting):
 
     def forward(self, x: Tensor, residual: Tensor | None = None, routed: Tensor | None = None) -> Tensor:
         """As `MLP.forward`. routed [..., H]: what the router reads, if it is not x."""
-        out, residual = self.mixture(x, x if routed is None else routed), add_shared(self, x, residual)
+        out, residual = self.mixture(x.flatten(0, -2), routed), add_shared(self, x, residual)
+        out = out.view(x.shape)
         return out if residual is None else residual + out
 
-    def mixture(self, x: Tensor, routed: Tensor) -> Tensor:
-        """The weighted sum of the routed experts, [..., H] -> [..., H]."""
-        shape = x.shape
-        x = x.reshape(-1, shape[-1])
-        weight, index = self.route(routed.reshape(x.shape))
+    def mixture(self, x: Tensor, routed: Tensor | None) -> Tensor:
+        """The weighted sum of the routed experts, [M, H] -> [M, H]."""
+        weight, index = self.route(x if routed is None else routed.reshape(x.shape))
         # With few rows, read only the experts that the rows use.
         if index.numel() < self.router.out_features:
             up, down = (0 if b is None else b[index] for b in (self.gate_up_bias, self.down_bias))
             hidden = kernels.gate(torch.einsum("mkih,mh->mki", self.gate_up[index], x) + up, self.gate)
             rows = torch.einsum("mkhi,mki->mkh", self.down[index], hidden) + down
-            return (rows * weight[..., None]).sum(1).view(shape)
+            return (rows * weight[..., None]).sum(1)
         # With many rows, read every expert once.
         out = torch.zeros_like(x)
         for e in range(self.router.out_features):
@@ -321,7 +320,7 @@ class Experts(SelfCounting):
             hidden, down = self.hidden(x, e), None if self.down_bias is None else self.down_bias[e]
             # An expert may overflow on rows that it was not chosen for. where() keeps its output out of those rows.
             out += torch.where(share > 0, F.linear(hidden, self.down[e], down) * share, 0)
-        return out.view(shape)
+        return out
 
     def hidden(self, x: Tensor, e: int) -> Tensor:
         """x [M, H] -> what expert e's second matrix reads [M, I]."""

@@ -29,22 +29,6 @@ from text.splitter import THOUGHT, Piece, Splitter
 from text.template import answer_room, newest_turns
 from text.tokenizer import Tokenizer
 
-HELP = """/help           this list
-/reset          start over
-/undo           forget the last message and its answer
-/regenerate     answer the last message again, with the next seed
-/system [TEXT]  start over with this system message; without a text, with none
-/save FILE      write the conversation as JSON
-/load FILE      go on with a conversation that was saved
-/stats          the full report of the last answer
-/thought        what the model thought before the last answer
-/tree           decode the last answer again and colour it by depth in the draft trees
-/seed N         seed of the next answers
-/temp X         temperature of the next answers; 0 always takes the likeliest token
-/exit           leave, as Ctrl-D does
-Ctrl-C stops an answer and keeps what is there of it; pressed twice, it waits for nothing.
-Alt-Enter begins a new line of a message."""
-
 
 def chat(conversation: Conversation) -> int:
     """Answer what the user types until the input ends."""
@@ -168,20 +152,6 @@ class Conversation:
         self.report = report
         self.last: tuple[Request, GenerationResult] | None = None
         self.last_thought = ""
-        self.commands: dict[str, Callable[[str], None]] = {
-            "/help": lambda argument: say(HELP),
-            "/reset": lambda argument: self.start_over(self.system),
-            "/system": self.start_over,
-            "/undo": self.undo,
-            "/regenerate": self.regenerate,
-            "/save": self.save,
-            "/load": self.load,
-            "/stats": self.stats,
-            "/thought": lambda argument: print(self.last_thought or "(no thought)", flush=True),
-            "/tree": self.tree,
-            "/seed": lambda argument: self.set("seed", int, argument),
-            "/temp": lambda argument: self.set("temperature", float, argument),
-        }
         self.start_over(system)
 
     def take(self, text: str) -> None:
@@ -189,8 +159,8 @@ class Conversation:
         name, _, argument = text.partition(" ")
         if not re.fullmatch("/[a-z]+", name):
             self.answer(text)
-        elif name in self.commands:
-            self.commands[name](argument.strip())
+        elif name in ACTIONS:
+            ACTIONS[name](self, argument.strip())
         else:
             raise UsageError(f"there is no command {name}; /help lists them.")
 
@@ -319,6 +289,10 @@ class Conversation:
             self.engine.remove_observer(recorder)
         print(coloured(recorder) if wants_colour(sys.stdout) else stream.result.text, flush=True)
 
+    def thought(self, argument: str) -> None:
+        """What the model thought before the last answer."""
+        print(self.last_thought or "(no thought)", flush=True)
+
     def _last(self) -> tuple[Request, GenerationResult]:
         if self.last is None:
             raise UsageError("there is no answer yet.")
@@ -333,3 +307,26 @@ class Conversation:
         SamplingParams(**given)  # refuses what is out of range
         self.given = given
         say(f"{name} {given[name]:g}")
+
+
+# The commands as /help shows them: what they do, in words, and the functions that do it.
+COMMANDS: dict[str, tuple[str, Callable[[Conversation, str], None]]] = {
+    "/help": ("this list", lambda talk, _: say(HELP)),
+    "/reset": ("start over", lambda talk, _: talk.start_over(talk.system)),
+    "/undo": ("forget the last message and its answer", Conversation.undo),
+    "/regenerate": ("answer the last message again, with the next seed", Conversation.regenerate),
+    "/system [TEXT]": ("start over with this system message; without a text, with none", Conversation.start_over),
+    "/save FILE": ("write the conversation as JSON", Conversation.save),
+    "/load FILE": ("go on with a conversation that was saved", Conversation.load),
+    "/stats": ("the full report of the last answer", Conversation.stats),
+    "/thought": ("what the model thought before the last answer", Conversation.thought),
+    "/tree": ("decode the last answer again and colour it by depth in the draft trees", Conversation.tree),
+    "/seed N": ("seed of the next answers", lambda talk, text: talk.set("seed", int, text)),
+    "/temp X": ("temperature of the next answers; 0 always takes the likeliest token",
+                lambda talk, text: talk.set("temperature", float, text)),
+}  # fmt: skip
+ACTIONS = {shown.split()[0]: action for shown, (_, action) in COMMANDS.items()}
+HELP = "".join(f"{shown:15} {words}\n" for shown, (words, _) in COMMANDS.items())
+HELP += """/exit           leave, as Ctrl-D does
+Ctrl-C stops an answer and keeps what is there of it; pressed twice, it waits for nothing.
+Alt-Enter begins a new line of a message."""

@@ -61,9 +61,8 @@ def cpu_quota(most: float) -> float:
     root = Path("/sys/fs/cgroup")
     group = next((line[4:] for line in _lines_of("/proc/self/cgroup") if line.startswith("0::/")), "")
     folders = [folder for folder in (root / group, *(root / group).parents) if folder.is_relative_to(root)]
-    limits = [
-        line.split() for folder in folders for line in _lines_of(f"{folder}/cpu.max")
-    ]  # "200000 100000" or "max ..."
+    # "200000 100000" or "max ..."
+    limits = [line.split() for folder in folders for line in _lines_of(f"{folder}/cpu.max")]
     version_1 = [_lines_of(f"{root}/cpu/cpu.cfs_{name}_us") for name in ("quota", "period")]
     limits += [[quota, period] for quota, period in zip(*version_1, strict=False) if quota != "-1"]
     return min([most, *(int(quota) / int(period) for quota, period in limits if quota != "max")])
@@ -89,8 +88,7 @@ def describe_device(device: torch.device) -> str:
     """The name of the GPU, or of the processor with what it has for the C++ kernels and its number of torch threads."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    names = [line for line in _lines_of("/proc/cpuinfo") if line.startswith("model name")]
-    name = names[0].split(":", 1)[1].strip() if names else platform.processor() or platform.machine()
+    name = _value_of("/proc/cpuinfo", "model name") or platform.processor() or platform.machine()
     flags = cpu_flags()
     best = next((kind for flag, kind in VECTORS.items() if flag in flags), "")
     asked = os.environ.get("EAGLET_ISA")  # what the C++ kernels are compiled for (`support.native`)
@@ -100,8 +98,7 @@ def describe_device(device: torch.device) -> str:
 
 def cpu_flags() -> set[str]:
     """What the processor can do, as Linux lists it. Empty elsewhere."""
-    lines = _lines_of("/proc/cpuinfo")
-    return set(next((line.split(":", 1)[1].split() for line in lines if line.startswith("flags")), []))
+    return set(_value_of("/proc/cpuinfo", "flags").split())
 
 
 def versions() -> dict[str, str]:
@@ -136,8 +133,8 @@ def resident_memory() -> int | None:
 
 def _bytes_of(file: str, name: str) -> int | None:
     """A number of bytes that a file of Linux tells. None where it does not."""
-    line = next((line for line in _lines_of(file) if line.startswith(f"{name}:")), None)
-    return None if line is None else int(line.split()[1]) * 1024
+    value = _value_of(file, name)
+    return int(value.split()[0]) * 1024 if value else None
 
 
 def synchronize(device: torch.device) -> None:
@@ -156,13 +153,13 @@ def copy_bandwidth(device: torch.device, size: int | None = None) -> float:
     return 2 * source.nbytes / min(seconds(lambda: target.copy_(source), device) for _ in range(5))
 
 
-def read_bandwidth(device: torch.device, size: int | None = None) -> float:
-    """Bytes per second of reading `size` bytes, which is what decoding does: the best of five sums. Size as above."""
-    source = _source(device, size)
+def read_bandwidth(device: torch.device) -> float:
+    """Bytes per second of reading so many bytes, which is what decoding does: the best of five sums."""
+    source = _source(device)
     return source.nbytes / min(seconds(source.sum, device) for _ in range(5))
 
 
-def _source(device: torch.device, size: int | None) -> torch.Tensor:
+def _source(device: torch.device, size: int | None = None) -> Tensor:
     size = size or ((1 << 30) if device.type == "cuda" else (1 << 26))
     return torch.zeros(size // 4, device=device)
 
@@ -179,6 +176,12 @@ def seconds(work: Callable[[], object], device: torch.device) -> float:
     started = time.perf_counter()
     work()
     return time.perf_counter() - started
+
+
+def _value_of(file: str, name: str) -> str:
+    """What a file of Linux says first of a name: `name : value`. "" where it does not."""
+    pairs = (line.partition(":") for line in _lines_of(file))
+    return next((value.strip() for key, _, value in pairs if key.strip() == name), "")
 
 
 def _lines_of(file: str) -> list[str]:

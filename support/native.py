@@ -76,30 +76,26 @@ def compile_library(sources: Sequence[Path], target: Path, records: str, process
         objects = [str(Path(folder, f"{file.stem}.o")) for file in files]
         compiling = [[*command, "-c", str(file), "-o", name] for file, name in zip(files, objects, strict=True)]
         libraries = [f"-L{root / 'lib'}", "-ltorch_cpu", "-lc10"]
-        _run(compiling, [compiler, "-shared", *objects, "-o", str(target), *libraries])
+        _run(compiling)
+        _compile([compiler, "-shared", *objects, "-o", str(target), *libraries])
 
 
-def _run(commands: Sequence[list[str]], last: list[str]) -> None:
-    """Commands side by side, one for each processor, and then the last one. After a second, a line on stderr says what is
-    waited for."""
+def _run(commands: Sequence[list[str]]) -> None:
+    """Commands side by side, one for each processor. After a second, a line on stderr says what is waited for."""
     said, started = "", time.monotonic()
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool, ThreadPoolExecutor(1) as linker:
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         jobs = [pool.submit(_compile, command) for command in commands]
-
-        def finish() -> None:
-            for job in jobs:
-                job.result()
-            _compile(last)
-
-        end = linker.submit(finish)
         try:
-            while wait([end], SAY_SECONDS).not_done:
-                said = "." if said else "note    building the C++ kernels, once for this machine: about 10 to 30 s ."
-                print(said, end="", file=sys.stderr, flush=True)
+            for job in jobs:
+                while wait([job], SAY_SECONDS).not_done:
+                    said = (
+                        "." if said else "note    building the C++ kernels, once for this machine: about 10 to 30 s ."
+                    )
+                    print(said, end="", file=sys.stderr, flush=True)
+                job.result()
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
             print(f" {time.monotonic() - started:.0f} s\n" if said else "", end="", file=sys.stderr, flush=True)
-        end.result()
 
 
 def _compile(command: list[str]) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from test_generate import instruct_model
 
-from cli.chat import Conversation, ctrl_c_ends
+from cli.chat import ACTIONS, Conversation, ctrl_c_ends
 from cli.report import Report
 from decoding.params import SamplingParams
 from generate import load, main
@@ -146,7 +146,7 @@ def test_the_commands_do_what_help_says(engine, tmp_path, capsys):
     with pytest.raises(ValueError, match="--eagle HEAD"):
         talk.take("/tree")
     talk.take("/help")
-    assert set(re.findall(r"^/[a-z]+", capsys.readouterr().err, re.M)) == {*talk.commands, "/exit"}
+    assert set(re.findall(r"^/[a-z]+", capsys.readouterr().err, re.M)) == {*ACTIONS, "/exit"}
 
 
 def test_undo_and_regenerate(engine, capsys):

@@ -28,6 +28,7 @@ from loading.options import NGRAM_NODES, NO_HEAD, LoadOptions, flag
 from model import Transformer
 from support import cache
 from support.errors import UsageError, bad_files
+from support.files import read_text
 from support.machine import describe_device, give_memory, shapes_only
 from text.tokenizer import Tokenizer, load_tokenizer
 from tree import DynamicTree, TreeTables, check_width, parse_tree, tree_tables
@@ -232,11 +233,8 @@ def draft_vocabulary(options: LoadOptions, config: ModelConfig, tokenizer: Token
     order = _vocabulary_order(tokenizer, K, V)
     counts = torch.zeros(V, dtype=torch.int64)
     if options.draft_vocab_text is not None:
-        try:
-            text = Path(options.draft_vocab_text).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ValueError(f"--draft-vocab-text {options.draft_vocab_text}: {error}") from error
-        counts = torch.bincount(torch.tensor(tokenizer.encode(text), dtype=torch.int64), minlength=V)
+        ids = tokenizer.encode(read_text(options.draft_vocab_text))
+        counts = torch.bincount(torch.tensor(ids, dtype=torch.int64), minlength=V)
         counts[list(tokenizer.eos_ids)] = counts.max() + 1
     return order[counts[order].sort(descending=True, stable=True).indices[:K]].sort().values
 
@@ -281,8 +279,7 @@ def build_head(
     ids = draft_vocabulary(options, model.config, tokenizer) if options else None
     if ids is not None and file.config.has_lm_head:
         raise ValueError(
-            "--draft-vocab trims heads that share the model's LM head, like EAGLE-1/2; this one brings its own draft "
-            "vocabulary. Leave it out."
+            "--draft-vocab trims heads without an LM head (EAGLE-1/2); this one has its own. Leave it out."
         )
     ids = file.tensors.get("draft_ids") if ids is None else ids
     with shapes_only():
@@ -343,37 +340,31 @@ def build_drafter(
     if head is not None and rounds_head(options, model.quant):
         round_head_(head)
     with backend.active():
-        if head is not None:
-            pack_(head, model.dtype)
-        return _new_drafter(model, options, head, draft)
+        drafter = _new_drafter(model, options, head, draft)
+    return WithNGrams(drafter, options.ngram_nodes) if options.ngram_nodes and not options.prune else drafter
 
 
 def _new_drafter(model: Transformer, options: LoadOptions, head: DraftHead | None, draft: Checkpoint | None) -> Drafter:
-    B = options.slots
-    kind = options.drafter_kind
-    tree = build_trees(options, model.device)
+    B, kind, tree = options.slots, options.drafter_kind, build_trees(options, model.device)
     rounds = {"match": "", "multi-round": "without", "multi-round-replacement": "with"}[options.verify]
     rule = DraftRule(options.draft_noise, rounds)
     length = options.ctx + tree_shape(options)[0] + 1
-    drafter: Drafter
     if kind == "ngram":
-        drafter = NGramDrafter(model, tree.N, tree.D)
-    elif kind == "lookahead":
-        drafter = LookaheadDrafter(model, B)
-    elif kind == "medusa":
+        return NGramDrafter(model, tree.N, tree.D)
+    if kind == "lookahead":
+        return LookaheadDrafter(model, B)
+    if kind == "medusa":
         with bad_files():
             heads = load_medusa(local_path(options.medusa), model)
-        drafter = MedusaDrafter(heads, tree, options.draft_noise)
-    elif kind == "draft":
+        return MedusaDrafter(heads, tree, options.draft_noise)
+    if kind == "draft":
         with bad_files():
             small = draft.load(model.device, model.dtype, None, options.ctx)
         pack_(small, small.dtype)
         check_width(tree, small.config.vocab_size)
-        drafter = DraftModelDrafter(model, small, tree, B, length, rule)
-    else:
-        unpriced = options.prune == BY_PRICE
-        p_min = (PRUNE if unpriced else options.prune or 0) / 100
-        ngram_nodes = options.ngram_nodes if p_min else 0
-        rule = rule._replace(p_min=p_min, unpriced=unpriced, ngram_nodes=ngram_nodes)
-        drafter = head_drafter(head)(head, tree, B, length, rule)
-    return WithNGrams(drafter, options.ngram_nodes) if options.ngram_nodes and not options.prune else drafter
+        return DraftModelDrafter(model, small, tree, B, length, rule)
+    pack_(head, model.dtype)
+    unpriced = options.prune == BY_PRICE
+    p_min = (PRUNE if unpriced else options.prune or 0) / 100
+    rule = rule._replace(p_min=p_min, unpriced=unpriced, ngram_nodes=options.ngram_nodes if p_min else 0)
+    return head_drafter(head)(head, tree, B, length, rule)

@@ -278,9 +278,7 @@ def build_head(
     """
     ids = draft_vocabulary(options, model.config, tokenizer) if options else None
     if ids is not None and file.config.has_lm_head:
-        raise ValueError(
-            "--draft-vocab trims heads without an LM head (EAGLE-1/2); this one has its own. Leave it out."
-        )
+        raise ValueError("--draft-vocab trims heads without LM head (EAGLE-1/2); this one has its own. Leave it out.")
     ids = file.tensors.get("draft_ids") if ids is None else ids
     with shapes_only():
         head = head_class(file.config)(file.config, model, ids).eval().requires_grad_(False)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import BASE, FAMILIES, MINISTRAL3, WINDOWS, build_hf, rope
+from conftest import BASE, DELTA, FAMILIES, MINISTRAL3, WINDOWS, build_hf, rope
 from safetensors.torch import load_file, save_file
 from test_model import run, tokens_of
 
@@ -92,20 +92,6 @@ def test_a_family_is_quantized_as_it_computes(tiny_checkpoint, tmp_path, family)
     assert (found[1] - found[0]).std() < 0.1 * limit * found[0].std()
 
 
-@pytest.mark.parametrize(("name", "words"), [
-    ("glm", "model_type = 'glm' is not supported"),
-    ("falcon_h1", "its recurrent layers are of a kind that is not implemented"),
-    ("llama4", "images"),
-    ("deepseek_v3", "latent attention"),
-])  # fmt: skip
-def test_a_family_that_is_refused_is_named_first(name, words):
-    """Catches an error about a RoPE key or an activation where the family itself is not implemented."""
-    odd = {"partial_rotary_factor": 0.5, "hidden_act": "relu", "hidden_size": None}
-    with pytest.raises(ValueError, match=words) as error:
-        ModelConfig.from_hf({**BASE, **odd, "model_type": name})
-    assert "\n" not in str(error.value)
-
-
 def test_the_family_in_the_guide_runs(tmp_path, monkeypatch):
     """Catches a guide whose example is out of date: a family added as its lines say equals transformers."""
     guide = (Path(__file__).resolve().parent.parent / "docs/extending.md").read_text(encoding="utf-8")
@@ -127,33 +113,26 @@ def test_the_family_in_the_guide_runs(tmp_path, monkeypatch):
 
 SMALL = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
 PATCHES = SMALL | {"image_size": 28, "patch_size": 14}
-QWEN_EYES = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64}
+GEMMA_EYES = SMALL | {"num_key_value_heads": 2, "head_dim": 16}
+EYES = {"depth": 1, "num_heads": 2}
+QWEN_EYES = EYES | {"hidden_size": 32, "intermediate_size": 32, "out_hidden_size": 64}
+DEEP_EYES = QWEN_EYES | {"deepstack_visual_indexes": [0]}
 TEXT = BASE | {"head_dim": 32}
+YARN = {"model_type": "ministral3", **rope("yarn", 1e4, factor=4.0, **MINISTRAL3)}
 MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}
+INTERLEAVED = MROPE | {"mrope_section": [6, 5, 5], "mrope_interleaved": True}
 # name -> (transformers' class, text_config, vision_config, what else)
 SEEING = {
     "gemma3": ("Gemma3", TEXT | WINDOWS | {"query_pre_attn_scalar": 32}, PATCHES, {"mm_tokens_per_image": 4}),
+    "gemma4": ("Gemma4", BASE | FAMILIES["gemma4"][1], GEMMA_EYES, {"audio_config": SMALL}),
+    "gemma4_unified": ("Gemma4Unified", BASE | FAMILIES["gemma4_unified"][1], None, {}),
+    "qwen3_5": ("Qwen3_5", BASE | DELTA, QWEN_EYES, {}),
     "mistral3": ("Mistral3", TEXT | {"model_type": "mistral", "sliding_window": None}, PATCHES, {}),
-    "mistral3-untied": (
-        "Mistral3",
-        TEXT | {"model_type": "ministral3", **rope("yarn", 1e4, factor=4.0, **MINISTRAL3)},
-        PATCHES,
-        {"tie_word_embeddings": False},
-    ),
-    "qwen3_vl": (
-        "Qwen3VL",
-        TEXT | {"rope_parameters": MROPE | {"mrope_section": [6, 5, 5], "mrope_interleaved": True}},
-        QWEN_EYES | {"deepstack_visual_indexes": [0]},
-        {},
-    ),
-    "qwen3_vl-tied": ("Qwen3VL", TEXT, QWEN_EYES | {"deepstack_visual_indexes": [0]}, {"tie_word_embeddings": True}),
+    "mistral3-untied": ("Mistral3", TEXT | YARN, PATCHES, {"tie_word_embeddings": False}),
+    "qwen3_vl": ("Qwen3VL", TEXT | {"rope_parameters": INTERLEAVED}, DEEP_EYES, {}),
+    "qwen3_vl-tied": ("Qwen3VL", TEXT, DEEP_EYES, {"tie_word_embeddings": True}),
     "qwen2_5_vl": ("Qwen2_5_VL", BASE | {"rope_parameters": MROPE}, QWEN_EYES, {}),
-    "qwen2_vl": (
-        "Qwen2VL",
-        BASE | {"rope_parameters": MROPE},
-        {"depth": 1, "embed_dim": 32, "num_heads": 2, "hidden_size": 64},
-        {},
-    ),
+    "qwen2_vl": ("Qwen2VL", BASE | {"rope_parameters": MROPE}, {**EYES, "embed_dim": 32, "hidden_size": 64}, {}),
 }
 
 
@@ -235,6 +214,62 @@ def test_every_layout_of_such_a_folder_is_read(seeing, tmp_path, layout, flat):
     assert all(torch.equal(a, b) for a, b in zip(found.parameters(), want.parameters(), strict=True))
 
 
+# ---- config.json -------------------------------------------------------------------------------------------------------
+
+GEMMA4 = {"model_type": "gemma4_text", "head_dim": 16, "num_hidden_layers": 6}
+ODD = {"partial_rotary_factor": 0.5, "hidden_act": "relu", "hidden_size": None}  # the family is named before these
+ERRORS = [  # what differs from a config of LLaMA, and a word of the error
+    ({"model_type": "gpt2"}, "model_type"), ({"architectures": ["LlamaForSequenceClassification"]}, "architectures"),
+    ({"architectures": 7}, "architectures"), ({"hidden_size": "64"}, "hidden_size"),
+    ({"hidden_size": None}, "hidden_size"), ({"num_attention_heads": 0}, "num_attention_heads"),
+    ({"num_attention_heads": 3}, "hidden_size"), ({"num_key_value_heads": 3}, "num_key_value_heads"),
+    ({"head_dim": 17}, "head_dim"), ({"vocab_size": True}, "vocab_size"), ({"rms_norm_eps": -1.0}, "rms_norm_eps"),
+    ({"rms_norm_eps": float("nan")}, "rms_norm_eps"), ({"hidden_act": "gelu"}, "hidden_act"),
+    ({"torch_dtype": "float8_e4m3fn"}, "dtype"), ({"tie_word_embeddings": "yes"}, "tie_word_embeddings"),
+    ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"), ({"pretraining_tp": 2}, "pretraining_tp"),
+    ({"rope_scaling": {"type": "ntk", "factor": 2.0}}, "rope_type"),
+    ({"rope_scaling": {"type": "longrope", "factor": 2.0}}, "original_max_position_embeddings"),
+    ({"rope_scaling": {"type": "longrope", "original_max_position_embeddings": 9}}, "short_factor"),
+    ({"model_type": "phi3", "partial_rotary_factor": 0.45}, "partial_rotary_factor"),
+    ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "use_bidirectional_attention"),
+    ({"rope_scaling": [1]}, "rope_scaling"),
+    ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "original_max_position_embeddings"),
+    ({"rope_scaling": {"type": "linear"}}, "factor"), ({"rope_theta": 0.5}, "rope_theta"),
+    ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1.0}}, "rope_theta"),
+    ({"rope_scaling": {"type": "yarn", "factor": 2.0, "original_max_position_embeddings": 10**30}}, "original_max"),
+    ({"model_type": "qwen2", "sliding_window": 4, "use_sliding_window": True, "layer_types": 3}, "layer_types"),
+    ({"model_type": "mixtral", "num_experts_per_tok": 9}, "num_experts_per_tok"),
+    ({"max_position_embeddings": 10**12}, "max_position_embeddings"),
+    (ODD | {"model_type": "glm"}, "model_type = 'glm' is not supported"), (ODD | {"model_type": "llama4"}, "images"),
+    (ODD | {"model_type": "falcon_h1"}, "its recurrent layers are of a kind that is not implemented"),
+    (ODD | {"model_type": "deepseek_v3"}, "latent attention"),
+    ({"model_type": "mistral3", "text_config": {**BASE, "model_type": "mistral4"}}, "model_type = 'mistral4'"),
+    ({"model_type": "qwen3_vl_moe"}, "images"), ({"model_type": "gemma3", "text_config": 3}, "text_config"),
+    ({"model_type": "qwen3_vl", "hidden_size": None}, "hidden_size"),
+    ({"model_type": "glm4_moe", "moe_intermediate_size": 48, "n_group": 2}, "n_group"),
+    ({"model_type": "glm4_moe", "moe_intermediate_size": 48, "norm_topk_prob": False}, "norm_topk_prob"),
+    ({"model_type": "ministral3", "rope_parameters": {"rope_type": "yarn", "factor": 4, "llama_4_scaling_beta": 0.1}},
+     "original_max_position_embeddings"),
+]  # fmt: skip
+ERRORS += [(GEMMA4 | changes, word) for changes, word in [
+    ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention"),
+    ({"num_kv_shared_layers": 6}, "num_kv_shared_layers"), ({"num_kv_shared_layers": 5}, "num_kv_shared_layers"),
+    ({"vocab_size_per_layer_input": 7}, "vocab_size_per_layer_input"), ({"per_layer_config": 3}, "per_layer_config"),
+    ({"per_layer_config": {"5": {"intermediate_size": 9}}}, "per_layer_config of layer 5"),
+    ({"per_layer_config": {"2": {"head_dim": 64}}}, "per_layer_config of layer 2"),
+    ({"enable_moe_block": True}, "num_experts"), ({"global_head_dim": 33}, "head_dim"),
+]]  # fmt: skip
+
+
+@pytest.mark.parametrize(("changes", "word"), ERRORS)
+def test_config_errors_name_the_key(changes, word):
+    """Catches a config value that is ignored, coerced, or ends in a traceback far away from its cause; a key that changes
+    what is computed and is not implemented; and an error about a key where the family itself is refused."""
+    with pytest.raises(ValueError, match=word) as error:
+        ModelConfig.from_hf({**BASE, "model_type": "llama", **changes})
+    assert "\n" not in str(error.value)
+
+
 def test_what_a_folder_of_gemma_3_leaves_out_is_what_transformers_assumes():
     """Catches defaults of another family: the published text_config of the 4B model has these five keys."""
     transformers = pytest.importorskip("transformers")
@@ -251,20 +286,28 @@ def test_what_a_folder_of_gemma_3_leaves_out_is_what_transformers_assumes():
     assert ours.window_rope.theta == ropes["sliding_attention"]["rope_theta"] and ours.eos_token_ids == (1, 106)
 
 
-@pytest.mark.parametrize(("changes", "words"), [
-    ({"model_type": "mistral3", "text_config": {**BASE, "model_type": "mistral4"}}, "model_type = 'mistral4'"),
-    ({"model_type": "qwen3_vl_moe"}, "images"), ({"model_type": "gemma3", "text_config": 3}, "text_config"),
-    ({"model_type": "qwen3_vl", "hidden_size": None}, "hidden_size"),
-    ({"model_type": "glm4_moe", "moe_intermediate_size": 48, "n_group": 2}, "n_group"),
-    ({"model_type": "glm4_moe", "moe_intermediate_size": 48, "norm_topk_prob": False}, "norm_topk_prob"),
-    ({"model_type": "ministral3", "rope_parameters": {"rope_type": "yarn", "factor": 4, "llama_4_scaling_beta": 0.1}},
-     "original_max_position_embeddings"),
-])  # fmt: skip
-def test_what_is_not_implemented_of_a_family_is_named(changes, words):
-    """Catches a key that changes what is computed and is ignored, and a traceback."""
-    with pytest.raises(ValueError, match=words) as error:
-        ModelConfig.from_hf({**BASE, **changes})
-    assert "\n" not in str(error.value)
+def test_what_a_config_of_gemma_4_leaves_out_is_what_transformers_assumes():
+    """Catches defaults of another family: published config.json files leave out much."""
+    transformers, raw = pytest.importorskip("transformers"), {**BASE, **GEMMA4}
+    for changes in (
+        {},
+        {"attention_k_eq_v": True, "num_global_key_value_heads": 1},
+        {"layer_types": ["sliding_attention"] * 6},
+    ):
+        ours = ModelConfig.from_hf(raw | changes)
+        theirs = transformers.Gemma4TextConfig(**{k: v for k, v in (raw | changes).items() if k != "model_type"})
+        layers = theirs.per_layer_config
+        assert [ours.heads_of(i) for i in range(6)] == [(c.num_key_value_heads, c.head_dim) for c in layers]
+        assert [bool(w) for w in ours.windows] == [kind == "sliding_attention" for kind in theirs.layer_types]
+        assert (ours.token_inputs, max(ours.windows), ours.logits_cap) == (256, theirs.sliding_window, 0)
+        ropes = theirs.rope_parameters
+        assert [r.theta for r, _ in ours.ropes] == [
+            ropes[k]["rope_theta"] for k in ("full_attention", "sliding_attention")
+        ]
+        assert ours.rope.kind == "proportional" and ours.rope.partial == 0.25
+    one = {"rope_type": "default", "rope_theta": 1e4}  # the same numbers mean other angles in heads of another size
+    same = ModelConfig.from_hf(raw | {"rope_parameters": {"full_attention": one, "sliding_attention": one}})
+    assert [head_dim for _, head_dim in same.ropes] == [512, 16]
 
 
 def test_the_layer_for_multi_token_prediction_of_glm_is_left_out(tiny_checkpoint, tmp_path):

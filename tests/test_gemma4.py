@@ -31,7 +31,7 @@ from decoding.params import SamplingMode, SamplingParams
 from decoding.step import DecodeState, Observer, draft_input
 from drafters.assistant import AssistantDrafter, AssistantHead
 from engine.engine import Engine, EngineConfig
-from families.config import ModelConfig, RopeConfig
+from families.config import RopeConfig
 from generate import load
 from quantize import quantize_head
 from support.errors import UsageError
@@ -77,68 +77,6 @@ def test_random_requests_have_the_tokens_of_plain_decoding(options):
             asked.append((prompt, params, engine.generate(prompt, params)))
         for prompt, params, stream in asked:
             assert stream.run()[0].token_ids == alone.generate(prompt, params).run()[0].token_ids
-
-
-@pytest.mark.parametrize("unified", [False, True])
-def test_the_folder_of_a_model_that_also_sees_and_hears_gives_its_text_model(tmp_path, unified):
-    """Catches a text model that is refused because encoders lie beside it, or read with the wrong settings."""
-    transformers = pytest.importorskip("transformers")
-    name = "Gemma4Unified" if unified else "Gemma4"
-    text = {**BASE, **FAMILIES["gemma4_unified" if unified else "gemma4"][1]}
-    small = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    vision = small | {"num_key_value_heads": 2, "head_dim": 8}
-    others = {} if unified else {"vision_config": vision, "audio_config": small}
-    config = getattr(transformers, f"{name}Config")(text_config=text, **others, eos_token_id=2)
-    torch.manual_seed(0)
-    theirs = getattr(transformers, f"{name}ForConditionalGeneration")(config).eval()
-    theirs.save_pretrained(tmp_path)
-    prompt = [3, 17, 99, 45, 23, 60]
-    found = load(tmp_path, ctx=64, dtype="float64", kernels="reference").generate(
-        prompt, SamplingParams(max_new_tokens=20, stop_ids=(2,))
-    )
-    want = theirs.double().generate(torch.tensor([prompt]), max_new_tokens=20, do_sample=False, eos_token_id=2)[0, 6:]
-    assert found.run()[0].token_ids == want.tolist()
-
-
-RAW = {**BASE, "model_type": "gemma4_text", "head_dim": 16, "num_hidden_layers": 6}
-
-
-@pytest.mark.parametrize(("changes", "word"), [
-    ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention"),
-    ({"num_kv_shared_layers": 6}, "num_kv_shared_layers"), ({"num_kv_shared_layers": 5}, "num_kv_shared_layers"),
-    ({"vocab_size_per_layer_input": 7}, "vocab_size_per_layer_input"), ({"per_layer_config": 3}, "per_layer_config"),
-    ({"per_layer_config": {"5": {"intermediate_size": 9}}}, "per_layer_config of layer 5"),
-    ({"per_layer_config": {"2": {"head_dim": 64}}}, "per_layer_config of layer 2"),
-    ({"enable_moe_block": True}, "num_experts"), ({"global_head_dim": 33}, "head_dim"),
-])  # fmt: skip
-def test_config_errors_name_the_key(changes, word):
-    """Catches a key that changes what a layer computes and is ignored."""
-    with pytest.raises(ValueError, match=word):
-        ModelConfig.from_hf(RAW | changes)
-
-
-def test_what_a_config_leaves_out_is_what_transformers_assumes():
-    """Catches defaults of another family: published config.json files leave out much."""
-    transformers = pytest.importorskip("transformers")
-    for changes in (
-        {},
-        {"attention_k_eq_v": True, "num_global_key_value_heads": 1},
-        {"layer_types": ["sliding_attention"] * 6},
-    ):
-        ours = ModelConfig.from_hf(RAW | changes)
-        theirs = transformers.Gemma4TextConfig(**{k: v for k, v in (RAW | changes).items() if k != "model_type"})
-        layers = theirs.per_layer_config
-        assert [ours.heads_of(i) for i in range(6)] == [(c.num_key_value_heads, c.head_dim) for c in layers]
-        assert [bool(w) for w in ours.windows] == [kind == "sliding_attention" for kind in theirs.layer_types]
-        assert (ours.token_inputs, max(ours.windows), ours.logits_cap) == (256, theirs.sliding_window, 0)
-        ropes = theirs.rope_parameters
-        assert [r.theta for r, _ in ours.ropes] == [
-            ropes[k]["rope_theta"] for k in ("full_attention", "sliding_attention")
-        ]
-        assert ours.rope.kind == "proportional" and ours.rope.partial == 0.25
-    one = {"rope_type": "default", "rope_theta": 1e4}  # the same numbers mean other angles in heads of another size
-    same = ModelConfig.from_hf(RAW | {"rope_parameters": {"full_attention": one, "sliding_attention": one}})
-    assert [head_dim for _, head_dim in same.ropes] == [512, 16]
 
 
 # ---- the assistant ----------------------------------------------------------------------------------------------------

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import random
 
 import pytest
 import test_engine
 import torch
-from conftest import BASE, DELTA
 from engine_kit import on_model
 from test_engine import (  # noqa: F401 - they are run again, on the model below
     test_a_nan_on_the_accepted_path_is_an_error,
@@ -175,25 +173,6 @@ def test_int8_keys_keep_the_promise_beside_recurrent_layers():
     plain_engine = Engine(MODEL, config=config)
     assert plain_engine.state.kv[0].shape[0] == 1
     assert got.token_ids == plain_engine.generate(PROMPT, params).run()[0].token_ids
-
-
-def test_the_folder_of_a_model_that_also_sees_gives_its_text_model(tmp_path):
-    """Catches a text model that is refused because an image encoder lies beside it, or read with the wrong settings."""
-    transformers = pytest.importorskip("transformers")
-    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 64}
-    config = transformers.Qwen3_5Config(text_config={**BASE, **DELTA}, vision_config=vision, eos_token_id=2)
-    torch.manual_seed(0)
-    theirs = transformers.Qwen3_5ForConditionalGeneration(config).eval()
-    theirs.save_pretrained(tmp_path)
-    prompt = [3, 17, 99, 45, 23, 60]
-    ours = load(tmp_path, ctx=64, dtype="float64", kernels="reference")
-    found = ours.generate(prompt, SamplingParams(max_new_tokens=20)).run()[0].token_ids
-    want = theirs.double().generate(torch.tensor([prompt]), max_new_tokens=20, do_sample=False)[0, 6:]
-    assert found == want.tolist()
-    raw = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(raw | {"text_config": 3}))
-    with pytest.raises(ValueError, match="text_config must be an object"):
-        load(tmp_path)
 
 
 def test_what_recurrent_layers_cannot_do_is_said(tiny_checkpoint):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import random
 from collections.abc import Iterator
 from typing import Any
 
@@ -37,3 +38,22 @@ def on_model(model: Transformer, heads: dict, changes: dict[str, Any]) -> Any:
         test_engine.fresh_steps.cache_clear()
 
     return fixture
+
+
+def check_random_requests(engine: Engine, alone: Engine, rounds: int, count: int, drop: bool = False) -> None:
+    """Requests that begin alike have in the slots of `engine` the tokens of `alone`. drop: in each round one is closed
+    after its first tokens."""
+    rng = random.Random(0)
+    stems = [[rng.randrange(97) for _ in range(n)] for n in (40, 70)]
+    for _ in range(rounds):
+        asked = []
+        for _ in range(count):
+            prompt = rng.choice(stems)[: rng.randrange(2, 70)] + [rng.randrange(97) for _ in range(rng.randrange(4))]
+            params = SamplingParams(rng.choice((0, 0.7, 1)), seed=rng.randrange(9), max_new_tokens=rng.randrange(1, 24))
+            asked.append((prompt, params, engine.generate(prompt, params)))
+        if drop:
+            stream = asked.pop(rng.randrange(count))[2]
+            next(iter(stream))
+            stream.close()
+        for prompt, params, stream in asked:
+            assert stream.run()[0].token_ids == alone.generate(prompt, params).run()[0].token_ids

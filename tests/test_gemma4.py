@@ -11,7 +11,7 @@ import pytest
 import test_engine
 import torch
 from conftest import BASE, FAMILIES, build_hf
-from engine_kit import on_model
+from engine_kit import check_random_requests, on_model
 from safetensors.torch import load_file, save_file
 from test_engine import (  # noqa: F401 - they are run again, on the models below
     test_a_nan_on_the_accepted_path_is_an_error,
@@ -63,20 +63,11 @@ def test_layers_of_two_kinds_have_two_caches_and_layers_that_share_keys_have_non
 @pytest.mark.parametrize("options", [{"kv_dtype": torch.int8}, {"batch_size": 3, "pool": 200}])
 def test_random_requests_have_the_tokens_of_plain_decoding(options):
     """Catches one of two caches that is not moved, not restored, not committed, or not rounded, as the other one is."""
-    rng = random.Random(0)
     rows = options.get("batch_size", 1)
     drafter = test_engine.eagle_drafter(HEADS["eagle3"], TREES["dynamic"], rows)
     engine = Engine(MODEL, None, drafter, EngineConfig(**options))
     alone = Engine(MODEL, config=EngineConfig(kv_dtype=options.get("kv_dtype")))
-    stems = [[rng.randrange(97) for _ in range(n)] for n in (40, 70)]
-    for _ in range(5):
-        asked = []
-        for _ in range(2 * rows):
-            prompt = rng.choice(stems)[: rng.randrange(2, 70)] + [rng.randrange(97) for _ in range(rng.randrange(4))]
-            params = SamplingParams(rng.choice((0, 0.7, 1)), seed=rng.randrange(9), max_new_tokens=rng.randrange(1, 24))
-            asked.append((prompt, params, engine.generate(prompt, params)))
-        for prompt, params, stream in asked:
-            assert stream.run()[0].token_ids == alone.generate(prompt, params).run()[0].token_ids
+    check_random_requests(engine, alone, 5, 2 * rows)
 
 
 # ---- the assistant ----------------------------------------------------------------------------------------------------

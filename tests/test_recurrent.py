@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 import test_engine
 import torch
-from engine_kit import on_model
+from engine_kit import check_random_requests, on_model
 from test_engine import (  # noqa: F401 - they are run again, on the model below
     test_a_nan_on_the_accepted_path_is_an_error,
     test_a_rejected_nan_branch_changes_nothing,
@@ -144,24 +142,8 @@ def test_a_stop_within_a_step_leaves_a_memory_to_go_on_from():
 
 def test_random_requests_in_slots_have_the_tokens_of_requests_alone():
     """Catches rows that take each other's memory when they change places, are cancelled, or go on from another's text."""
-    rng = random.Random(0)
-    engine, alone = eagle_engine(HEADS["eagle3"], TREES["dynamic"], 4), Engine(MODEL)
-    stems = [[rng.randrange(97) for _ in range(n)] for n in (40, 70)]
-    for _ in range(4):
-        streams, asked = [], []
-        for _ in range(7):
-            prompt = rng.choice(stems)[: rng.randrange(2, 70)] + [rng.randrange(97) for _ in range(rng.randrange(4))]
-            params = SamplingParams(
-                rng.choice((0, 0.7, 1.0)), seed=rng.randrange(9), max_new_tokens=rng.randrange(1, 16)
-            )
-            asked.append((prompt, params))
-            streams.append(engine.generate(prompt, params))
-        dropped = rng.randrange(7)
-        next(iter(streams[dropped]))
-        streams[dropped].close()
-        for i, (stream, (prompt, params)) in enumerate(zip(streams, asked, strict=True)):
-            if i != dropped:
-                assert stream.run()[0].token_ids == alone.generate(prompt, params).run()[0].token_ids
+    engine = eagle_engine(HEADS["eagle3"], TREES["dynamic"], 4)
+    check_random_requests(engine, Engine(MODEL), 4, 7, drop=True)
 
 
 def test_int8_keys_keep_the_promise_beside_recurrent_layers():

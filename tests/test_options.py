@@ -152,11 +152,16 @@ IGNORED = [
     (dict(drafter="draft"), "--drafter draft needs --draft-checkpoint DIR"),
     (dict(kv="int8", kernels="reference", eagle="e"), r"Leave out --kv int8, or the drafter \(eagle\)"),
     (dict(kv="float16", kernels="reference"), "--kv float16 is about the CPU kernels"),
+    (dict(tree=()), "--tree is"),
+    (dict(tree=("paper25", None)), "--tree is"),
+    (dict(eagle=5), "--eagle is"),
+    (dict(medusa=["file"]), "--medusa is"),
+    (dict(eagle="head", eagle_config="a=1"), "--eagle-config is"),
 ]
 
 
 @pytest.mark.parametrize(("changes", "message"), IGNORED)
-def test_options_that_would_be_ignored_are_refused(changes, message):
+def test_options_that_are_wrong_or_would_be_ignored_are_refused(changes, message):
     """An option that is accepted and does nothing: the wrong thing measured."""
     with pytest.raises(UsageError, match=message) as error:
         LoadOptions(**changes).validate()

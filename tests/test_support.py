@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tiny import Terminal
 
 from support import files, machine
 from support.errors import (
@@ -47,15 +48,19 @@ from support.startup import without_collector
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def raising(error: BaseException, *notes: str):
+def raising(error: BaseException):
     """The body of a command that ends with this error."""
 
     def body():
-        for note in notes:
-            error.add_note(note)
         raise error
 
     return body
+
+
+def noted(error: BaseException, *notes: str) -> BaseException:
+    for note in notes:
+        error.add_note(note)
+    return error
 
 
 # ------------------------------------------------------------------ how a command ends
@@ -77,13 +82,19 @@ ENDS = {
     "our mistake": (RuntimeError("shapes differ"), INTERNAL, "error  RuntimeError: shapes differ (--debug shows where)"),
     "a key": (KeyError("tau"), INTERNAL, "error  KeyError: 'tau' (--debug shows where)"),
     "an empty message": (ValueError(), USAGE, "error  ValueError:"),
+    "notes and line ends": (noted(ValueError("bad\n  weights \n"), "in layer 3", "of model.safetensors"), USAGE,
+                            "error  bad weights in layer 3 of model.safetensors\n"),
+    "no torch": (ModuleNotFoundError("No module named 'torch'"), INTERNAL,
+                 "error  ModuleNotFoundError: No module named 'torch' (--debug shows where)\n"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", ENDS)
-def test_an_error_is_one_line_and_its_exit_code(kind, capsys):
+def test_an_error_is_one_line_and_its_exit_code(kind, capsys, monkeypatch):
     """Every kind of error is one line on stderr and has its own exit code; with --debug the error itself is raised."""
     error, code, line = ENDS[kind]
+    if kind == "no torch":  # where the environment was not activated
+        monkeypatch.setitem(sys.modules, "torch", None)
     assert run_command(raising(error)) == code
     out, err = capsys.readouterr()
     assert out == "" and err.startswith(line) and err.count("\n") == 1 and "Traceback" not in err
@@ -105,25 +116,11 @@ def test_a_command_that_reads_files_says_so_with_its_exit_code():
         assert run_command(bad_files()(raising(error))) == code
 
 
-def test_notes_and_line_ends_stay_on_the_one_line(capsys):
-    """Notes follow the message, and line ends become spaces."""
-    assert run_command(raising(ValueError("bad\n  weights \n"), "in layer 3", "of model.safetensors")) == USAGE
-    assert capsys.readouterr().err == "error  bad weights in layer 3 of model.safetensors\n"
-
-
-def test_an_error_without_torch_is_one_line(capsys, monkeypatch):
-    """A traceback instead of the name of what is missing, where the environment was not activated."""
-    monkeypatch.setitem(sys.modules, "torch", None)
-    assert run_command(raising(ModuleNotFoundError("No module named 'torch'"))) == INTERNAL
-    line = "error  ModuleNotFoundError: No module named 'torch' (--debug shows where)\n"
-    assert capsys.readouterr().err == line
-
-
 def test_ctrl_c_ends_with_130_and_says_what_is_kept(capsys):
     """Ctrl-C is one line with the notes of the KeyboardInterrupt, and the code is 130."""
     assert run_command(raising(KeyboardInterrupt())) == INTERRUPTED == 130
     assert capsys.readouterr().err == "interrupted\n"
-    assert run_command(raising(KeyboardInterrupt(), "step 7 is saved"), interrupted="stopped") == INTERRUPTED
+    assert run_command(raising(noted(KeyboardInterrupt(), "step 7 is saved")), interrupted="stopped") == INTERRUPTED
     assert capsys.readouterr().err == "stopped step 7 is saved\n"
     assert run_command(raising(KeyboardInterrupt()), debug=True) == INTERRUPTED
     assert "Traceback" not in capsys.readouterr().err
@@ -155,11 +152,6 @@ def test_a_closed_pipe_of_a_real_process_is_silent():
     environment = os.environ | {"BODY": body}
     done = subprocess.run(["bash", "-c", shell], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
     assert done.stdout.split() == ["0", "0"] and done.stderr == ""
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
 
 
 @pytest.mark.parametrize("error", (ValueError("x"), KeyboardInterrupt()))

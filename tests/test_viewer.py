@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny import PROMPT, TREES, PieceTokenizer, V, eagle_engine, fake_clock, tiny_head, tiny_model
+from tiny import PROMPT, TREES, PieceTokenizer, Terminal, V, eagle_engine, fake_clock, tiny_head, tiny_model
 
 import generate
 import kernels
@@ -311,13 +311,6 @@ def test_a_tree_as_text():
     assert tree_lines(NODES, others=1)[1] == 3 and tree_lines(NODES)[1] == 0
     assert "".join(span.text for span in clipped(lines[0], 9)) == "a ┬─* ·c…"
     assert shown("\033[31m\x9b") == "\\x1b[31m\\x9b" and columns("日本e\u0301") == 5
-
-
-class Terminal(io.StringIO):
-    encoding = "utf-8"
-
-    def isatty(self) -> bool:
-        return True
 
 
 def test_colours_are_for_terminals_that_want_them(monkeypatch):

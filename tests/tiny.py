@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import importlib.util
+import io
 
 import numpy as np
 import pytest
@@ -214,6 +215,15 @@ class PieceStream:
 
     def flush(self) -> str:
         return self.decoder.decode(b"", True)
+
+
+class Terminal(io.StringIO):
+    """Stands for a terminal that something is written to."""
+
+    encoding = "utf-8"
+
+    def isatty(self) -> bool:
+        return True
 
 
 def random_blocks(kind: str, rows: int, columns: int, seed: int) -> np.ndarray:

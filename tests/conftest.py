@@ -48,6 +48,9 @@ LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positio
 WINDOWS = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
 MINISTRAL3 = {"llama_4_scaling_beta": 0.5, "original_max_position_embeddings": 8, "mscale": 1.0, "mscale_all_dim": 1.0}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+WIDE_HEADS, TIED = {"head_dim": 32}, {"tie_word_embeddings": True}
+FACTORS = {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [2.0, 3.0, 4.0, 5.0]}
+YARN64 = {"factor": 4.0, "original_max_position_embeddings": 64}
 
 
 def ropes(full: dict, sliding_theta: float) -> dict:
@@ -56,30 +59,27 @@ def ropes(full: dict, sliding_theta: float) -> dict:
     return {"rope_parameters": {"full_attention": full["rope_parameters"], "sliding_attention": sliding}}
 
 
+GEMMA = WIDE_HEADS | TIED | {"query_pre_attn_scalar": 32, "sliding_window": 8}
 # family -> (transformers config class, what differs from BASE)
 FAMILIES = {
     "llama": ("LlamaConfig", {}),
     "llama-mha": ("LlamaConfig", {"num_key_value_heads": 4, "rms_norm_eps": 1e-5}),
     "llama-bias": ("LlamaConfig", {"attention_bias": True, "mlp_bias": True}),
-    "llama-tied": ("LlamaConfig", {"tie_word_embeddings": True, **rope("llama3", 5e5, factor=32.0, **LLAMA3)}),
+    "llama-tied": ("LlamaConfig", TIED | rope("llama3", 5e5, factor=32.0, **LLAMA3)),
     "llama31": ("LlamaConfig", rope("llama3", 5e5, factor=8.0, **LLAMA3)),
     "codellama": ("LlamaConfig", rope("default", 1e6)),
     "linear": ("LlamaConfig", rope("linear", factor=4.0)),
     "yarn": ("LlamaConfig", rope("yarn", factor=4.0, original_max_position_embeddings=128)),
     "yarn-set": (
         "LlamaConfig",
-        rope("yarn", factor=4.0, original_max_position_embeddings=64, beta_fast=8.0, beta_slow=2.0, truncate=False)
-        | {"num_hidden_layers": 2},
+        {"num_hidden_layers": 2} | rope("yarn", **YARN64, beta_fast=8.0, beta_slow=2.0, truncate=False),
     ),
     "mistral": ("MistralConfig", {"sliding_window": 8}),
     "mistral-full": ("MistralConfig", {"sliding_window": None, "head_dim": 32}),
     "mixtral": ("MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
     "qwen2": ("Qwen2Config", {"sliding_window": 8, "use_sliding_window": False}),
-    "qwen2-window": (
-        "Qwen2Config",
-        {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 1, "tie_word_embeddings": True},
-    ),
-    "qwen3": ("Qwen3Config", {"head_dim": 32}),
+    "qwen2-window": ("Qwen2Config", TIED | {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 1}),
+    "qwen3": ("Qwen3Config", WIDE_HEADS),
     "phi3": ("Phi3Config", {"sliding_window": 8}),
     "phi3-partial": (
         "Phi3Config",
@@ -87,20 +87,17 @@ FAMILIES = {
     ),
     "phi3-long": (
         "Phi3Config",
-        {"original_max_position_embeddings": 80, "tie_word_embeddings": True}
+        TIED
+        | {"original_max_position_embeddings": 80}
         | rope(
-            "longrope", partial_rotary_factor=0.5, short_factor=[1.0, 1.1, 1.2, 1.3], long_factor=[2.0, 3.0, 4.0, 5.0]
+            "longrope", partial_rotary_factor=0.5, short_factor=[1, 1.1, 1.2, 1.3], long_factor=[2.0, 3.0, 4.0, 5.0]
         ),
     ),
     "glm4": ("Glm4Config", {"head_dim": 16, "rms_norm_eps": 1e-5}),
-    "ernie4_5": ("Ernie4_5Config", {"head_dim": 32, "use_bias": True, "tie_word_embeddings": True}),
+    "ernie4_5": ("Ernie4_5Config", WIDE_HEADS | TIED | {"use_bias": True}),
     "exaone4": ("Exaone4Config", WINDOWS),
     "exaone4-full": ("Exaone4Config", {"sliding_window": None, "layer_types": ["full_attention"] * 3}),
-    "ministral": (
-        "MinistralConfig",
-        {"head_dim": 32, "sliding_window": 8}
-        | {"layer_types": ["full_attention", "sliding_attention", "sliding_attention"]},
-    ),
+    "ministral": ("MinistralConfig", WIDE_HEADS | WINDOWS | {"layer_types": sorted(WINDOWS["layer_types"])}),
     "smollm3-default": ("SmolLM3Config", {"num_hidden_layers": 4, "rms_norm_eps": 1e-5, "pad_token_id": 0}),
     "smollm3": ("SmolLM3Config", {"no_rope_layers": [1, 0, 1], "pad_token_id": 0}),
     "seed_oss": ("SeedOssConfig", {"attention_bias": True, "head_dim": 32}),
@@ -108,29 +105,20 @@ FAMILIES = {
         "GraniteConfig",
         {"attention_multiplier": 0.2, "embedding_multiplier": 3.0, "residual_multiplier": 0.5, "logits_scaling": 2.0},
     ),
-    "gemma": ("GemmaConfig", {"head_dim": 32, "hidden_act": "gelu", "tie_word_embeddings": True}),
-    "gemma2": (
-        "Gemma2Config",
-        {"head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 8, "tie_word_embeddings": True}
-        | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
-    ),
-    "gemma3": (
-        "Gemma3TextConfig",
-        {"head_dim": 32, "query_pre_attn_scalar": 32, "tie_word_embeddings": True}
-        | WINDOWS
-        | ropes(rope("linear", 1e6, factor=4.0), 1e3),
-    ),
+    "gemma": ("GemmaConfig", WIDE_HEADS | TIED | {"hidden_act": "gelu"}),
+    "gemma2": ("Gemma2Config", GEMMA | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}),
+    "gemma3": ("Gemma3TextConfig", GEMMA | WINDOWS | ropes(rope("linear", 1e6, factor=4.0), 1e3)),
     "gemma3-scale": (
         "Gemma3TextConfig",
         {"head_dim": 16, "query_pre_attn_scalar": 20, "sliding_window": 8, "final_logit_softcapping": 2.0},
     ),
     "olmo2": ("Olmo2Config", {"rms_norm_eps": 1e-5}),
-    "olmo3": ("Olmo3Config", WINDOWS | ropes(rope("yarn", 5e5, factor=4.0, original_max_position_embeddings=64), 5e5)),
+    "olmo3": ("Olmo3Config", WINDOWS | ropes(rope("yarn", 5e5, **YARN64), 5e5)),
     "gpt_oss": (
         "GptOssConfig",
         {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "rms_norm_eps": 1e-5}
         | WINDOWS
-        | rope("yarn", 1e5, factor=4.0, original_max_position_embeddings=64, truncate=False),
+        | rope("yarn", 1e5, **YARN64, truncate=False),
     ),
     "glm4_moe": (
         "Glm4MoeConfig",
@@ -139,9 +127,9 @@ FAMILIES = {
         | {"attention_bias": True, "use_qk_norm": True, "routed_scaling_factor": 1.5},
     ),
     "glm4_moe-plain": ("Glm4MoeConfig", EXPERTS | {"n_routed_experts": 4, "first_k_dense_replace": 0}),
-    "hunyuan": ("HunYuanDenseV1Config", {"head_dim": 32} | rope("dynamic", alpha=50.0, factor=1.0)),
+    "hunyuan": ("HunYuanDenseV1Config", WIDE_HEADS | rope("dynamic", alpha=50.0, factor=1.0)),
     "hunyuan-bias": ("HunYuanDenseV1Config", {"attention_bias": True, "tie_word_embeddings": True, "head_dim": 16}),
-    "ministral3": ("Ministral3Config", {"head_dim": 32} | rope("yarn", 1e4, factor=4.0, **MINISTRAL3)),
+    "ministral3": ("Ministral3Config", WIDE_HEADS | rope("yarn", 1e4, factor=4.0, **MINISTRAL3)),
     "qwen2_moe": ("Qwen2MoeConfig", EXPERTS | {"sliding_window": None, "shared_expert_intermediate_size": 80}),
     "qwen3_moe-normed": ("Qwen3MoeConfig", EXPERTS | {"norm_topk_prob": True}),
     "qwen3_moe": ("Qwen3MoeConfig", EXPERTS | {"norm_topk_prob": False}),

@@ -87,11 +87,7 @@ FAMILIES = {
     ),
     "phi3-long": (
         "Phi3Config",
-        TIED
-        | {"original_max_position_embeddings": 80}
-        | rope(
-            "longrope", partial_rotary_factor=0.5, short_factor=[1, 1.1, 1.2, 1.3], long_factor=[2.0, 3.0, 4.0, 5.0]
-        ),
+        TIED | {"original_max_position_embeddings": 80} | rope("longrope", partial_rotary_factor=0.5, **FACTORS),
     ),
     "glm4": ("Glm4Config", {"head_dim": 16, "rms_norm_eps": 1e-5}),
     "ernie4_5": ("Ernie4_5Config", WIDE_HEADS | TIED | {"use_bias": True}),

@@ -27,7 +27,7 @@ from kernels import cpu
 from loading.drafting import DraftFiles
 from loading.memory import chunk_bytes, plan_memory
 from loading.options import DEMO, LoadOptions
-from support import cache, machine
+from support import cache
 from weights.checkpoint import Checkpoint
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -115,7 +115,7 @@ def test_a_prompt_is_a_message_to_an_instruct_model(tmp_path, capsys):
     assert code == 0 and out.startswith(" why? ") and "continued as plain text" in err
     raw = json_of(capsys, *flags[:-2], "--raw", "--stop", "\n")
     assert raw["prompt_tokens"] < output["prompt_tokens"] and raw["settings"]["max_new_tokens"] == 200
-    assert raw["template"] is None
+    assert raw["template"] is None and raw["stop_reason"] == "stop" and "\n" not in raw["text"]
 
 
 def test_the_model_s_own_settings_apply_and_are_reported(tmp_path, capsys):
@@ -303,13 +303,6 @@ def test_same_seed_same_text_and_batch_rows_draw_with_their_own_seed(capsys):
     assert [r["token_ids"] for r in both["batch"]] == [one["token_ids"], other["token_ids"]]
 
 
-def test_stop_string_ends_the_text_before_it(capsys):
-    """The text ends before the stop string, and the report says so."""
-    code, out, err = run(capsys, "--stop", "\n", "-p", "import os\n\nclass ", "--max-new-tokens", "60")
-    assert code == 0 and "stop     stop" in err
-    assert "\n" not in out.removeprefix("import os\n\nclass ").rstrip("\n")
-
-
 def test_ctrl_c_prints_the_report_and_exits_130(tmp_path):
     """Ctrl-C while decoding keeps the text, prints the report and exits with 130."""
     command = [sys.executable, "generate.py", "--max-new-tokens", "1800", "--ctx", "2048", "--stop-ids", "4095"]
@@ -349,14 +342,6 @@ def test_a_fork_s_margin_in_units_of_the_last_place():
     assert ulps == pytest.approx(distance / float(above - logits[a]))
 
 
-@pytest.mark.skipif(not Path("/proc/meminfo").exists(), reason="reads /proc/meminfo")
-def test_memory_that_the_page_cache_would_give_back_is_free():
-    """Free memory is what /proc/meminfo calls available."""
-    lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-    available = int(lines["MemAvailable"].split()[0]) * 1024
-    assert abs(machine.free_memory(torch.device("cpu")) - available) < 1e9
-
-
 def test_a_closed_pipe_is_not_an_error():
     """A reader that closes the pipe causes no traceback."""
     shell = f"{sys.executable} generate.py -p x --max-new-tokens 64 -q | head -c 5"
@@ -365,11 +350,11 @@ def test_a_closed_pipe_is_not_an_error():
 
 
 @pytest.mark.parametrize("head", HEADS)
-@pytest.mark.parametrize("flags", [[], ["--temperature", "1", "--seed", "3", "--tree", "dynamic:16,4,4"]])
+@pytest.mark.parametrize("flags", ["", "--temperature 1 --seed 3 --tree dynamic:16,4,4"])
 def test_prove_replays_without_the_head(head, flags, capsys):
     """--prove says "identical 48/48" for every demo head, greedy, and sampled with a dynamic tree."""
-    flags = ["--eagle", str(DEMO / head), "--prove", "--max-new-tokens", "48", "--dtype", "float64", *flags]
-    code, _, err = run(capsys, *flags)
+    flags += f" --eagle {DEMO / head} --prove --max-new-tokens 48 --dtype float64"
+    code, _, err = run(capsys, *flags.split())
     assert code == 0 and "identical 48/48" in err
 
 

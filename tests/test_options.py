@@ -305,16 +305,12 @@ def test_what_the_user_left_out_is_known():
 
 
 DRAWN = {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "top_k": 20, "repetition_penalty": 1.1}
+WITHOUT_TOP_P = {"temperature", "top_k", "repetition_penalty"}
 SUGGESTIONS = [  # generation_config.json, what the user gave, the settings, those of the model
     ({}, {}, {}, []),
     ({"eos_token_id": 2, "temperature": None}, {"seed": 3}, {"seed": 3}, []),
     (DRAWN, {}, {name: DRAWN[name] for name in SUGGESTED if name in DRAWN}, set(DRAWN) - {"do_sample"}),
-    (
-        DRAWN,
-        {"top_p": 1.0},
-        {"temperature": 0.6, "top_k": 20, "repetition_penalty": 1.1},
-        set(DRAWN) - {"do_sample", "top_p"},
-    ),
+    (DRAWN, {"top_p": 1.0}, {name: DRAWN[name] for name in WITHOUT_TOP_P}, WITHOUT_TOP_P),
     (DRAWN, {"temperature": 0.0}, {"repetition_penalty": 1.1}, {"repetition_penalty"}),
     (DRAWN | {"do_sample": False}, {}, {"repetition_penalty": 1.1}, {"repetition_penalty"}),
     ({"temperature": 0.6, "top_p": 0.9}, {}, {}, []),

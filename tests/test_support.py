@@ -29,6 +29,7 @@ from support.errors import (
     UsageError,
     UserError,
     bad_files,
+    one_line,
     run_command,
 )
 from support.files import (
@@ -186,19 +187,25 @@ def test_a_file_appears_whole(tmp_path):
     assert read_json(path) == {"a": [1.5, None], "b": 1}
 
 
-@pytest.mark.parametrize("old", (None, "old"))
+@pytest.mark.parametrize("writing", (written_whole, directory_written_whole))
+@pytest.mark.parametrize("old", (False, True))
 @pytest.mark.parametrize("error", FAILURES, ids=lambda error: type(error).__name__)
-def test_a_failure_leaves_the_old_file_and_nothing_else(error, old, tmp_path):
-    """After an error in the block the folder is as it was before."""
-    path = tmp_path / "f.txt"
+def test_a_failure_leaves_what_was_there_and_nothing_else(error, old, writing, tmp_path):
+    """A failure in the block that leaves half a file or directory, loses the old one, or does not say where it was."""
+    path, full_disk = tmp_path / "model", isinstance(error, OSError)
+    put = fill if writing is directory_written_whole else Path.write_text
     if old:
-        path.write_text(old)
-    with pytest.raises(type(error)) as caught, written_whole(path) as temporary:
-        temporary.write_text("half")
+        put(path, "old")
+    before = held(tmp_path)
+    with pytest.raises((type(error), ValueError)) as caught, writing(path) as unfinished:
+        put(unfinished, "half")
         raise error
-    assert error in (caught.value, caught.value.__cause__)
-    assert not isinstance(error, OSError) or caught.value.filename == str(path)  # a full disk does not say where
-    assert {p.name: p.read_text() for p in tmp_path.iterdir()} == ({path.name: old} if old else {})
+    assert held(tmp_path) == before and list(tmp_path.iterdir()) == [path] * old
+    text = one_line(caught.value)
+    if full_disk:  # it does not say where by itself
+        assert caught.value.__cause__ is error and str(path) in text and "No space left on device" in text
+    assert full_disk or caught.value is error
+    assert isinstance(caught.value, ValueError) == (full_disk and writing is directory_written_whole)
 
 
 def test_a_file_is_replaced_in_one_step(tmp_path, monkeypatch):
@@ -253,7 +260,6 @@ def test_a_directory_is_exchanged_in_one_step(tmp_path, monkeypatch):
     if sys.platform != "linux":
         pytest.skip("Linux alone swaps two names")
     path = tmp_path / "model"
-    path.mkdir()
     fill(path, "old")
     monkeypatch.setattr(files.os, "replace", lambda *names: pytest.fail(f"two renames: {names}"))
     with directory_written_whole(path) as unfinished:
@@ -278,7 +284,7 @@ def test_a_file_that_cannot_be_written_is_an_error(tmp_path):
 
 
 def fill(directory: Path, text: str) -> None:
-    (directory / "sub").mkdir()
+    (directory / "sub").mkdir(parents=True)
     (directory / "sub" / "a").write_text(text)
 
 
@@ -301,33 +307,11 @@ def test_a_directory_appears_whole(tmp_path):
     assert held(tmp_path) == {"out/model/sub/a": "two"} and list(path.parent.iterdir()) == [path]
 
 
-@pytest.mark.parametrize("old", (False, True))
-@pytest.mark.parametrize("error", FAILURES, ids=lambda error: type(error).__name__)
-def test_a_failure_leaves_the_old_directory_and_nothing_else(error, old, tmp_path):
-    """After an error in the block the old directory is there, and no unfinished one."""
-    path = tmp_path / "model"
-    if old:
-        path.mkdir()
-        fill(path, "old")
-    expected = ValueError if isinstance(error, OSError) else type(error)
-    with pytest.raises(expected) as caught, directory_written_whole(path) as unfinished:
-        fill(unfinished, "half")
-        raise error
-    assert held(tmp_path) == ({"model/sub/a": "old"} if old else {})
-    assert list(tmp_path.iterdir()) == ([path] if old else [])
-    if isinstance(error, OSError):
-        text = str(caught.value)
-        assert str(path) in text and "No space left on device" in text and "\n" not in text
-    else:
-        assert caught.value is error
-
-
 @pytest.mark.parametrize("broken", (1, 2))
 @pytest.mark.parametrize("error", (OSError(5, "Input/output error"), KeyboardInterrupt()), ids=("OSError", "Ctrl-C"))
 def test_a_failure_between_the_two_renames_brings_the_old_directory_back(error, broken, tmp_path, monkeypatch):
     """An error at the second rename leaves the old directory in its place."""
     path, calls, rename = tmp_path / "model", [], os.replace
-    path.mkdir()
     fill(path, "old")
 
     def replace(source, target):
@@ -402,13 +386,17 @@ def test_json_is_read_strictly(bad, tmp_path):
 
 
 def test_facts_about_the_machine_are_plausible():
-    """Sizes are in decimal units, and bandwidth, memory and versions are of the right magnitude and type."""
+    """Sizes are in decimal units, and bandwidth, memory and versions are of the right magnitude and type. Memory that the
+    page cache would give back is free."""
     assert [machine.size_text(n) for n in (0, 999_949, 1e9, 1.55e12)] == ["0.0 MB", "1.0 MB", "1.0 GB", "1550.0 GB"]
     cpu = torch.device("cpu")
     assert 1e8 < machine.copy_bandwidth(cpu, 1 << 24) < 1e13
     resident, peak = machine.resident_memory(), machine.peak_memory(cpu)
     if resident is not None and peak is not None:
         assert 50e6 < resident <= 1.05 * peak and peak < 1e12
+    if (file := Path("/proc/meminfo")).exists():
+        available = int(re.search(r"MemAvailable: *(\d+) kB", file.read_text())[1]) * 1024
+        assert abs(machine.free_memory(cpu) - available) < 1e9
     assert machine.free_memory(cpu) > 1e6 and json.loads(json.dumps(machine.versions())).keys() == {"python", "torch"}
 
 

@@ -201,9 +201,8 @@ class ModelConfig:
         heads, sizes = self.num_attention_heads, (self.num_key_value_heads, self.head_dim)
         for kv_heads, head_dim in {sizes, self.full_heads or sizes}:
             if heads % kv_heads:
-                raise ValueError(
-                    f"config.json: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}."
-                )
+                why = f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}"
+                raise ValueError(f"config.json: {why}.")
             if head_dim % 2:
                 raise ValueError(f"config.json: head_dim is {head_dim}, but RoPE needs an even size.")
         rotated = int((self.full_heads or sizes)[1] * self.rope.partial)
@@ -433,9 +432,7 @@ def _read_kinds(read: ConfigReader, windows: tuple[int, ...]) -> dict[str, Any]:
     sizes = [own | each.get(str(i), {}) for i in range(len(windows))]
     for i, one in enumerate(sizes):
         if one.keys() != own.keys() or one != (sizes[-1] if not windows[i] else own):
-            raise read.error(
-                f"per_layer_config of layer {i}: only other heads of the layers without a window are read."
-            )
+            raise read.error(f"per_layer_config of layer {i}: only heads of layers without a window may differ.")
     full = ConfigReader(sizes[-1], read.where)
     found["full_heads"] = full.integer("num_key_value_heads"), full.integer("head_dim")
     found["shared_layers"] = shared = read.integer("num_kv_shared_layers", 0, 0, len(windows) - 1)

@@ -9,13 +9,13 @@ from __future__ import annotations
 import argparse
 import difflib
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import Field, dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from decoding.params import SUGGESTED, SamplingParams
-from support.errors import UsageError
+from support.errors import UsageError, at_least
 
 if TYPE_CHECKING:
     from families.config import ModelConfig
@@ -56,17 +56,14 @@ class LoadOptions:
     """
 
     checkpoint: str = option(
-        "model directory, .gguf file, or org/name in the Hugging Face cache (default: the embedded demo)",
-        str(DEMO), metavar="DIR",
-    )  # fmt: skip
+        "model folder, .gguf file, or org/name in the Hugging Face cache (default: the demo)", str(DEMO), metavar="DIR"
+    )
     sha256: str | None = option(
-        "first compare the model's files with SHA256SUMS in its folder (stored), or its one weights file with a digest",
-        metavar="stored|HEX",
+        "first compare the files with their SHA256SUMS (stored), or the weights with a digest", metavar="stored|HEX"
     )
     slots: int | None = option(
-        "sequences that are decoded together; 0: 8, or fewer where memory holds no more (default: 1; for a server or a "
-        "file of requests: 0)", least=0,
-    )  # fmt: skip
+        "sequences decoded together; 0: 8, or what memory holds (default: 1; for a server or --input: 0)", least=0
+    )
     ctx: int | None = option("context to allocate (default: the model's, at most 8192)", least=2)
     pool: int | None = option(
         "tokens of all slots together that the KV cache has room for; a request whose prompt and answer do not fit waits "
@@ -74,9 +71,7 @@ class LoadOptions:
     )  # fmt: skip
     device: str | None = option("default: the GPU if there is one", choices=("cuda", "cpu"))
     dtype: str | None = option("default: the checkpoint's; float32 on a CPU", choices=DTYPES)
-    quant: str | None = option(
-        "round float weights while they load, as quantize.py does without options", choices=QUANTS
-    )
+    quant: str | None = option("round float weights at load, as quantize.py does without options", choices=QUANTS)
     lora: str | tuple[str, ...] | None = option(
         "LoRA adapter of the model in PEFT's layout, a folder; a draft head of the model goes on drafting. A server "
         "takes several, each as DIR or NAME=DIR, and a request's model names one of them or the base model",
@@ -104,9 +99,7 @@ class LoadOptions:
         "implementation of the operations (default: auto, which is triton on a GPU and cpu on a CPU); cpu: C++ kernels, "
         "which round the activations of int4 and int8 layers to int8", "auto", KERNELS,
     )  # fmt: skip
-    check: bool = option(
-        "on a GPU compare the kernels with their references again; the first use of a model does it once", False
-    )
+    check: bool = option("on a GPU compare the kernels with their references, as a model's first use does", False)
     kv: str = option(
         "dtype of the KV cache. model is that of the activations, float32 on a CPU; float16 (CPU kernels only) and int8: "
         "smaller; auto: float16 with the CPU kernels if the checkpoint has 16 bits or fewer, else model",
@@ -120,13 +113,10 @@ class LoadOptions:
     head_quant: str = option(
         "auto: round the float linears of a quantized model's draft head to int8; none: leave them", "auto", HEAD_QUANTS,
     )  # fmt: skip
-    eagle_config: tuple[str, ...] = option(
-        "config value for a head without a config.json (repeatable)", (), metavar="KEY=VALUE"
-    )
+    eagle_config: tuple[str, ...] = option("for a head without a config.json (repeatable)", (), metavar="KEY=VALUE")
     drafter: str = option(
-        "default: the one that --eagle, --draft-checkpoint or --medusa selects; ngram and lookahead need no file",
-        "", DRAFTERS,
-    )  # fmt: skip
+        "default: what --eagle, --draft-checkpoint or --medusa selects; ngram and lookahead need no file", "", DRAFTERS
+    )
     draft_checkpoint: str | None = option("draft with a small LLM of the same vocabulary", metavar="DIR")
     medusa: str | None = option("Medusa heads: medusa_lm_head.pt, .safetensors, or their folder", metavar="FILE")
     ngram_nodes: int | None = option(
@@ -143,14 +133,11 @@ class LoadOptions:
         metavar="PERCENT", least=0, most=99,
     )  # fmt: skip
     draft_vocab: int = option("EAGLE-1/2: draft only the K most frequent tokens", 0, metavar="K", least=0)
-    draft_vocab_text: str | None = option(
-        "rank tokens by how often this text has them, not by the tokenizer alone", metavar="FILE"
-    )
+    draft_vocab_text: str | None = option("rank tokens by this text, not by the tokenizer alone", metavar="FILE")
     draft_noise: bool = option("off: draft without the target's noise (default: on)", True, ("on", "off"))
     verify: str = option("which drafted tokens are accepted (default: match)", "match", VERIFY)
     eagle_always: bool = option(
-        "keep drafting even if plain decoding would be faster (default: fall back to plain steps, and try again later)",
-        False,
+        "keep drafting where plain decoding is faster (default: fall back to plain steps, and try again later)", False
     )
 
     @property
@@ -372,18 +359,6 @@ def _check_value(f: Field, value: Any) -> None:
         raise UsageError(f"{flag(f.name)} is {value!r:.40}; allowed: {allowed}.")
 
 
-def _number(least: int) -> Callable[[str], int]:
-    """What reads a number from a command line. `_check_value` compares it with `least`."""
-
-    def read(text: str) -> int:
-        try:
-            return int(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r:.40}; allowed: {least} or more.") from None
-
-    return read
-
-
 def _declared(names: Iterable[str]) -> list[Field]:
     """The fields of LoadOptions with these names, all if there are none."""
     return [f for f in fields(LoadOptions) if not names or f.name in names]
@@ -406,7 +381,7 @@ def add_options(parser: argparse.ArgumentParser, *names: str, **defaults: Any) -
         elif isinstance(default, tuple):
             words |= {"action": "append", "default": list(default)}
         elif about["least"] is not None:
-            words |= {"type": _number(about["least"])}
+            words |= {"type": at_least(about["least"])}
         group = model if known.index(f.name) < known.index(FIRST_OF_DRAFTING) else drafting
         group.add_argument(flag(f.name), **words)
 
@@ -414,7 +389,7 @@ def add_options(parser: argparse.ArgumentParser, *names: str, **defaults: Any) -
 def add_replicas(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of replicas, which `serving.replicas.load_engine` reads."""
     add = parser.add_argument_group("replicas").add_argument
-    add("--replicas", type=_number(1), metavar="N",
+    add("--replicas", type=at_least(1), metavar="N",
         help="N engines that share the requests, as actors of Ray, each with its GPU or share of the CPU")  # fmt: skip
     add("--ray-address", metavar="ADDRESS", help="a Ray that runs, as HOST:PORT or auto (default: one of our own)")
 

@@ -112,10 +112,10 @@ def at_least(low: int) -> Callable[[str], int]:
     """An argparse type: an integer that is `low` or more."""
 
     def integer(text: str) -> int:
-        value = int(text)
-        if value < low:
-            raise argparse.ArgumentTypeError(f"{value} is too small; allowed: {low} or more")
-        return value
+        with contextlib.suppress(ValueError):
+            if (value := int(text)) >= low:
+                return value
+        raise argparse.ArgumentTypeError(f"{text!r:.40}; allowed: {low} or more.")
 
     return integer
 

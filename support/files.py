@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from support.errors import BadFileError, UsageError
+from support.errors import UsageError
 from support.reader import INDEX_LIMIT, JSON_LIMIT, check, json_lines, parse_json, refusal  # noqa: F401
 
 
@@ -208,10 +208,8 @@ def writing_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        reason = error.strerror or error
-        raise BadFileError(
-            f"{path}: cannot be written ({reason}). Free space or choose another place; nothing half-written was left."
-        ) from error
+        what = f"cannot be written ({error.strerror or error}); nothing half-written was left."
+        raise refusal(path, what, "Free space or choose another place.") from error
 
 
 def append_json_lines(path: str | Path, *values: dict[str, Any]) -> None:

@@ -23,6 +23,7 @@ from support.machine import cpu_flags
 BUILD_SECONDS = 300  # of a machine that is busy; 30 s of one processor
 FLAGS = "-O3 -fno-tree-reassoc -fno-tree-ter -std=c++20 -fPIC".split()  # the second and third spare registers
 SAY_SECONDS = 1  # between two signs that a build goes on
+BUILDING = "note    building the C++ kernels, once for this machine: about 10 to 30 s ."
 
 
 def build(sources: Sequence[Path], needed: Sequence[str], records: str = "") -> Path:
@@ -88,9 +89,7 @@ def _run(commands: Sequence[list[str]]) -> None:
         try:
             for job in jobs:
                 while wait([job], SAY_SECONDS).not_done:
-                    said = (
-                        "." if said else "note    building the C++ kernels, once for this machine: about 10 to 30 s ."
-                    )
+                    said = "." if said else BUILDING
                     print(said, end="", file=sys.stderr, flush=True)
                 job.result()
         finally:

@@ -22,7 +22,7 @@ from test_prompt_cache import (  # noqa: F401
     test_texts_of_an_earlier_run_are_found_and_bad_files_are_not_used,
     test_two_chats_that_take_turns_run_only_what_is_new,
 )
-from tiny import PROMPT, TREES, eagle_engine, heads, tiny_head, tiny_model
+from tiny import PROMPT, TREES, eagle_engine, heads, tiny_model
 
 import kernels
 from decoding.params import SamplingParams
@@ -170,9 +170,3 @@ def test_the_plan_counts_what_recurrent_layers_keep(tiny_checkpoint):
     memory = engine.state.memory
     kept = sum(t.nbytes for t in memory) + memory.memory.nbytes + memory.path.nbytes
     assert engine.plan.recurrent == kept and engine.plan.kv == pytest.approx(engine.state.kv[0].nbytes, rel=0.02)
-
-
-def test_a_head_of_a_recurrent_target_loads():
-    """Catches a draft head that takes the target's recurrent layers for its own."""
-    head = tiny_head(MODEL, 3)
-    assert not head.config.layer.recurrent and head.new_cache(1, 8)[0].dim() == 5

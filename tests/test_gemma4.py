@@ -193,18 +193,29 @@ def test_an_assistant_sees_the_window_of_the_target():
     assert torch.equal(drafts[0].scores, drafts[1].scores) and not torch.equal(drafts[1].scores, drafts[2].scores)
 
 
-@pytest.mark.parametrize(("changes", "words"), [
+NEEDED = ("model.embed_tokens.weight", "post_projection.weight", "masked_embedding.token_ordering")
+
+
+@pytest.mark.parametrize(("change", "words"), [
     ({"backbone_hidden_size": 48}, "made for hidden_size and vocab_size"), ({"text_config": 3}, "text_config"),
-    ({"num_centroids": 7}, "7 clusters do not divide"),
+    ({"num_centroids": 7}, "7 clusters do not divide"), *((name, "missing") for name in NEEDED),
 ])  # fmt: skip
-def test_an_assistant_of_another_model_is_refused_in_one_line(folders, tmp_path, changes, words):
-    """Catches a traceback, or an assistant that drafts for a model it was not made for."""
+def test_an_assistant_that_does_not_fit_is_refused_in_one_line(folders, tmp_path, change, words):
+    """Catches a traceback, an assistant that drafts for a model it was not made for, and a file that was not downloaded
+    whole. change: settings that are others, or the tensor that is lacking."""
     shutil.copytree(folders[1], tmp_path / "a")
-    raw = json.loads((tmp_path / "a/config.json").read_text())
-    (tmp_path / "a/config.json").write_text(json.dumps(raw | changes))
+    config, file = tmp_path / "a/config.json", tmp_path / "a/model.safetensors"
+    if change in NEEDED:
+        save_file({key: tensor for key, tensor in load_file(file).items() if key != change}, file)
+    else:
+        config.write_text(json.dumps(json.loads(config.read_text()) | change))
     with pytest.raises(ValueError, match=words) as error:
         load(folders[0], eagle=str(tmp_path / "a"), ctx=64)
     assert "\n" not in str(error.value)
+
+
+def test_an_assistant_is_not_quantized(folders):
+    """Catches an assistant that is rounded and then read as it was published."""
     with pytest.raises(UsageError, match="stays as it is published"):
         quantize_head(folders[1], Checkpoint.open(folders[0]).config, QuantSpec("int8"))
 
@@ -218,16 +229,3 @@ def test_gptq_sees_the_rows_that_each_expert_gets():
     for e, total in enumerate(found):
         rows = read[(sent == e).any(-1)]
         assert torch.allclose(total, rows.T @ rows, atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    "name", ["model.embed_tokens.weight", "post_projection.weight", "masked_embedding.token_ordering"]
-)
-def test_an_assistant_without_a_tensor_is_refused_in_one_line(folders, tmp_path, name):
-    """Catches a traceback for a file that was not downloaded whole."""
-    shutil.copytree(folders[1], tmp_path / "a")
-    file = tmp_path / "a/model.safetensors"
-    save_file({key: tensor for key, tensor in load_file(file).items() if key != name}, file)
-    with pytest.raises(ValueError, match="missing") as error:
-        load(folders[0], eagle=str(tmp_path / "a"), ctx=64)
-    assert "\n" not in str(error.value)

@@ -171,15 +171,22 @@ def test_a_line_of_progress_is_cleared_on_a_terminal_only(error, monkeypatch, ca
 FAILURES = (RuntimeError("our mistake"), OSError(28, "No space left on device"), KeyboardInterrupt())
 
 
-def test_a_file_appears_whole(tmp_path):
-    """Until the block ends the old content is there; afterwards the new one, and no temporary file."""
-    path = tmp_path / "f.txt"
+def test_a_file_appears_whole(tmp_path, monkeypatch):
+    """Until the block ends the old content is there; afterwards the new one, and no temporary file. In between there is no
+    moment at which neither has the name, in which a killed process would lose both."""
+    path, seen = tmp_path / "f.txt", []
     path.write_text("old")
+
+    def watched(source, target, real=os.replace):
+        seen.append(path.read_text())
+        real(source, target)
+
+    monkeypatch.setattr(os, "replace", watched)
     with written_whole(path) as temporary:
         temporary.write_text("half")
         assert path.read_text() == "old" and temporary.parent == path.parent
         temporary.write_text("new")
-    assert path.read_text() == "new" and list(tmp_path.iterdir()) == [path]
+    assert seen == ["old"] and path.read_text() == "new" and list(tmp_path.iterdir()) == [path]
     write_text(str(path), "é")
     assert path.read_bytes() == "é".encode()
     write_json(path, {"b": 1, "a": [1.5, None]})
@@ -206,21 +213,6 @@ def test_a_failure_leaves_what_was_there_and_nothing_else(error, old, writing, t
         assert caught.value.__cause__ is error and str(path) in text and "No space left on device" in text
     assert full_disk or caught.value is error
     assert isinstance(caught.value, ValueError) == (full_disk and writing is directory_written_whole)
-
-
-def test_a_file_is_replaced_in_one_step(tmp_path, monkeypatch):
-    """A moment at which neither the old nor the new file has the name, in which a killed process would lose both."""
-    path = tmp_path / "f.txt"
-    path.write_text("old")
-    seen = []
-
-    def watched(source, target, real=os.replace):
-        seen.append(path.read_text())
-        real(source, target)
-
-    monkeypatch.setattr(os, "replace", watched)
-    write_text(path, "new")
-    assert seen == ["old"] and path.read_text() == "new"
 
 
 def test_links_and_pipes_stay_what_they_are(tmp_path):

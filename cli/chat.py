@@ -218,26 +218,25 @@ class Conversation:
         self.messages: list[dict[str, str]] = [{"role": "system", "content": system}] if system else []
         self.ids: list[int] = []  # of all messages, the replies as the model wrote them; [] if they are not known
 
-    def _before_last(self) -> tuple[list[dict[str, str]], str]:
-        """The messages before the last one of the user, and its text."""
+    def _take_back(self) -> str:
+        """Forget the last message of the user and its answer. Returns the message's text."""
         asked = [i for i, message in enumerate(self.messages) if message["role"] == "user"]
         if not asked:
             raise UsageError("there is no message yet.")
-        return self.messages[: asked[-1]], self.messages[asked[-1]]["content"]
+        text = self.messages[asked[-1]]["content"]
+        self.messages, self.ids = self.messages[: asked[-1]], []
+        return text
 
     def undo(self, argument: str) -> None:
         """Forget the last message and its answer."""
-        self.messages, text = self._before_last()
-        self.ids = []
-        say(f"forgot {text!r:.60}")
+        say(f"forgot {self._take_back()!r:.60}")
 
     def regenerate(self, argument: str) -> None:
         """Answer the last message again, with the next seed. An answer that fails leaves the one before."""
         before = self.messages, self.ids, self.given
-        self.messages, text = self._before_last()
-        self.ids = []
-        self.given = self.given | {"seed": self.given.get("seed", 0) + 1}
+        text = self._take_back()
         kept = self.messages
+        self.given = self.given | {"seed": self.given.get("seed", 0) + 1}
         try:
             self.answer(text)
         finally:

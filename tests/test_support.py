@@ -172,8 +172,8 @@ FAILURES = (RuntimeError("our mistake"), OSError(28, "No space left on device"),
 
 
 def test_a_file_appears_whole(tmp_path, monkeypatch):
-    """Until the block ends the old content is there; afterwards the new one, and no temporary file. In between there is no
-    moment at which neither has the name, in which a killed process would lose both."""
+    """Until the block ends the old content is there; afterwards the new one, and no temporary file. There is no moment at
+    which neither has the name, in which a killed process would lose both."""
     path, seen = tmp_path / "f.txt", []
     path.write_text("old")
 

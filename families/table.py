@@ -27,7 +27,10 @@ class Family:
     activation_names: tuple[str, ...] = ()  # of the activation, beside those in ACTIVATIONS
 
 
+# The keys of biases, as `Family.biases` has them.
 NO_BIAS = ("", "", "")
+QKV_BIAS = ("attention_bias", "", "")
+ALL_BIASES = ("attention_bias", "attention_bias", "mlp_bias")
 OWN_WIDTH = "moe_intermediate_size"  # of experts, where the MLP of layers without experts has another width
 GEMMA = {"num_key_value_heads": 4, "head_dim": 256, "tie_word_embeddings": True, "sliding_window": 4096}
 GEMMA |= {"query_pre_attn_scalar": 256, "attn_logit_softcapping": 0.0, "final_logit_softcapping": 0.0}
@@ -91,14 +94,14 @@ FAMILIES: dict[str, Family] = {
         {"num_key_value_heads": 2, "head_dim": 128, "rms_norm_eps": 1.5625e-7, "partial_rotary_factor": 0.5}
         | {"attention_bias": True},
         {"norms": "both", "neighbours": True},
-        ("attention_bias", "", ""),
+        QKV_BIAS,
     ),
     "glm4_moe": Family(
         {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5, "use_qk_norm": False}
         | {"num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True, "n_shared_experts": 1}
         | {"first_k_dense_replace": 1, "routed_scaling_factor": 1.0},
         {"sigmoid_router": True},
-        ("attention_bias", "", ""),
+        QKV_BIAS,
         width=OWN_WIDTH,
     ),
     "gpt_oss": Family(
@@ -108,9 +111,9 @@ FAMILIES: dict[str, Family] = {
         {"activation": "swiglu_clamped", "expert_bias": True, "sinks": True},
         windows="pattern",
     ),
-    "granite": Family(GRANITE, biases=("attention_bias", "attention_bias", "mlp_bias")),
+    "granite": Family(GRANITE, biases=ALL_BIASES),
     "hunyuan_v1_dense": Family({"rms_norm_eps": 1e-5, "alpha": 0.0}, {"qk_norm": True, "late_qk_norm": True}),
-    "llama": Family(biases=("attention_bias", "attention_bias", "mlp_bias")),
+    "llama": Family(biases=ALL_BIASES),
     "ministral": Family(
         # by default every layer has the window, and there are at most 1000
         {"num_key_value_heads": 8, "sliding_window": 4096, "sliding_window_pattern": 1001},
@@ -177,9 +180,7 @@ FAMILIES: dict[str, Family] = {
         biases=("attention_bias", "attention_out_bias", "mlp_bias"),
     ),
     "smollm3": Family(
-        {"num_key_value_heads": 4, "rope_theta": 2e6, "no_rope_layer_interval": 4},
-        biases=("attention_bias", "attention_bias", "mlp_bias"),
-        windows="switch",
+        {"num_key_value_heads": 4, "rope_theta": 2e6, "no_rope_layer_interval": 4}, biases=ALL_BIASES, windows="switch"
     ),
 }
 # Why some families are refused.

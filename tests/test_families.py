@@ -288,12 +288,13 @@ def test_what_a_folder_of_gemma_3_leaves_out_is_what_transformers_assumes():
 
 def test_what_a_config_of_gemma_4_leaves_out_is_what_transformers_assumes():
     """Catches defaults of another family: published config.json files leave out much."""
-    transformers, raw = pytest.importorskip("transformers"), {**BASE, **GEMMA4}
-    for changes in (
-        {},
-        {"attention_k_eq_v": True, "num_global_key_value_heads": 1},
-        {"layer_types": ["sliding_attention"] * 6},
-    ):
+    transformers, raw, kinds = (
+        pytest.importorskip("transformers"),
+        BASE | GEMMA4,
+        ("full_attention", "sliding_attention"),
+    )
+    keys_as_values = {"attention_k_eq_v": True, "num_global_key_value_heads": 1}
+    for changes in ({}, keys_as_values, {"layer_types": ["sliding_attention"] * 6}):
         ours = ModelConfig.from_hf(raw | changes)
         theirs = transformers.Gemma4TextConfig(**{k: v for k, v in (raw | changes).items() if k != "model_type"})
         layers = theirs.per_layer_config
@@ -301,9 +302,7 @@ def test_what_a_config_of_gemma_4_leaves_out_is_what_transformers_assumes():
         assert [bool(w) for w in ours.windows] == [kind == "sliding_attention" for kind in theirs.layer_types]
         assert (ours.token_inputs, max(ours.windows), ours.logits_cap) == (256, theirs.sliding_window, 0)
         ropes = theirs.rope_parameters
-        assert [r.theta for r, _ in ours.ropes] == [
-            ropes[k]["rope_theta"] for k in ("full_attention", "sliding_attention")
-        ]
+        assert [r.theta for r, _ in ours.ropes] == [ropes[kind]["rope_theta"] for kind in kinds]
         assert ours.rope.kind == "proportional" and ours.rope.partial == 0.25
     one = {"rope_type": "default", "rope_theta": 1e4}  # the same numbers mean other angles in heads of another size
     same = ModelConfig.from_hf(raw | {"rope_parameters": {"full_attention": one, "sliding_attention": one}})

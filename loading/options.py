@@ -59,7 +59,8 @@ class LoadOptions:
         "model folder, .gguf file, or org/name in the Hugging Face cache (default: the demo)", str(DEMO), metavar="DIR"
     )
     sha256: str | None = option(
-        "first compare the files with their SHA256SUMS (stored), or the weights with a digest", metavar="stored|HEX"
+        "first compare the files with their SHA256SUMS (stored), or the weights file with a digest",
+        metavar="stored|HEX",
     )
     slots: int | None = option(
         "sequences decoded together; 0: 8, or what memory holds (default: 1; for a server or --input: 0)", least=0
@@ -74,9 +75,8 @@ class LoadOptions:
     quant: str | None = option("round float weights at load, as quantize.py does without options", choices=QUANTS)
     lora: str | tuple[str, ...] | None = option(
         "LoRA adapter of the model in PEFT's layout, a folder; a draft head of the model goes on drafting. A server "
-        "takes several, each as DIR or NAME=DIR, and a request's model names one of them or the base model",
-        metavar="DIR",
-    )
+        "takes several, each DIR or NAME=DIR, and a request's model names one of them or the base", metavar="DIR",
+    )  # fmt: skip
     threads: int | None = option(  # far more would end the process where OpenMP starts them
         "CPU threads (default: OMP_NUM_THREADS, or else one for each physical core)", least=1, most=4096
     )
@@ -102,18 +102,18 @@ class LoadOptions:
     check: bool = option("on a GPU compare the kernels with their references, as a model's first use does", False)
     kv: str = option(
         "dtype of the KV cache. model is that of the activations, float32 on a CPU; float16 (CPU kernels only) and int8: "
-        "smaller; auto: float16 with the CPU kernels if the checkpoint has 16 bits or fewer, else model",
-        "auto", KV_CACHES,
+        "smaller; auto: float16 with the CPU kernels for checkpoints of at most 16 bits, else model", "auto", KV_CACHES,
     )  # fmt: skip
     eagle: str | None = option(
         "draft head (EAGLE-1/2/3, DFlash, DFlash2, DSpark, JetSpec): folder, .safetensors, .bin, .pth, or org/name in "
-        "the Hugging Face cache; mtp: the model's own MTP layer (default where it has one); none: no head",
-        metavar="HEAD",
-    )
+        "the Hugging Face cache; mtp: the model's own MTP layer (default if there is one); none: no head", metavar="HEAD",
+    )  # fmt: skip
     head_quant: str = option(
         "auto: round the float linears of a quantized model's draft head to int8; none: leave them", "auto", HEAD_QUANTS,
     )  # fmt: skip
-    eagle_config: tuple[str, ...] = option("for a head without a config.json (repeatable)", (), metavar="KEY=VALUE")
+    eagle_config: tuple[str, ...] = option(
+        "a value for a head without config.json (repeatable)", (), metavar="KEY=VALUE"
+    )
     drafter: str = option(
         "default: what --eagle, --draft-checkpoint or --medusa selects; ngram and lookahead need no file", "", DRAFTERS
     )
@@ -129,8 +129,7 @@ class LoadOptions:
     )
     prune: int | None = option(
         "skip nodes of a head's tree whose acceptance probability is below PERCENT; needs the C++ CPU kernels "
-        "(default: from the measured cost of a node if --tree is not given; otherwise 0)",
-        metavar="PERCENT", least=0, most=99,
+        "(default: from the measured cost of a node without --tree, else 0)", metavar="PERCENT", least=0, most=99,
     )  # fmt: skip
     draft_vocab: int = option("EAGLE-1/2: draft only the K most frequent tokens", 0, metavar="K", least=0)
     draft_vocab_text: str | None = option("rank tokens by this text, not by the tokenizer alone", metavar="FILE")

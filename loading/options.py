@@ -59,8 +59,7 @@ class LoadOptions:
         "model folder, .gguf file, or org/name in the Hugging Face cache (default: the demo)", str(DEMO), metavar="DIR"
     )
     sha256: str | None = option(
-        "first compare the files with their SHA256SUMS (stored), or the weights file with a digest",
-        metavar="stored|HEX",
+        "first compare the files with SHA256SUMS (stored), or the weights file with a digest", metavar="stored|HEX"
     )
     slots: int | None = option(
         "sequences decoded together; 0: 8, or what memory holds (default: 1; for a server or --input: 0)", least=0
@@ -111,9 +110,7 @@ class LoadOptions:
     head_quant: str = option(
         "auto: round the float linears of a quantized model's draft head to int8; none: leave them", "auto", HEAD_QUANTS,
     )  # fmt: skip
-    eagle_config: tuple[str, ...] = option(
-        "a value for a head without config.json (repeatable)", (), metavar="KEY=VALUE"
-    )
+    eagle_config: tuple[str, ...] = option("value for a head without config.json (repeatable)", (), metavar="KEY=VALUE")
     drafter: str = option(
         "default: what --eagle, --draft-checkpoint or --medusa selects; ngram and lookahead need no file", "", DRAFTERS
     )

@@ -58,27 +58,18 @@ def chat(conversation: Conversation) -> int:
 def terminal_reader() -> Callable[[], str]:
     """What reads a message at a terminal: with arrow keys, the history of all chats, and a paste as one message."""
     from prompt_toolkit import PromptSession
-    from prompt_toolkit.history import FileHistory, History, InMemoryHistory
-    from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+    from prompt_toolkit.history import FileHistory
+    from prompt_toolkit.key_binding import KeyBindings
 
-    def _history() -> History:
-        """What was typed in earlier chats, in a file that only this user can read; of this chat alone without a file."""
-        file = cache.folder() / "chat_history"
-        try:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            with os.fdopen(os.open(file, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)):
-                file.chmod(0o600)
-        except OSError:
-            return InMemoryHistory()
-        return FileHistory(str(file))
-
+    file, history = cache.folder() / "chat_history", None
+    with contextlib.suppress(OSError):  # without a file the history is that of this chat alone
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with os.fdopen(os.open(file, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)):
+            file.chmod(0o600)  # only this user can read it
+        history = FileHistory(str(file))
     keys = KeyBindings()
-
-    @keys.add("escape", "enter")
-    def new_line(event: KeyPressEvent) -> None:
-        event.current_buffer.insert_text("\n")
-
-    session: PromptSession[str] = PromptSession(key_bindings=keys, history=_history())
+    keys.add("escape", "enter")(lambda event: event.current_buffer.insert_text("\n"))
+    session: PromptSession[str] = PromptSession(key_bindings=keys, history=history)
     return lambda: session.prompt("\n> ")
 
 

@@ -22,8 +22,8 @@ from engine.engine import Engine
 from engine.results import Chunk, GenerationResult
 from engine.streams import Stream
 from support import cache
-from support.errors import BadFileError, UsageError, one_line
-from support.files import INDEX_LIMIT, read_json, write_json
+from support.errors import BadFileError, UsageError
+from support.files import INDEX_LIMIT, read_json, write_json, writing_errors
 from support.progress import say
 from text.splitter import THOUGHT, Piece, Splitter
 from text.template import answer_room, newest_turns
@@ -238,10 +238,9 @@ class Conversation:
         """Write the messages to a file."""
         if not file or not self.messages:
             raise UsageError("/save FILE writes the conversation to a file, once there is one.")
-        try:
-            write_json(Path(file).expanduser(), {"messages": self.messages})
-        except OSError as error:
-            raise BadFileError(one_line(error)) from error
+        path = Path(file).expanduser()
+        with writing_errors(path):
+            write_json(path, {"messages": self.messages})
         say(f"{len(self.messages)} messages written to {file}")
 
     def load(self, file: str) -> None:

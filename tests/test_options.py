@@ -13,17 +13,7 @@ from decoding.params import SUGGESTED, SamplingParams, with_suggestions
 from families.config import DTYPES
 from loading import options
 from loading.drafting import BY_PRICE, default_tree, find_tuned_tree, resolve, tree_shape, tuned_tree_path, with_tree
-from loading.options import (
-    DEMO,
-    LoadOptions,
-    add_options,
-    add_sampling,
-    options_from,
-    parse_ids,
-    read_option,
-    sampling_from,
-    settings_given,
-)
+from loading.options import DEMO, LoadOptions
 from support.errors import UsageError
 from tree import NAMES, parse_tree
 from weights.checkpoint import Checkpoint
@@ -57,14 +47,14 @@ def typed(name: str) -> list[str]:
 
 def parsed(*words: str, names: tuple[str, ...] = (), **defaults) -> dict:
     parser = argparse.ArgumentParser()
-    add_options(parser, *names, **defaults)
-    return options_from(parser.parse_args(words), *names)
+    options.add_options(parser, *names, **defaults)
+    return options.options_from(parser.parse_args(words), *names)
 
 
 def test_every_option_is_declared_with_its_flag_and_its_help():
     """A field that the command line does not have, or that --help does not explain."""
     parser = argparse.ArgumentParser()
-    add_options(parser)
+    options.add_options(parser)
     arguments = {a.dest: a for a in parser._actions if a.dest != "help"}
     assert list(arguments) == list(DECLARED) and TYPED.keys() == arguments.keys()
     for name, f in DECLARED.items():
@@ -100,12 +90,12 @@ def test_a_command_may_have_some_options_and_defaults_of_its_own():
 def test_read_option_reads_what_an_arm_of_the_benchmark_says(name):
     """An arm that measures another value than the one in its name; `compile=yes` or `ctx=1e3` taken for something."""
     word, value = TYPED[name]
-    assert read_option(name, "on" if word is None else word) == value
+    assert options.read_option(name, "on" if word is None else word) == value
     if name not in (*NUMBERS, *SWITCHES):
         return
     for text in ("", "yes", "True", "-1", "1.5", "1e3"):
         with pytest.raises(UsageError, match=f"{name}={text!r}; allowed: ") as error:
-            read_option(name, text)
+            options.read_option(name, text)
         assert "\n" not in str(error.value)
 
 
@@ -264,8 +254,8 @@ SETTINGS |= {
 
 def sampled(*words: str, names: tuple[str, ...] = (), **defaults) -> SamplingParams:
     parser = argparse.ArgumentParser()
-    add_sampling(parser, *names, **defaults)
-    return sampling_from(parser.parse_args(words))
+    options.add_sampling(parser, *names, **defaults)
+    return options.sampling_from(parser.parse_args(words))
 
 
 @pytest.mark.parametrize("name", SETTINGS)
@@ -289,9 +279,9 @@ def test_settings_of_a_request_with_defaults_of_a_command():
 def test_what_the_user_left_out_is_known():
     """A default that hides from a command whether its user chose it: the model's own settings could never apply."""
     parser = argparse.ArgumentParser()
-    add_sampling(parser, of_model=True, max_new_tokens="many")
-    assert settings_given(parser.parse_args([])) == {}
-    given = settings_given(parser.parse_args("--top-p 1 --stop a --stop b --stop-ids 2".split()))
+    options.add_sampling(parser, of_model=True, max_new_tokens="many")
+    assert options.settings_given(parser.parse_args([])) == {}
+    given = options.settings_given(parser.parse_args("--top-p 1 --stop a --stop b --stop-ids 2".split()))
     assert given == {"top_p": 1.0, "stop": ["a", "b"], "stop_ids": (2,)}
     help = " ".join(parser.format_help().split())
     assert "(default: many)" in help and "(default: the model's, or else 0.0)" in help
@@ -340,10 +330,10 @@ def test_choices_are_those_of_the_rooms_they_are_from():
 
 def test_ids_are_read_or_named():
     """A list of ids cut at the first thing that is none."""
-    assert parse_ids(" 5, 17,9,") == (5, 17, 9) and parse_ids("") == ()
+    assert options.parse_ids(" 5, 17,9,") == (5, 17, 9) and options.parse_ids("") == ()
     for text in ("1,x", "1;2", "1.5", "0x10"):
         with pytest.raises(argparse.ArgumentTypeError, match=f"^'{text}': expected comma-separated integers"):
-            parse_ids(text)
+            options.parse_ids(text)
 
 
 def test_the_default_tree_on_a_gpu_is_small():

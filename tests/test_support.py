@@ -32,16 +32,6 @@ from support.errors import (
     one_line,
     run_command,
 )
-from support.files import (
-    append_json_lines,
-    check_folder,
-    directory_written_whole,
-    read_json,
-    read_json_lines,
-    write_json,
-    write_text,
-    written_whole,
-)
 from support.machine import freed_memory_returns, zeros
 from support.progress import Progress
 from support.startup import without_collector
@@ -182,25 +172,25 @@ def test_a_file_appears_whole(tmp_path, monkeypatch):
         real(source, target)
 
     monkeypatch.setattr(os, "replace", watched)
-    with written_whole(path) as temporary:
+    with files.written_whole(path) as temporary:
         temporary.write_text("half")
         assert path.read_text() == "old" and temporary.parent == path.parent
         temporary.write_text("new")
     assert seen == ["old"] and path.read_text() == "new" and list(tmp_path.iterdir()) == [path]
-    write_text(str(path), "é")
+    files.write_text(str(path), "é")
     assert path.read_bytes() == "é".encode()
-    write_json(path, {"b": 1, "a": [1.5, None]})
+    files.write_json(path, {"b": 1, "a": [1.5, None]})
     assert path.read_text() == '{\n  "a": [\n    1.5,\n    null\n  ],\n  "b": 1\n}\n'
-    assert read_json(path) == {"a": [1.5, None], "b": 1}
+    assert files.read_json(path) == {"a": [1.5, None], "b": 1}
 
 
-@pytest.mark.parametrize("writing", (written_whole, directory_written_whole))
+@pytest.mark.parametrize("writing", (files.written_whole, files.directory_written_whole))
 @pytest.mark.parametrize("old", (False, True))
 @pytest.mark.parametrize("error", FAILURES, ids=lambda error: type(error).__name__)
 def test_a_failure_leaves_what_was_there_and_nothing_else(error, old, writing, tmp_path):
     """A failure in the block that leaves half a file or directory, loses the old one, or does not say where it was."""
     path, full_disk = tmp_path / "model", isinstance(error, OSError)
-    put = fill if writing is directory_written_whole else Path.write_text
+    put = fill if writing is files.directory_written_whole else Path.write_text
     if old:
         put(path, "old")
     before = held(tmp_path)
@@ -212,18 +202,18 @@ def test_a_failure_leaves_what_was_there_and_nothing_else(error, old, writing, t
     if full_disk:  # it does not say where by itself
         assert caught.value.__cause__ is error and str(path) in text and "No space left on device" in text
     assert full_disk or caught.value is error
-    assert isinstance(caught.value, ValueError) == (full_disk and writing is directory_written_whole)
+    assert isinstance(caught.value, ValueError) == (full_disk and writing is files.directory_written_whole)
 
 
 def test_links_and_pipes_stay_what_they_are(tmp_path):
     """A link still points to its file, which has the new content; a pipe is written to."""
     (tmp_path / "real").write_text("old")
     (tmp_path / "link").symlink_to("real")
-    write_text(tmp_path / "link", "new")
+    files.write_text(tmp_path / "link", "new")
     assert (tmp_path / "link").is_symlink() and (tmp_path / "real").read_text() == "new"
     os.mkfifo(tmp_path / "pipe")
     reader = os.open(tmp_path / "pipe", os.O_RDWR | os.O_NONBLOCK)
-    write_text(tmp_path / "pipe", "text")
+    files.write_text(tmp_path / "pipe", "text")
     assert os.read(reader, 9) == b"text" and (tmp_path / "pipe").is_fifo()
     os.close(reader)
 
@@ -235,16 +225,16 @@ def test_what_a_dead_process_left_is_deleted_and_nothing_else(tmp_path):
     kept = {"f.1.part", "f.txt.1x.part", f"f.txt.{os.getppid()}.part", "f.txt.part", f"g.txt.{gone.pid}.part"}
     for name in (*kept, f"f.txt.{gone.pid}.part", f"f.txt.{gone.pid}.tmp"):
         (tmp_path / name).touch()
-    write_text(tmp_path / "f.txt", "new")
+    files.write_text(tmp_path / "f.txt", "new")
     assert {p.name for p in tmp_path.iterdir()} == kept | {"f.txt"}
 
 
 def test_a_folder_that_is_missing_is_named_before_the_work(tmp_path):
     """A file in a missing folder is a UsageError that names the flag."""
     for path in (None, tmp_path / "f.json", "f.json"):
-        check_folder("--json", path)
+        files.check_folder("--json", path)
     with pytest.raises(UsageError, match="--json .*no folder"):
-        check_folder("--json", tmp_path / "none" / "f.json")
+        files.check_folder("--json", tmp_path / "none" / "f.json")
 
 
 def test_a_directory_is_exchanged_in_one_step(tmp_path, monkeypatch):
@@ -254,23 +244,23 @@ def test_a_directory_is_exchanged_in_one_step(tmp_path, monkeypatch):
     path = tmp_path / "model"
     fill(path, "old")
     monkeypatch.setattr(files.os, "replace", lambda *names: pytest.fail(f"two renames: {names}"))
-    with directory_written_whole(path) as unfinished:
+    with files.directory_written_whole(path) as unfinished:
         fill(unfinished, "new")
     assert held(tmp_path) == {"model/sub/a": "new"}
 
 
 def test_a_file_that_cannot_be_written_is_an_error(tmp_path):
     """The OSError names the path that the user gave."""
-    write_text(tmp_path / "f.txt", "old")
+    files.write_text(tmp_path / "f.txt", "old")
     for path in (tmp_path / "none" / "f.txt", tmp_path / "f.txt" / "below"):
         with pytest.raises(OSError, match=f"'{path}'$"):  # not the name of the temporary file
-            write_text(path, "x")
+            files.write_text(path, "x")
     with pytest.raises(TypeError):
-        write_json(tmp_path / "f.txt", {"x": object()})
+        files.write_json(tmp_path / "f.txt", {"x": object()})
     (tmp_path / "d").mkdir()
     (tmp_path / "d" / "kept").touch()
     with pytest.raises(OSError):
-        write_text(tmp_path / "d", "x")
+        files.write_text(tmp_path / "d", "x")
     assert (tmp_path / "f.txt").read_text() == "old"
     assert sorted(p.name for p in tmp_path.rglob("*")) == ["d", "f.txt", "kept"]
 
@@ -288,12 +278,12 @@ def held(directory: Path) -> dict[str, str]:
 def test_a_directory_appears_whole(tmp_path):
     """Until the block ends the old directory is there; afterwards the new one, with none of the old files."""
     path = tmp_path / "out" / "model"
-    with directory_written_whole(path) as unfinished:
+    with files.directory_written_whole(path) as unfinished:
         fill(unfinished, "one")
         assert not path.exists() and unfinished.parent == path.parent
     assert held(tmp_path) == {"out/model/sub/a": "one"}
     (path / "stale").write_text("x")
-    with directory_written_whole(path) as unfinished:
+    with files.directory_written_whole(path) as unfinished:
         fill(unfinished, "two")
         assert held(path) == {"sub/a": "one", "stale": "x"}
     assert held(tmp_path) == {"out/model/sub/a": "two"} and list(path.parent.iterdir()) == [path]
@@ -314,7 +304,7 @@ def test_a_failure_between_the_two_renames_brings_the_old_directory_back(error, 
 
     monkeypatch.setattr(files.os, "replace", replace)
     monkeypatch.setattr(files, "_exchange", lambda a, b: False)  # as where the system cannot swap two names
-    with pytest.raises((ValueError, KeyboardInterrupt)), directory_written_whole(path) as unfinished:
+    with pytest.raises((ValueError, KeyboardInterrupt)), files.directory_written_whole(path) as unfinished:
         fill(unfinished, "new")
     assert held(tmp_path) == {"model/sub/a": "old"} and list(tmp_path.iterdir()) == [path]
 
@@ -325,14 +315,14 @@ def test_a_failure_between_the_two_renames_brings_the_old_directory_back(error, 
 def test_json_lines_come_back_in_order(tmp_path):
     """Appended values are read back in order, a missing folder is made, and what JSON cannot hold changes nothing."""
     path = tmp_path / "new" / "runs.jsonl"
-    assert read_json_lines(path) == []
+    assert files.read_json_lines(path) == []
     runs = [{"i": 0, "text": "a\nb é"}, {"i": 1}, {}]
     for number, run in enumerate(runs):
-        append_json_lines(path, run)
-        assert read_json_lines(path) == runs[: number + 1]
+        files.append_json_lines(path, run)
+        assert files.read_json_lines(path) == runs[: number + 1]
     with pytest.raises(TypeError):
-        append_json_lines(path, {"a": object()})
-    assert read_json_lines(path) == runs and path.read_bytes().count(b"\n") == 3
+        files.append_json_lines(path, {"a": object()})
+    assert files.read_json_lines(path) == runs and path.read_bytes().count(b"\n") == 3
 
 
 @pytest.mark.parametrize("torn", (b'{"i": 9, "te', b'{"i": 9}', b"\xc3", b"{}" * 9))
@@ -342,12 +332,12 @@ def test_a_torn_last_line_counts_for_nothing(torn, before, tmp_path):
     path = tmp_path / "runs.jsonl"
     path.touch()
     for run in before:
-        append_json_lines(path, run)
+        files.append_json_lines(path, run)
     with open(path, "ab") as file:
         file.write(torn)
-    assert read_json_lines(path) == before
-    append_json_lines(path, {"i": 2})
-    assert read_json_lines(path) == [*before, {"i": 2}]
+    assert files.read_json_lines(path) == before
+    files.append_json_lines(path, {"i": 2})
+    assert files.read_json_lines(path) == [*before, {"i": 2}]
 
 
 @pytest.mark.parametrize("bad", ("{", "[1]", "3", "null", '{"a": 1} x', "\ud800"))
@@ -356,10 +346,10 @@ def test_a_damaged_line_is_an_error_with_the_files_name(bad, tmp_path):
     path = tmp_path / "runs.jsonl"
     path.write_bytes(b'{"a": 1}\n' + bad.encode("utf-8", "surrogatepass") + b'\n{"a": 2}\n')
     with pytest.raises(ValueError, match="runs.jsonl") as error:
-        read_json_lines(path)
+        files.read_json_lines(path)
     assert "\n" not in str(error.value)
     with pytest.raises(ValueError, match="cannot be read"):
-        read_json_lines(tmp_path)
+        files.read_json_lines(tmp_path)
 
 
 @pytest.mark.parametrize("bad", (b"", b"{", b"[1]", b"3", b'{"a": NaN}', b"\xff", b"[" * 100_000, b"x" * 101))
@@ -368,10 +358,10 @@ def test_json_is_read_strictly(bad, tmp_path):
     path = tmp_path / "config.json"
     path.write_bytes(bad)
     with pytest.raises(ValueError, match="config.json") as error:
-        read_json(path, limit=100 if bad.startswith(b"x") else files.JSON_LIMIT)
+        files.read_json(path, limit=100 if bad.startswith(b"x") else files.JSON_LIMIT)
     assert "\n" not in str(error.value) and len(str(error.value)) < 300 + len(str(path))
     with pytest.raises(ValueError, match="none.json: cannot be read"):
-        read_json(tmp_path / "none.json")
+        files.read_json(tmp_path / "none.json")
 
 
 # ------------------------------------------------------------------ facts about the machine

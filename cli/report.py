@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
@@ -19,9 +18,9 @@ from engine.load import load
 from engine.ranks import RankedEngine
 from engine.results import GenerationResult
 from engine.stepping import ASKED_FOR
+from support import progress
 from support.cache import tally
 from support.machine import describe_device, peak_memory, read_bandwidth, size_text, versions
-from support.progress import Progress
 
 # options that the JSON holds as they are
 OPTIONS = ("checkpoint", "dtype", "lora", "eagle", "draft_checkpoint", "medusa", "ngram_nodes", "compile")
@@ -78,18 +77,13 @@ def ranks_json(engine: Engine) -> dict[str, Any]:
     }
 
 
-def to_stderr(text: str) -> None:
-    """Print a line."""
-    print(text, file=sys.stderr, flush=True)
-
-
 class Report:
     """Writes the lines to stderr, or gives them to `say`. `quiet` drops them all."""
 
-    def __init__(self, quiet: bool, say: Callable[[str], None] = to_stderr):
+    def __init__(self, quiet: bool, say: Callable[[str], None] = progress.say):
         self.quiet = quiet
         self.say = say
-        self.loading = Progress(quiet or say is not to_stderr)
+        self.loading = progress.Progress(quiet or say is not progress.say)
         self.bandwidth = 0.0  # bytes per second
         self.alone = 0.0  # of `kernels.seconds_alone`, what was reported already
 

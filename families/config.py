@@ -314,7 +314,8 @@ class ModelConfig:
             windows = (*windows[:-1], 0)  # the last layer sees everything, whatever layer_types says
             facts |= _read_kinds(read, windows)
             if facts.get("num_local_experts"):
-                facts["dense_size"], width = width, read.integer(OWN_WIDTH)
+                facts["dense_size"] = width
+                width = read.integer(OWN_WIDTH)
         if "first_k_dense_replace" in read.defaults:
             dense = read.integer("first_k_dense_replace", None, 0, layers - 1)
             facts |= {"dense_layers": dense, "dense_size": read.integer("intermediate_size") if dense else 0}
@@ -401,7 +402,8 @@ def _read_numbers(read: ConfigReader, hidden: int) -> dict[str, float]:
     def number(key: str, low: float = 1e-6) -> float:
         return read.number(key, None, low, 1e6)
 
-    found, defaults = {}, read.defaults
+    found: dict[str, float] = {}
+    defaults = read.defaults
     if "logits_scaling" in defaults:
         names = ("attention_multiplier", "embedding_multiplier", "residual_multiplier")
         found = {name: number(name) for name in names} | {"logits_multiplier": 1 / number("logits_scaling")}

@@ -343,7 +343,8 @@ def build_drafter(
 
 
 def _new_drafter(model: Transformer, options: LoadOptions, head: DraftHead | None, draft: Checkpoint | None) -> Drafter:
-    B, kind, tree = options.slots, options.drafter_kind, build_trees(options, model.device)
+    B, kind = options.slots, options.drafter_kind
+    tree = build_trees(options, model.device)
     rounds = {"match": "", "multi-round": "without", "multi-round-replacement": "with"}[options.verify]
     rule = DraftRule(options.draft_noise, rounds)
     length = options.ctx + tree_shape(options)[0] + 1

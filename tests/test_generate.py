@@ -217,6 +217,8 @@ def test_prompt_ids_need_no_tokenizer(tmp_path, capsys):
         (["--threads", "1000000000"], 2, "allowed: 1 to 4096"),
         ([*EAGLE, "--verify", "multi-round", "--tree", "dynamic:16,4,4"], 2, "multi-round"),
         ([*EAGLE, "--verify", "multi-round", "--prove"], 2, "multi-round"),
+        (["--tp", "0"], 2, "--tp: '0'; allowed: 1 or more."),
+        (["--slots", "-1"], 2, "--slots: '-1'; allowed: 0 or more."),
         (["--threads", "two"], 2, "--threads: 'two'; allowed: 1 or more."),
         (["--prompt", "", "-p=b"], 2, "-p is given twice; give one prompt"),
         (["-f", "x", "--prompt-file", "-"], 2, "--prompt-file is given twice; give one prompt"),

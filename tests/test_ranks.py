@@ -270,7 +270,6 @@ def test_ranks_with_other_checkpoints_are_refused(folder, other, message):
 @pytest.mark.parametrize("words, env, message", [
     (["--tp", "2"], {"WORLD_SIZE": "3", "RANK": "0"}, "torchrun started 3 processes"),
     (["--tp", "3"], {}, "4 attention heads cannot be divided among 3. This model can be split among 2."),
-    (["--tp", "0"], {}, "allowed: 1 or more"),
 ])  # fmt: skip
 def test_numbers_of_processes_that_do_not_fit_are_refused(words, env, message, monkeypatch, capsys):
     """A number of processes that does not fit is one line and exit code 2.

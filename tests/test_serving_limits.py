@@ -306,7 +306,6 @@ def test_the_command_says_what_is_wrong_in_one_line(capsys, monkeypatch):
         taken.listen()
         cases = {
             "cannot listen on": ["--port", str(taken.getsockname()[1])],
-            "slots is -1": ["--slots", "-1"],
             "temperature is -1.0": ["--temperature", "-1"],
         }
         for said, arguments in cases.items():

@@ -27,6 +27,7 @@ from kernels.records import Accepted, Memory, StepBuffers
 from model import Transformer
 
 PHASES = ("draft", "verify", "accept")  # accept is choosing, walking and committing
+Mark = Callable[[str], None]  # told where a step is: at its "start", and at the end of each of PHASES
 HISTORY = 128  # features kept for a drafter that catches up: more than Pacer.PLAIN and the longest run of a step
 # the buffers of a DecodeState whose first axis is the batch
 PER_ROW = """tokens n root count features history done produced limit stop_ids seen counts allowed segments""".split()
@@ -165,13 +166,17 @@ def draft_input(
     return DraftInput(*buffers, state.sampling, mode, state.seen, state.counts, parts, bias, state.kv, state.segments)
 
 
+def unmarked(phase: str) -> None:
+    """The `Mark` of a step that nobody times."""
+
+
 class Observer:
     """Watches the steps of an engine (`Engine.add_observer`). A subclass overrides what it needs."""
 
     marks: bool = False  # whether `mark` wants to be called
 
     def mark(self, phase: str) -> None:
-        """Called inside a step: with "start" before it, then at the end of each of PHASES."""
+        """Called inside a step, as a `Mark`."""
 
     def step(self, output: StepOutput, results: Sequence[Any]) -> None:
         """Called after the host has read a step, with the tensors of that step.
@@ -180,52 +185,59 @@ class Observer:
         """
 
 
-def decode_step(
-    model: Transformer, drafter: Drafter, state: DecodeState, mode: SamplingMode,
-    mark: Callable[[str], None] | None = None, parts: StepParts = UNCOMPILED,
-) -> StepOutput:  # fmt: skip
-    """One step for all sequences: fixed shapes, in place on `state`, no host sync.
+def marker(observers: Sequence[Observer]) -> Mark:
+    """Tells those of the observers that want to know it where a step is."""
+    marking = [observer for observer in observers if observer.marks]
 
-    mark(phase) is called at the end of each of PHASES, if given. parts: compiled functions to use.
-    """
-    draft, noise = draft_phase(drafter, state, mode, parts)
-    if mark is not None:
-        mark("draft")
+    def mark(phase: str) -> None:
+        for observer in marking:
+            observer.mark(phase)
+
+    return mark if marking else unmarked
+
+
+def decode_step(
+    model: Transformer, drafter: Drafter, state: DecodeState, mode: SamplingMode, mark: Mark = unmarked,
+    parts: StepParts = UNCOMPILED,
+) -> StepOutput:  # fmt: skip
+    """One step for all sequences: fixed shapes, in place on `state`, no host sync. parts: faster functions to use."""
+    draft, noise = draft_phase(drafter, state, mode, mark, parts)
     return verify_phase(model, drafter, state, mode, draft, noise, mark, parts)
 
 
 def draft_phase(
-    drafter: Drafter, state: DecodeState, mode: SamplingMode, parts: StepParts = UNCOMPILED
+    drafter: Drafter, state: DecodeState, mode: SamplingMode, mark: Mark, parts: StepParts
 ) -> tuple[Draft, Tensor | None]:
     """The first half of a step: the drafted tree, and the target's noise [B, D + 1, V], None for greedy decoding.
 
     A pruned tree is rarely D deep. Its noise is made afterwards, only for the depth that it has.
     """
+    mark("start")
 
     def noise(rows: int) -> Tensor:
         return sampling.noise_ahead(state.sampling.seed, state.n, rows, state.hashes)
 
-    if not (mode.sample and drafter.prunes(mode)):
-        ahead = noise(drafter.D + 1) if mode.sample else None
-        return drafter.draft(draft_input(state, mode, ahead, parts)), ahead
-    draft = drafter.draft(draft_input(state, mode, None, parts))
-    return draft, noise(int(draft.depth.max()) + 1)
+    pruned = mode.sample and drafter.prunes(mode)
+    ahead = noise(drafter.D + 1) if mode.sample and not pruned else None
+    draft = drafter.draft(draft_input(state, mode, ahead, parts))
+    if pruned:
+        ahead = noise(int(draft.depth.max()) + 1)
+    mark("draft")
+    return draft, ahead
 
 
 def verify_phase(
     model: Transformer, drafter: Drafter, state: DecodeState, mode: SamplingMode, draft: Draft, noise: Tensor | None,
-    mark: Callable[[str], None] | None = None, parts: StepParts = UNCOMPILED,
+    mark: Mark, parts: StepParts,
 ) -> StepOutput:  # fmt: skip
     """The second half: run the target on the tree, accept and commit."""
     nodes = model.nodes(state.n, draft.depth, draft.ancestors, state.slots, state.segments)
     hidden_states, taps = model(draft.tokens, nodes, state.kv, drafter.taps, parts.layers, state.memory)
     logits = model.logits(hidden_states)
-    if mark is not None:
-        mark("verify")
+    mark("verify")
     features = hidden_states if taps is None else taps
     out = accept_and_commit(drafter, draft, logits, features, noise, state, mode)
-    if mark is not None:
-        mark("accept")
+    mark("accept")
     return out
 
 

@@ -10,20 +10,16 @@ the allowed tokens, so the text is the same with every drafter.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Sequence
-from functools import partial
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from decoding.drafter import Draft, Drafter, StepParts
-from decoding.params import SamplingMode, Thought
-from decoding.step import DecodeState, StepOutput, draft_phase, verify_phase
+from decoding.drafter import Draft
+from decoding.params import Thought
 from engine.grammar_text import GrammarError, in_one_line, llguidance_package, ready_grammar
-from engine.runner import Runner
-from model import Transformer
 from text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -307,60 +303,11 @@ def draft_forced(forced: Sequence[int], tokens: list[int], parent: Sequence[int]
     return changed
 
 
-Mark = Callable[[str], None] | None
-Half = tuple[tuple, Callable[[], Any]]  # of a step: the key of its graph, and what it runs
+def constrain(draft: Draft, out: Tensor, constraints: Sequence[Constraint | None], multi_round: str) -> None:
+    """Write what is allowed into out [B, N, W], and forced tokens into draft.tokens. Multi-round drafts stay as drawn.
 
-
-class ConstrainedSteps:
-    """Runs a step in two halves, each of which is a graph of its own where steps are captured."""
-
-    def __init__(self, model: Transformer, runner: Runner, parts: StepParts):
-        self.model = model
-        self.runner = runner
-        self.parts = parts
-
-    def capture(self, *step: Any) -> None:
-        """Capture both halves, while all sequences are finished. The arguments are those of `launch`."""
-        drafting, verifying = self._halves(*step)
-        self.runner.capture(*drafting)
-        if drafting[0] in self.runner.graphs:
-            self.runner.capture(*verifying(*self.runner.graphs[drafting[0]][1]))
-
-    def launch(
-        self, drafter: Drafter, mode: SamplingMode, state: DecodeState, mark: Mark,
-        constraints: Sequence[Constraint | None],
-    ) -> StepOutput:  # fmt: skip
-        """Run one step. Waits for the drafted tokens.
-
-        constraints: one for each of the first rows; None, and rows beyond them: everything is allowed.
-        mark: as in `step.decode_step`. The host's work counts as a part of verification.
-        """
-        drafting, verifying = self._halves(drafter, mode, state, mark)
-        draft, noise = self.runner.run(*drafting)
-        _constrain(draft, state.allowed, constraints, drafter.multi_round)
-        return self.runner.launch(*verifying(draft, noise))
-
-    def _halves(self, drafter: Drafter, mode: SamplingMode, state: DecodeState, mark: Mark) -> tuple[Half, Callable]:
-        """The halves of a step, each with the key of its graph. The second one is made from the draft and its noise."""
-        key = drafter.N, drafter.D, mode, len(state.done)
-
-        def draft() -> tuple[Draft, Tensor | None]:
-            if mark is not None:
-                mark("start")
-            drafted = draft_phase(drafter, state, mode, self.parts)
-            if mark is not None:
-                mark("draft")
-            return drafted
-
-        def verifying(draft: Draft, noise: Tensor | None) -> Half:
-            run = partial(verify_phase, self.model, drafter, state, mode, draft, noise, mark, self.parts)
-            return (*key, "verify"), run
-
-        return ((*key, "draft"), draft), verifying
-
-
-def _constrain(draft: Draft, out: Tensor, constraints: Sequence[Constraint | None], multi_round: str) -> None:
-    """Write what is allowed into out [B, N, W], and forced tokens into draft.tokens. Multi-round drafts stay as drawn."""
+    constraints: one for each of the first rows; None, and rows beyond them: everything is allowed. Waits for the draft.
+    """
     N = draft.tokens.shape[1]
     allowed = torch.full((len(out), N, out.shape[-1]), -1, dtype=torch.int32)
     tokens, parent, valid = (column.tolist() for column in (draft.tokens, draft.parent, draft.valid))

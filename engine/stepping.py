@@ -7,16 +7,17 @@ import statistics
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
 import kernels
-from decoding.drafter import UNCOMPILED, Drafter, PlainDrafter
+from decoding.drafter import UNCOMPILED, Draft, Drafter, PlainDrafter
 from decoding.params import SamplingMode, SamplingParams
-from decoding.step import RING, DecodeState, Observer, StepOutput, decode_step
+from decoding.step import RING, DecodeState, Observer, StepOutput, decode_step, draft_phase, marker, verify_phase
 from engine.fused import compiled_blocks, fused_parts
-from engine.grammar import ConstrainedSteps, Constraint
+from engine.grammar import Constraint, constrain
 from engine.prefill import CHUNKS, Prefill
 from engine.runner import Runner
 from loading.drafting import DraftHead
@@ -27,6 +28,9 @@ from model import Transformer
 LAG = 2  # steps that run ahead of the host on a GPU
 KV_DTYPES = {"float16": torch.float16, "int8": torch.int8}  # of options.KV_CACHES; the others are the model's
 ASKED_FOR = "asked for"  # why speculation stays on: the user wants it
+Call = tuple[
+    tuple, Callable[[], Any]
+]  # a step, or a half of one: the key of its graph, and a function without arguments
 
 
 @dataclass(frozen=True)
@@ -98,9 +102,9 @@ class Stepper:
         self.lag = (LAG if on_gpu else 0) if config.lag is None else config.lag
         self._check_config()
         self.always_on = self._why_always_on()
-        stand_in = PlainDrafter(model, features_of=drafter)
-        self.fallback: Drafter | None = None if self.always_on else stand_in
-        self.state = self._allocate()
+        self.fallback = None if self.always_on else PlainDrafter(model, features_of=drafter)
+        history = self.fallback is not None
+        self.state = DecodeState(model, drafter, self.batch_size, self.ctx, history, config.kv_dtype, config.pool)
         self.whole = View(self.batch_size, self.state, self.drafter)
         self._views = {self.batch_size: self.whole}
         self.compiled = ""  # what torch.compile makes: nothing, the "blocks" of the model, or the whole "step"
@@ -109,7 +113,6 @@ class Stepper:
         captured = config.compile and on_gpu and self.compiled != "step"
         self.runner = Runner(self.state.ring, self.state.step, torch.cuda if on_gpu else None, captured)
         self._compile()
-        self.constrained = ConstrainedSteps(model, self.runner, self.parts)
         # seconds of a plain and of a speculative step, by the settings and the number of rows
         self.timings: dict[tuple[SamplingMode, int], tuple[float, float]] = {}
         self.step_seconds: tuple[float, float] | None = None  # those of the present steps
@@ -134,16 +137,10 @@ class Stepper:
             return "with multi-round verification the tokens depend on the drafter"
         return ASKED_FOR if self.config.eagle_always or self.drafter.D == 0 else self.drafter.always_on
 
-    def _allocate(self) -> DecodeState:
-        history = self.fallback is not None
-        config = self.config
-        return DecodeState(self.model, self.drafter, self.batch_size, self.ctx, history, config.kv_dtype, config.pool)
-
     def _compile(self) -> None:
         """Set up the functions that steps and prefill run. Nothing is compiled before their first call."""
         self.parts = compiled_blocks() if self.compiled == "blocks" else UNCOMPILED
-        self._step: Callable[..., StepOutput] = decode_step
-        self._plain_step: Callable[..., StepOutput] = decode_step
+        self._step = self._plain_step = decode_step
         layers = None
         if self.backend.mode == "cpu":
             self.parts = fused_parts()
@@ -153,10 +150,10 @@ class Stepper:
             return
         # Inductor captures no step that writes a buffer whose address may change
         _mark_static(self.state.buffers() + self.drafter.buffers())
+        compile = partial(torch.compile, fullgraph=True, dynamic=False, mode="reduce-overhead")
+        self._step = compile(decode_step)
         # torch limits recompilations per code object, so the plain step gets a code object of its own
-        plain_step = lambda *args, **named: decode_step(*args, **named)  # noqa: E731
-        self._step = torch.compile(decode_step, fullgraph=True, dynamic=False, mode="reduce-overhead")
-        self._plain_step = torch.compile(plain_step, fullgraph=True, dynamic=False, mode="reduce-overhead")
+        self._plain_step = compile(lambda *args, **named: decode_step(*args, **named))
 
     def view(self, rows: int) -> View:
         """The first rows. A GPU and compiled steps have views of 1, 2, 4, 8, ... rows, a CPU has one of each number."""
@@ -245,10 +242,9 @@ class Stepper:
         """Stop showing steps to `observer`."""
         self.observers.remove(observer)
 
-    def step(self, mode: SamplingMode, mark: Callable[[str], None] | None = None) -> StepOutput:
+    def step(self, mode: SamplingMode) -> StepOutput:
         """Run one speculative step now, on the state as it is and without its graph. For measurements."""
-        marks = {} if mark is None else {"mark": mark}
-        return self._step(self.model, self.drafter, self.state, mode, parts=self.parts, **marks)
+        return self._step(self.model, self.drafter, self.state, mode, parts=self.parts)
 
     def graph(self, mode: SamplingMode) -> Any:
         """The CUDA graph that replays such a step, or None."""
@@ -312,43 +308,40 @@ class Stepper:
 
     def _capture(self, drafter: Drafter, mode: SamplingMode, view: View) -> None:
         with self.backend.active():
-            if mode.grammar:
-                return self.constrained.capture(drafter, mode, view.state, self._marker())
-            self.runner.capture(*self._step_call(drafter, mode, view))
+            if not mode.grammar:
+                return self.runner.capture(*self._step_call(drafter, mode, view))
+            key, draft = self._draft_call(drafter, mode, view)
+            self.runner.capture(key, draft)
+            if key in self.runner.graphs:
+                self.runner.capture(*self._verify_call(drafter, mode, view, *self.runner.graphs[key][1]))
 
-    def _marker(self) -> Callable[[str], None] | None:
-        """Tells the observers of phases where a step is. None if there are no such observers."""
-        marking = [observer for observer in self.observers if observer.marks]
-
-        def mark(phase: str) -> None:
-            for observer in marking:
-                observer.mark(phase)
-
-        return mark if marking else None
-
-    def _step_call(self, drafter: Drafter, mode: SamplingMode, view: View) -> tuple[tuple, Callable[[], StepOutput]]:
-        """The key of a step's graph, and the step as a function without arguments."""
+    def _step_call(self, drafter: Drafter, mode: SamplingMode, view: View) -> Call:
+        """A step. One with grammars is split in two instead, because the host reads the draft in between (`launch`)."""
         step = self._plain_step if drafter is self.fallback else self._step
-        named = {"parts": self.parts}
-        mark = self._marker()
-        if mark is not None:
-            named["mark"] = mark
+        run = partial(step, self.model, drafter, view.state, mode, mark=marker(self.observers), parts=self.parts)
+        return (drafter.N, drafter.D, mode, view.rows), run
 
-        def call() -> StepOutput:
-            if mark is not None:
-                mark("start")
-            return step(self.model, drafter, view.state, mode, **named)
+    def _draft_call(self, drafter: Drafter, mode: SamplingMode, view: View) -> Call:
+        run = partial(draft_phase, drafter, view.state, mode, marker(self.observers), self.parts)
+        return (drafter.N, drafter.D, mode, view.rows, "draft"), run
 
-        return (drafter.N, drafter.D, mode, view.rows), call
+    def _verify_call(
+        self, drafter: Drafter, mode: SamplingMode, view: View, draft: Draft, noise: torch.Tensor | None
+    ) -> Call:
+        known = self.model, drafter, view.state, mode, draft, noise
+        run = partial(verify_phase, *known, marker(self.observers), self.parts)
+        return (drafter.N, drafter.D, mode, view.rows, "verify"), run
 
     def launch(
         self, drafter: Drafter, mode: SamplingMode, view: View, constraints: Sequence[Constraint | None] = ()
     ) -> StepOutput:
         """Launch a step of this drafter on the rows of a view. constraints: of the rows, for a mode with grammars."""
         with self.backend.active():
-            if mode.grammar:
-                return self.constrained.launch(drafter, mode, view.state, self._marker(), constraints)
-            return self.runner.launch(*self._step_call(drafter, mode, view))
+            if not mode.grammar:
+                return self.runner.launch(*self._step_call(drafter, mode, view))
+            draft, noise = self.runner.run(*self._draft_call(drafter, mode, view))
+            constrain(draft, view.state.allowed, constraints, drafter.multi_round)
+            return self.runner.launch(*self._verify_call(drafter, mode, view, draft, noise))
 
 
 def _mark_static(buffers: Sequence[torch.Tensor]) -> None:

@@ -206,7 +206,6 @@ def test_two_graphs_hold_a_step():
     """The halves of a step are captured as two graphs, which serve all grammars with the right tokens."""
     for tree in (MEDUSA, TREES["dynamic"]):
         engine = with_graphs(words_engine(tree))
-        engine.constrained.runner = engine.runner
         for seed, grammar in enumerate((*WORDS, WORDS[0])):
             params = request(grammar, seed=seed)
             want = words_engine().generate(PROMPTS[0], params).run()[0].token_ids

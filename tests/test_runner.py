@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from cli.steps import Gauge
 from decoding.drafter import Drafter, StepParts
-from decoding.step import HISTORY, RING, Observer, decode_step
+from decoding.step import HISTORY, RING, DecodeState, Observer, decode_step
 from drafters.draft_model import DraftModelDrafter
 from drafters.lookahead import LookaheadDrafter
 from drafters.ngram import NGramDrafter, WithNGrams
@@ -406,7 +406,8 @@ def test_a_failed_capture_says_so_and_leaves_the_engine_usable(when):
 
 # Where a request can be cut short. Every one of these methods is made to fail with every kind of error.
 POINTS = {
-    Engine: "_allocate first_runs _capture _measure launch",
+    DecodeState: "__init__",
+    Engine: "first_runs _capture _measure launch",
     Prefill: "read catch_up",
     Request: "begin take cached",
     Batch: "_admit _arrange _launch _end",
@@ -466,8 +467,8 @@ def test_the_engine_survives_every_injection_point(owner, point, after, monkeypa
         with monkeypatch.context() as patch:
             patch.setattr(owner, point, failing)
             with pytest.raises(error, match=f"planted in {point}"):
-                (accident_engine(graphs) if point == "_allocate" else engine).generate_batch(PROMPTS[:2], params).run()
-        if point == "_allocate":
+                (accident_engine(graphs) if owner is DecodeState else engine).generate_batch(PROMPTS[:2], params).run()
+        if owner is DecodeState:
             engine = accident_engine(graphs)
         for rows in (2,) if after else (1, 2):
             assert texts(engine.generate_batch(PROMPTS[:rows], params).run()) == fresh_outcome(rows)

@@ -36,10 +36,10 @@ BOUNDS = (
 
 
 class SettingError(ValueError):
-    """A value that a setting may not have, in one line. `setting` is the field of SamplingParams."""
+    """A value that a setting may not have, in one line. It begins with the `setting`, a field of SamplingParams."""
 
-    def __init__(self, setting: str, message: str):
-        super().__init__(message)
+    def __init__(self, setting: str, problem: str):
+        super().__init__(f"{setting} {problem}")
         self.setting = setting
 
 
@@ -121,26 +121,26 @@ class SamplingParams:
             if value is None and name in ("logprobs", "prompt_logprobs"):
                 continue
             if isinstance(value, bool) or not isinstance(value, kind) or not low <= value <= high:
-                raise SettingError(name, f"{name} is {value!r:.80}; allowed: {allowed}")
+                raise SettingError(name, f"is {value!r:.80}; allowed: {allowed}")
         for name in ("stop_ids", "stop"):
             if not isinstance(values[name], (list, tuple)):
-                raise SettingError(name, f"{name} is {values[name]!r:.80}; allowed: a tuple. Wrap the value in one.")
+                raise SettingError(name, f"is {values[name]!r:.80}; allowed: a tuple. Wrap the value in one.")
             object.__setattr__(self, name, tuple(values[name]))
         if not isinstance(self.grammar, str):
-            why = f"grammar is {self.grammar!r:.80}; allowed: a text. Use json_grammar for a JSON schema."
-            raise SettingError("grammar", why)
+            what = f"is {self.grammar!r:.80}; allowed: a text. Use json_grammar for a JSON schema."
+            raise SettingError("grammar", what)
         if self.grammar and self.min_new_tokens:
-            why = "min_new_tokens does not go with a grammar, whose text ends where it is complete. Leave one out."
+            why = "does not go with a grammar, whose text ends where it is complete. Leave one out."
             raise SettingError("min_new_tokens", why)
         object.__setattr__(self, "logit_bias", _bias_pairs(self.logit_bias))
         for token in self.stop_ids:
             if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < 2**31:
-                raise SettingError("stop_ids", f"stop_ids has {token!r:.80}; allowed: ids >= 0. Correct or remove it.")
+                raise SettingError("stop_ids", f"has {token!r:.80}; allowed: ids >= 0. Correct or remove it.")
         if len(self.stop) > 16:
-            raise SettingError("stop", f"stop has {len(self.stop)} strings; allowed: at most 16. Remove some.")
+            raise SettingError("stop", f"has {len(self.stop)} strings; allowed: at most 16. Remove some.")
         for text in self.stop:
             if not isinstance(text, str) or not 1 <= len(text.encode("utf-8", "surrogatepass")) <= 1024:
-                raise SettingError("stop", f"stop has {text!r:.40}; allowed: 1 to 1024 bytes of text each. Shorten it.")
+                raise SettingError("stop", f"has {text!r:.40}; allowed: 1 to 1024 bytes of text each. Shorten it.")
 
     @property
     def mode(self) -> SamplingMode:
@@ -154,21 +154,19 @@ class SamplingParams:
 
 def _bias_pairs(bias: Mapping[int, float] | Sequence[tuple[int, float]]) -> tuple[tuple[int, float], ...]:
     """The pairs of a `logit_bias`. Raises SettingError for anything that is not allowed."""
-    what = "logit_bias is {!r:.80}; allowed: {{id: a number from -100 to 100}}. Correct or remove it."
+    what = "is {!r:.80}; allowed: {{id: a number from -100 to 100}}. Correct or remove it."
     try:
         pairs = [(token, value) for token, value in (bias.items() if isinstance(bias, Mapping) else bias)]
     except (TypeError, ValueError):
         raise SettingError("logit_bias", what.format(bias)) from None
     if len(pairs) > MAX_BIAS:
-        why = f"logit_bias has {len(pairs)} tokens; allowed: at most {MAX_BIAS}. Remove some."
-        raise SettingError("logit_bias", why)
-    for pair in pairs:
-        token, value = pair
+        raise SettingError("logit_bias", f"has {len(pairs)} tokens; allowed: at most {MAX_BIAS}. Remove some.")
+    for token, value in pairs:
         known = isinstance(token, int) and isinstance(value, Real) and not {bool} & {type(token), type(value)}
         if not (known and 0 <= token < 2**31 and -100 <= value <= 100):
-            raise SettingError("logit_bias", what.format(pair))
+            raise SettingError("logit_bias", what.format((token, value)))
     if len(dict(pairs)) < len(pairs):
-        raise SettingError("logit_bias", "logit_bias names a token twice; allowed: once each. Remove one of them.")
+        raise SettingError("logit_bias", "names a token twice; allowed: once each. Remove one of them.")
     return tuple((int(token), float(value)) for token, value in pairs)
 
 

@@ -16,7 +16,6 @@ import copy
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -42,7 +41,7 @@ BEHIND = 100  # tokens of plain steps after which a drafter catches up, whether 
 class Launched(NamedTuple):
     """A step under way."""
 
-    rows: tuple[Request | None, ...]
+    rows: list[Request | None]
     speculative: bool
     output: StepOutput
 
@@ -201,7 +200,7 @@ class Batch:
             except StopIteration as end:
                 self._reading = None
                 read += len(request.prompt) - request.result.cached_tokens
-                self._take(request, partial(request.begin, *end.value))
+                self._take(request, request.begin, *end.value)
             except (ArithmeticError, GrammarError) as error:
                 self._end(request, error)
             request.result.prefill_seconds += time.perf_counter() - started
@@ -213,15 +212,16 @@ class Batch:
         if self.choice is not None:
             self.choice.set([request.adapter if request else 0 for request in rows])
 
-    def _take(self, request: Request, take: Callable[[], object]) -> None:
-        """Let a request take what was decoded. A grammar that cannot be followed ends that request alone."""
+    def _take(self, request: Request, take: Callable[..., int | None], *decoded: Any) -> None:
+        """Let a request take what was decoded. Where it cannot be used, that ends this request alone."""
         try:
-            take()
+            position = take(*decoded)
         except GrammarError as error:
-            self._end(request, error)
-        else:
-            if request.finished:
-                self._end(request)
+            return self._end(request, error)
+        if position is not None:
+            self._end(request, not_finite(self.engine.model, self.engine.state, position))
+        elif request.finished:
+            self._end(request)
 
     def _admit(self) -> bool:
         """Give the first request that waits a row. False if there is none, or no free row, or no room in the cache."""
@@ -321,8 +321,7 @@ class Batch:
         self._make_room(row, tokens, prompt)
         text = self.texts[row]
         restored = self.prompt_cache.exchange(state, drafter, row, text, prompt)
-        common = gains[best]
-        if self.rows[best] is None or common < usable(text, prompt, drafter) + WORTHWHILE:
+        if self.rows[best] is None or gains[best] < usable(text, prompt, drafter) + WORTHWHILE:
             return restored
         common = common_length(held[best].ids, prompt)
         drafted = min(common, held[best].drafted)
@@ -338,7 +337,7 @@ class Batch:
         tree = self.engine.drafter.tree
         while not (isinstance(tree, TreeTables) and tree.mixed):
             free = self.rows.index(None) if None in self.rows else len(self.rows)
-            last = max((r.row for r in self.rows if r and not self._is_read(r)), default=0)
+            last = max((request.row for request in self._live()), default=0)
             if last <= free:
                 return
             self._swap(free, last)
@@ -413,10 +412,10 @@ class Batch:
                     request.drafted = request.length
             self._speculating = speculating
         drafter = view.drafter if self._speculating else engine.fallback
-        constraints = [r.constraint if r and not self._is_read(r) else None for r in self.rows[: view.rows]]
+        rows = [request if request in live else None for request in self.rows[: view.rows]]
+        constraints = [request and request.constraint for request in rows]
         while self._speculating is speculating and len(self._pending) <= lag:
             output = engine.launch(drafter, mode, view, constraints)
-            rows = tuple(r if r in live else None for r in self.rows[: view.rows])
             self._pending.append(Launched(rows, self._speculating, output))
 
     def _hand_out(self) -> None:
@@ -440,9 +439,4 @@ class Batch:
         for b, request in there:
             logprobs = launched.output.logprobs
             part = ring[b], nodes, launched.speculative, plain, logprobs and logprobs.row(b), seconds
-            self._take(request, partial(self._step, request, *part))
-
-    def _step(self, request: Request, *part: Any) -> None:
-        position = request.take(*part)
-        if position is not None:
-            self._end(request, not_finite(self.engine.model.dtype, self.engine.state.kv[0].dtype, position))
+            self._take(request, request.take, *part)

@@ -124,8 +124,8 @@ class Intake:
             if len(self.stop_ids(params)) > MAX_STOP_IDS:
                 raise ValueError(f"{len(self.stop_ids(params))} stop ids; allowed: at most {MAX_STOP_IDS}.")
             for token in (token for token, _ in params.logit_bias if token >= V):
-                why = f"logit_bias has the id {token}; allowed: 0 to {V - 1}, the vocabulary. Remove it."
-                raise SettingError("logit_bias", why)
+                what = f"has the id {token}; allowed: 0 to {V - 1}, the vocabulary. Remove it."
+                raise SettingError("logit_bias", what)
             if params.stop and self.tokenizer is None:
                 raise ValueError("stop strings need a tokenizer, and this checkpoint has none; use stop ids.")
             if not prompt:

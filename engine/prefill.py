@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterable, Sequence
 from functools import partial
 from numbers import Integral
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -126,7 +126,12 @@ class Prefill:
 
     def logits(self, row: int, text: list[int], mode: SamplingMode) -> tuple[Tensor, Tensor | None]:
         """Fill the caches with a text; logits [1, 1, V] after its last token, and the noise of that position."""
-        return _result(self._logits(row, text, mode, 0))
+        parts = self._logits(row, text, mode, 0)
+        while True:
+            try:
+                next(parts)
+            except StopIteration as end:
+                return end.value
 
     def _logits(
         self, row: int, text: list[int], mode: SamplingMode, start: int, alone: Callable[[], bool] = lambda: True,
@@ -163,7 +168,7 @@ class Prefill:
         state.features[row, 0] = features[0, take - 1]
         logits = self.model.logits(hidden_states[:, take - 1 : take])
         if not bool(sampling.finite(logits).all()):
-            raise not_finite(self.model.dtype, self.state.kv[0].dtype, P - 1)
+            raise not_finite(self.model, state, P - 1)
         if not mode.sample:
             return logits, None
         before = torch.tensor([P - 1], device=device)
@@ -175,7 +180,7 @@ class Prefill:
             part = nexts[:, at : at + SCORED]
             logits = self.model.logits(hidden_states[:, at : at + part.shape[1]])
             if not bool(sampling.finite(logits).all()):
-                raise not_finite(self.model.dtype, self.state.kv[0].dtype, start + at)
+                raise not_finite(self.model, self.state, start + at)
             scores.append(sampling.logprobs_of(logits, part).row(0))
 
     def penalised(self, row: int, logits: Tensor, text: Sequence[int], prompt: int, mode: SamplingMode) -> Tensor:
@@ -210,15 +215,6 @@ class Prefill:
             self.drafter.prefill(row, tokens[None], features[None], torch.full_like(level[:1], at))
 
 
-def _result(parts: Generator[None, None, Any]) -> Any:
-    """What a generator returns, after all its parts."""
-    while True:
-        try:
-            next(parts)
-        except StopIteration as end:
-            return end.value
-
-
 def _run_chunk(
     model: Transformer, drafter: Drafter, state: DecodeState, row: int, tokens: Tensor, nexts: Tensor, start: Tensor,
     keep: Tensor, layers: Callable | None = None,
@@ -240,9 +236,11 @@ def _run_chunk(
     return hidden_states, features
 
 
-def not_finite(dtype: torch.dtype, kv_dtype: torch.dtype, position: int) -> ArithmeticError:
+def not_finite(model: Transformer, state: DecodeState, position: int) -> ArithmeticError:
     """The error for logits that are not finite at a position."""
-    hint = "fp16 overflow? Try --dtype bfloat16 or float32." if dtype == torch.float16 else "Are the weights damaged?"
-    if dtype != kv_dtype == torch.float16:
+    hint = "Are the weights damaged?"
+    if model.dtype == torch.float16:
+        hint = "fp16 overflow? Try --dtype bfloat16 or float32."
+    elif state.kv[0].dtype == torch.float16:
         hint = "Keys or values above 65,504? Try --kv model."
     return advised(ArithmeticError(f"logits became non-finite at token {position}."), hint)

@@ -275,15 +275,18 @@ def end_with_the_leader() -> None:
 
 
 class RankedBatch(Batch):
-    """The requests of an engine in several processes. Rank 0 says which of them begin and end, and when all go on."""
+    """The requests of an engine in several processes. Rank 0 says which of them begin and end, and when all go on.
+
+    All ranks call `go_on`, `stop` and `compare` at the same time (`_together`).
+    """
+
+    engine: RankedEngine
 
     def __init__(self, engine: RankedEngine):
         super().__init__(engine)
-        self.ranked = engine
-        self.known: dict[int, Request] = {}  # by the number that all ranks know
+        self.known: dict[int, Request] = {}  # those whose tokens are compared next, by the number that all ranks know
         self._arrived: deque[Request] = deque()
         self._count = 0  # of requests
-        self._checked: list[Request] = []  # those whose tokens are compared next
 
     @property
     def busy(self) -> bool:
@@ -292,25 +295,32 @@ class RankedBatch(Batch):
     def submit(self, request: Request) -> None:
         self._arrived.append(request)
 
-    def enter(self, request: Request) -> None:
-        """Queue the next request. All ranks call it for the same one."""
+    def begin(self, prompt: list[int], params: SamplingParams) -> None:
+        """Queue a request that rank 0 has got. The other ranks call it."""
+        [request] = self.engine.requests([prompt], [params])
+        self._enter(request)
+
+    def _enter(self, request: Request) -> None:
         self.known[self._count] = request
         self._count += 1
-        self._checked.append(request)
         self.waiting.append(request)
+
+    def _together(self, name: str, *arguments: object) -> None:
+        """Call one of these methods here and, as rank 0, in the other ranks, which `follow`."""
+        self.engine.tell(name, *arguments)
+        getattr(self, name)(*arguments)
 
     def settle(self) -> None:
         ending = [number for number, request in self.known.items() if request.stopping and not request.ended]
         if ending:
             try:
                 with interrupts_wait():
-                    self.ranked.tell("stop", ending)
-                    self.stop(ending)
+                    self._together("stop", ending)
             except RankLost as error:  # Ctrl-C may have ended the others: then their requests end here
                 self._lose(error)
 
     def stop(self, numbers: Sequence[int]) -> None:
-        """End these requests. All ranks call it."""
+        """End these requests."""
         for number in numbers:
             self._end(self.known[number])
 
@@ -330,36 +340,31 @@ class RankedBatch(Batch):
             self._end(request, error)
 
     def _lead(self) -> None:
-        with interrupts_wait(), self.ranked.ranks.lost():
+        with interrupts_wait(), self.engine.ranks.lost():
             while self._arrived:
                 request = self._arrived[0]
-                self.ranked.tell("begin", request.prompt, request.params)
-                self.enter(self._arrived.popleft())
-            self.ranked.tell("next")
-            self.go_on()
+                self.engine.tell("begin", request.prompt, request.params)
+                self._enter(self._arrived.popleft())
+            self._together("go_on")
             if self.parts % CHECK_EVERY == 0 or not self.busy:
-                self.ranked.tell("compare")
-                self.compare()
+                self._together("compare")
 
     def compare(self) -> None:
-        """Raise RankLost unless all ranks have decoded the same tokens so far. All ranks call it."""
-        ranks = self.ranked.ranks
-        texts = ranks.gather([list(request.result.token_ids) for request in self._checked])
+        """Raise RankLost unless all ranks have decoded the same tokens so far."""
+        texts = self.engine.ranks.gather([list(request.result.token_ids) for request in self.known.values()])
         for rank, theirs in enumerate(texts):
             if theirs != texts[0]:
-                raise RankLost(
-                    f"rank {rank} decoded other tokens than rank 0: a bug, or hardware that computes differently."
-                )
-        self._checked = [request for request in self._checked if not request.ended]
+                why = "a bug, or hardware that computes differently"
+                raise RankLost(f"rank {rank} decoded other tokens than rank 0: {why}.")
         self.known = {number: request for number, request in self.known.items() if not request.ended}
 
     def _abandon(self, error: Exception | None) -> None:
         if isinstance(error, ExchangeFailed | dist.DistError):
             try:
-                with self.ranked.ranks.lost():
+                with self.engine.ranks.lost():
                     raise error
             except RankLost as lost:
-                if self.ranked.ranks.rank:  # this process ends, and rank 0 says why
+                if self.engine.ranks.rank:  # this process ends, and rank 0 says why
                     raise
                 error = lost
         super()._abandon(error)
@@ -445,17 +450,10 @@ def follow(engine: RankedEngine, ranks: Ranks) -> None:
             match ranks.tell():
                 case _, "end":
                     return ranks.leave()
-                case number, "begin", prompt, params:
-                    [request] = engines[number].requests([prompt], [params])
-                    engines[number].batch.enter(request)
-                case number, "next":
-                    engines[number].batch.go_on()
-                case number, "stop", numbers:
-                    engines[number].batch.stop(numbers)
-                case number, "compare":
-                    engines[number].batch.compare()
                 case number, "together", deed, *arguments:
-                    with contextlib.suppress(ValueError):  # as above
+                    with contextlib.suppress(ValueError):  # rank 0 raises it, too
                         made = deed(engines[number], *arguments)
                         if isinstance(made, RankedEngine):
                             engines[made.number] = made
+                case number, name, *arguments:  # of a method of its batch
+                    getattr(engines[number].batch, name)(*arguments)

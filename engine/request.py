@@ -97,7 +97,7 @@ class Request:
         self.stopping = True
 
     def begin(self, first: int, logprobs: Logprobs | None) -> None:
-        """Take the first token, which the prompt's forward gave, and what that says of the prompt."""
+        """Take the first token, which the prompt's forward gave, and what that forward says of the prompt."""
         self.length = len(self.prompt)
         self.drafted = len(self.prompt) - 1
         if self.scores is not None:

@@ -61,16 +61,12 @@ class Runner:
         self.graphs: dict[Hashable, tuple[Any, Any]] = {}
         self.stream = cuda.Stream() if cuda and capture else None
         self.pool = cuda.graph_pool_handle() if cuda and capture else None
-        self.issued = 0
-        self.taken = 0
-        self.replays = 0
+        self.issued = self.taken = self.replays = 0
 
     def begin(self) -> None:
         """Forget the steps issued so far. Those under way finish before any later one. No host sync."""
         self.counter.zero_()
-        self.issued = 0
-        self.taken = 0
-        self.replays = 0
+        self.issued = self.taken = self.replays = 0
 
     def launch(self, key: Hashable, step: Callable[[], Any]) -> Any:
         """Run `step`, or replay the graph captured under `key`. Returns the step's own output. No host sync."""
@@ -112,10 +108,8 @@ class Runner:
             self.graphs[key] = capture_graph(step, self.cuda, self.stream, self.pool)
         except Exception as error:
             self.capturing = False
-            raise RuntimeError(
-                f"the step could not be captured as a CUDA graph ({type(error).__name__}: {error}); "
-                "the next request on this engine runs its steps one kernel at a time."
-            ) from error
+            what = f"the step could not be captured as a CUDA graph ({type(error).__name__}: {error})"
+            raise RuntimeError(f"{what}; the next request runs its steps one kernel at a time.") from error
 
 
 class Pacer:

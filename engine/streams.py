@@ -109,7 +109,7 @@ def _program_runs() -> bool:
 
 
 class Stream:
-    """An iterator of Chunks. Its `results` fill while it runs.
+    """An iterator of Chunks. Its `results` fill while it runs. `result` is that of the first sequence.
 
     Any number of streams may run on one engine, also in one thread. They are decoded together, as many as the engine has
     rows, and the others wait for a row in the order of their first steps. A stream that nobody reads goes on while others
@@ -122,17 +122,13 @@ class Stream:
     def __init__(self, requests: Sequence[Request], driver: Driver):
         """requests: of one inbox, and not queued yet."""
         self.results = [request.result for request in requests]
+        self.result = self.results[0]
         self._requests = requests
         self._inbox = requests[0].inbox
         self._driver = driver
         self._entered = self._stopped = False
         self._entering = threading.Lock()
         self._reading = threading.RLock()
-
-    @property
-    def result(self) -> GenerationResult:
-        """The outcome of the first sequence. It is complete when the stream has ended."""
-        return self.results[0]
 
     def start(self, listener: Callable[[], None] | None = None) -> None:
         """Queue the requests now, not at the first step. listener: the engine's own thread decodes, and calls this
@@ -212,8 +208,7 @@ class Stream:
         self.close()
 
     def __del__(self) -> None:
-        for request in self._requests:  # any thread may collect garbage, also one that runs a step
-            request.stop()
+        self.stop()  # any thread may collect garbage, also one that runs a step
 
     def run(self) -> list[GenerationResult]:
         """Run to the end and return the results."""
@@ -225,30 +220,22 @@ class Stream:
 class AsyncStream:
     """An asynchronous iterator of Chunks: `async for chunk in engine.agenerate(prompt)`.
 
-    It is to an asyncio task what a Stream is to a thread. The steps run in the engine's own thread, whether or not the
-    task reads. A stream ends when the task that reads it is cancelled, when `aclose()` is called, and when it is dropped.
+    It is to an asyncio task what a Stream is to a thread, with the same `results` and `result`. The steps run in the
+    engine's own thread, whether or not the task reads. A stream ends when the task that reads it is cancelled, when
+    `aclose()` is called, and when it is dropped.
     """
 
     def __init__(self, stream: Stream):
         self._stream = stream
+        self.results, self.result = stream.results, stream.result
         self._news = asyncio.Event()
         self._reader: asyncio.Task[Any] | None = None
-
-    @property
-    def results(self) -> list[GenerationResult]:
-        """The outcomes of all sequences. They fill while the stream runs."""
-        return self._stream.results
-
-    @property
-    def result(self) -> GenerationResult:
-        """The outcome of the first sequence. It is complete when the stream has ended."""
-        return self._stream.result
 
     def __aiter__(self) -> AsyncIterator[Chunk]:
         return self
 
     async def __anext__(self) -> Chunk:
-        self._end_with(asyncio.current_task())
+        self._end_with(asyncio.current_task())  # there is one, because only a task runs a coroutine
         self._stream.start(partial(_set, asyncio.get_running_loop(), self._news))
         try:
             while not self._stream.ready:
@@ -262,9 +249,9 @@ class AsyncStream:
             raise StopAsyncIteration
         return chunk
 
-    def _end_with(self, task: asyncio.Task[Any] | None) -> None:
+    def _end_with(self, task: asyncio.Task[Any]) -> None:
         """Stop the stream when the task that reads it ends, whatever still refers to the stream."""
-        if task is None or self._reader is task:
+        if self._reader is task:
             return
         self._reader = task
         reference = weakref.ref(self)  # a task that lives on must not keep a stream that it dropped

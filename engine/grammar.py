@@ -46,18 +46,17 @@ class Grammars:
 
         Raises GrammarError for a grammar with an error, and ValueError where the model has no tokenizer or no stop id.
         """
+        matcher, numbers = self._matcher(grammar, stop_ids) if grammar else (None, None)
+        common = matcher, self.vocab_size, frozenset(stop_ids), self.tokenizer, numbers
         if thought is not None:
-            inner = self.constraint(grammar, stop_ids)
-            matcher, numbers = (inner.matcher, inner.numbers) if inner is not None else (None, None)
-            return AfterThought(matcher, self.vocab_size, frozenset(stop_ids), self.tokenizer, numbers, thought)
-        if not grammar:
-            return None
+            return AfterThought(thought, *common)
+        return Constraint(*common) if grammar else None
+
+    def _matcher(self, grammar: str, stop_ids: Sequence[int]) -> tuple[llguidance.LLMatcher, _Numbers | None]:
         if self.tokenizer is None:
             raise ValueError("a grammar needs a tokenizer, and this checkpoint has none.")
         if not stop_ids:
-            raise ValueError(
-                "a grammar needs a stop id to end the text with, and this model names none; pass stop_ids."
-            )
+            raise ValueError("a grammar ends its text with a stop id, and this model names none; pass stop_ids.")
         package = llguidance_package()
         key = tuple(sorted(set(stop_ids)))
         if key not in self._tables:
@@ -67,8 +66,7 @@ class Grammars:
         matcher = package.LLMatcher(self._tables[key], grammar, log_level=0)
         if matcher.is_error():
             raise GrammarError(f"the grammar has an error: {in_one_line(matcher.get_error())}")
-        numbers = self._numbers if grammar.is_json else None
-        return Constraint(matcher, self.vocab_size, frozenset(key), self.tokenizer, numbers)
+        return matcher, self._numbers if grammar.is_json else None
 
 
 class _Words:
@@ -122,7 +120,7 @@ class Constraint:
 
     def __init__(
         self, matcher: llguidance.LLMatcher | None, vocab_size: int, stop_ids: frozenset[int], tokenizer: Tokenizer,
-        numbers: _Numbers | None = None,
+        numbers: _Numbers | None,
     ):  # fmt: skip
         self.matcher = matcher
         self.tokenizer = tokenizer
@@ -140,9 +138,12 @@ class Constraint:
         for token in token_ids:
             if token in self.stop_ids:
                 return
-            if not self.matcher.consume_token(token):
-                self._refuse()
-            self._count(token)
+            self._take(token)
+
+    def _take(self, token: int) -> None:
+        if not self.matcher.consume_token(token):
+            self._refuse()
+        self._count(token)
 
     def _count(self, token: int) -> None:
         if self.numbers is not None:
@@ -210,26 +211,21 @@ class _Now(NamedTuple):
 
 
 class AfterThought(Constraint):
-    """A constraint that begins behind a thought, which it may have to close. matcher: None where anything may follow."""
+    """A constraint that begins behind a thought, which it may have to close. Its matcher is None where anything may
+    follow."""
 
-    def __init__(
-        self, matcher: llguidance.LLMatcher | None, vocab_size: int, stop_ids: frozenset[int], tokenizer: Tokenizer,
-        numbers: _Numbers | None, thought: Thought,
-    ):  # fmt: skip
-        super().__init__(matcher, vocab_size, stop_ids, tokenizer, numbers)
+    def __init__(self, thought: Thought, *common: Any):
+        super().__init__(*common)
         self.thought = thought
         self._end = thought.end.encode()
         self._open = torch.full((self.words,), -1, dtype=torch.int32)
-        if matcher is not None:  # the text that must come is not there yet
-            self._open &= ~self._chosen(stop_ids)
+        if self.matcher is not None:  # the text that must come is not there yet
+            self._open &= ~self._chosen(self.stop_ids)
         self._now = _Now(thought.begin, not thought.begin, (), 0, b"")
 
-    def take(self, token_ids: Sequence[int]) -> None:
-        for token in token_ids:
-            if token in self.stop_ids:
-                return
-            if self._step(token) and self.matcher is not None:
-                super().take([token])
+    def _take(self, token: int) -> None:
+        if self._step(token) and self.matcher is not None:
+            super()._take(token)
 
     def allowed(self) -> Tensor:
         now = self._now

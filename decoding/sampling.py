@@ -93,15 +93,8 @@ class SamplingState:
         for buffer, column in zip(buffers, zip(*bias, strict=True), strict=False):  # no columns without biases
             buffer[b, : len(bias)] = torch.tensor(column, dtype=buffer.dtype)
 
-    def row(self, b: int) -> "SamplingState":
-        """The settings of row b alone, as views of these buffers."""
-        return self._part(b, 1)
-
-    def first(self, rows: int) -> "SamplingState":
-        """The settings of the first rows, as views of these buffers."""
-        return self._part(0, rows)
-
-    def _part(self, begin: int, rows: int) -> "SamplingState":
+    def part(self, begin: int, rows: int = 1) -> "SamplingState":
+        """The settings of some rows, as views of these buffers."""
         view = copy.copy(self)
         vars(view).update({name: buffer.narrow(0, begin, rows) for name, buffer in vars(self).items()})
         return view

@@ -104,7 +104,7 @@ class DecodeState:
         """The buffers of the first rows alone, as views."""
         view = copy.copy(self)
         view.ring = self.ring.narrow(1, 0, rows)
-        view.sampling = self.sampling.first(rows)
+        view.sampling = self.sampling.part(0, rows)
         vars(view).update({name: vars(self)[name].narrow(0, 0, rows) for name in PER_ROW})
         view.memory = self.memory and Memory(*(t.narrow(0, 0, rows) for t in self.memory))
         return view
@@ -120,10 +120,7 @@ class DecodeState:
 
     def step_buffers(self) -> StepBuffers:
         """What a commit reads and writes, under the names that the kernels use."""
-        return StepBuffers(
-            self.tokens, self.n, self.root, self.count, self.produced, self.limit, self.done, self.stop_ids, self.ring,
-            self.features, self.history, self.step, self.segments,
-        )  # fmt: skip
+        return StepBuffers(*(getattr(self, name) for name in StepBuffers._fields))
 
     def buffers(self) -> list[Tensor]:
         """Every tensor of the state."""

@@ -271,9 +271,8 @@ class Batch:
 
     def _fits(self, tokens: int) -> bool:
         """Whether the cache has room for a request of so many tokens beside those that run."""
-        state = self.engine.state
         free = [b for b, request in enumerate(self.rows) if request is None]
-        return not state.scarce or self._places(tokens) <= self.pool.room(free)
+        return self._places(tokens) <= self.pool.room(free)
 
     def _places(self, tokens: int) -> int:
         """Places that a row needs for so many tokens, a tree behind them, and one trash row."""

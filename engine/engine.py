@@ -111,7 +111,7 @@ class Engine(Stepper, Intake):
             self.write_sampling(row, params, self.stop_ids(params), prompt)
             logits, noise = self.prefill.logits(row, list(text), params.mode)
             logits = self.prefill.penalised(row, logits, text, prompt, params.mode)
-            temperature = self.state.sampling.row(row).temperature
+            temperature = self.state.sampling.part(row).temperature
             keys = logits[0, 0] if noise is None else (logits + temperature * noise)[0, 0]
         distance = abs(float(keys[a] - keys[b]))
         largest = float(logits[0, 0, [a, b]].abs().max())

@@ -8,7 +8,7 @@ weights alive.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -36,7 +36,8 @@ def compiled_blocks(backend: str | Callable = "inductor") -> StepParts:
 
 def fused_parts() -> StepParts:
     """The parts of a step in which the C++ kernels run layers in one call, if they have all that the layers need."""
-    known: dict[nn.Module | TreeDrafter, Tensor | None] = {}
+    known: dict[nn.Module, Tensor | None] = {}
+    drafted_with = cache(static_draft)
 
     def stacked(owner: nn.Module, layers: Sequence[nn.Module], **how: Any) -> Tensor | None:
         if owner not in known:
@@ -67,9 +68,7 @@ def fused_parts() -> StepParts:
         return _run(x, residual, found, nodes, kv[None])[0]
 
     def draft_tree(drafter: TreeDrafter, inputs: DraftInput) -> Draft | None:
-        if drafter not in known:
-            known[drafter] = static_draft(drafter)
-        found, mode = known[drafter], inputs.mode
+        found, mode = drafted_with(drafter), inputs.mode
         problem = "a head of this kind is not pruned" if found is None and drafter.p_min else ""
         able = kernels.use_cpu("draft_tree", inputs.features, problem=problem)
         if found is None or mode.penalties or mode.filters or not able:

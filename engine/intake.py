@@ -105,39 +105,35 @@ class Intake:
 
     def requests(self, prompts: list[list[int]], params: Sequence[SamplingParams], adapter: str = "") -> list[Request]:
         """Requests with these settings, which are not queued yet and share an inbox."""
-        self._check_request(prompts, params)
+        if not prompts:
+            raise ValueError("no prompts; give at least one.")
         number = self.adapter_number(adapter)
         inbox, requests = Inbox(len(prompts)), []
         for index, (prompt, own) in enumerate(zip(prompts, params, strict=True)):
-            result = GenerationResult(len(prompt), own.temperature, own.seed, chain=self.chain)
             stop_ids = self.stop_ids(own)
+            self._check_request(prompt, own, stop_ids)
+            result = GenerationResult(len(prompt), own.temperature, own.seed, chain=self.chain)
             output = SequenceOutput(result, own, set(stop_ids), self.tokenizer)
             constraint = self.grammars.constraint(own.grammar, stop_ids, own.thought)
             requests.append(Request(prompt, own, output, constraint, inbox, index, number))
         return requests
 
-    def _check_request(self, prompts: list[list[int]], rows: list[SamplingParams]) -> None:
-        if not prompts:
-            raise ValueError("no prompts; give at least one.")
+    def _check_request(self, prompt: list[int], params: SamplingParams, stop_ids: tuple[int, ...]) -> None:
         V = self.model_config.vocab_size
-        for prompt, params in zip(prompts, rows, strict=True):
-            if len(self.stop_ids(params)) > MAX_STOP_IDS:
-                raise ValueError(f"{len(self.stop_ids(params))} stop ids; allowed: at most {MAX_STOP_IDS}.")
-            for token in (token for token, _ in params.logit_bias if token >= V):
-                what = f"has the id {token}; allowed: 0 to {V - 1}, the vocabulary. Remove it."
-                raise SettingError("logit_bias", what)
-            if params.stop and self.tokenizer is None:
-                raise ValueError("stop strings need a tokenizer, and this checkpoint has none; use stop ids.")
-            if not prompt:
-                raise ValueError("the prompt is empty; give at least one token (or text).")
-            for t in prompt:
-                if isinstance(t, bool) or not isinstance(t, int) or not 0 <= t < V:
-                    raise ValueError(f"prompt id {t!r} is outside the vocabulary; allowed: 0 to {V - 1}.")
-            need = len(prompt) + params.max_new_tokens
-            if need > self.ctx:
-                longest = self.model_config.max_positions
-                hint = f"Try --ctx {need}." if need <= longest else f"The model's limit is {longest:,}."
-                raise ValueError(
-                    f"prompt is {len(prompt):,} tokens; with --max-new-tokens {params.max_new_tokens:,} it needs "
-                    f"{need:,} of the {self.ctx:,} allocated. {hint}"
-                )
+        if len(stop_ids) > MAX_STOP_IDS:
+            raise ValueError(f"{len(stop_ids)} stop ids; allowed: at most {MAX_STOP_IDS}.")
+        for token in (token for token, _ in params.logit_bias if token >= V):
+            raise SettingError("logit_bias", f"has the id {token}; allowed: 0 to {V - 1}, the vocabulary. Remove it.")
+        if params.stop and self.tokenizer is None:
+            raise ValueError("stop strings need a tokenizer, and this checkpoint has none; use stop ids.")
+        if not prompt:
+            raise ValueError("the prompt is empty; give at least one token (or text).")
+        for t in prompt:
+            if isinstance(t, bool) or not isinstance(t, int) or not 0 <= t < V:
+                raise ValueError(f"prompt id {t!r} is outside the vocabulary; allowed: 0 to {V - 1}.")
+        need = len(prompt) + params.max_new_tokens
+        if need > self.ctx:
+            longest = self.model_config.max_positions
+            hint = f"Try --ctx {need}." if need <= longest else f"The model's limit is {longest:,}."
+            asked = f"prompt is {len(prompt):,} tokens; with --max-new-tokens {params.max_new_tokens:,} it needs"
+            raise ValueError(f"{asked} {need:,} of the {self.ctx:,} allocated. {hint}")

@@ -80,9 +80,7 @@ def follow_leader() -> None:
     """Entry point of a process that rank 0 started: load its part of the model, and follow rank 0."""
     told = json.loads(sys.stdin.readline())
     threading.Thread(target=end_with_the_leader, daemon=True).start()
-    options = told.pop("options")
-    for name, value in options.items():
-        options[name] = tuple(value) if isinstance(value, list) else value
+    options = {name: tuple(value) if isinstance(value, list) else value for name, value in told.pop("options").items()}
     with contextlib.suppress(RankLost):
         _load_part(LoadOptions(**options), Ranks(**told), None, lambda line: None)
 

@@ -110,7 +110,7 @@ class Prefill:
         logits = self.penalised(row, raw_logits, prompt, P, mode)
         if allowed is not None:
             logits = sampling.restrict(logits, allowed.to(logits.device).view(1, 1, -1))
-        choice = sampling.choose(logits, noise, state.sampling.row(row), mode)
+        choice = sampling.choose(logits, noise, state.sampling.part(row), mode)
         logprobs = sampling.logprobs_of(raw_logits, choice) if mode.logprobs else None
         first = choice[0, 0]
         state.tokens[row, :P] = torch.tensor(prompt, device=first.device)
@@ -157,11 +157,10 @@ class Prefill:
             if state.memory is not None and 0 < start and start + take == P:  # for a text that begins alike
                 at = start - int(state.memory.pending[row])
                 state.snapshots[row] = take_snapshot(state.memory, row, at, start)
-            hidden_states, features = self.forward(
-                self.model, self.drafter, state, row, chunk.to(device), nexts.to(device), where, keep
-            )
+            chunk, nexts = chunk.to(device), nexts.to(device)
+            hidden_states, features = self.forward(self.model, self.drafter, state, row, chunk, nexts, where, keep)
             if scores is not None:
-                self._score(scores, hidden_states, nexts[:, : min(take, P - 1 - start)].to(device), start)
+                self._score(scores, hidden_states, nexts[:, : min(take, P - 1 - start)], start)
             start += take
             if start < P:
                 yield
@@ -192,7 +191,7 @@ class Prefill:
         state, device = self.state, self.model.device
         if mode.bias:
             position = torch.full((1, 1), len(text), device=device)
-            logits = sampling.add_bias(logits, position, state.sampling.row(row))
+            logits = sampling.add_bias(logits, position, state.sampling.part(row))
         if not mode.penalties:
             return logits
         state.seen[row] = False
@@ -202,7 +201,7 @@ class Prefill:
         state.counts[row].scatter_add_(0, generated, torch.ones_like(generated, dtype=torch.int32))
         empty = torch.zeros(1, 1, 1, dtype=torch.int64, device=device)
         seen, counts = state.seen[row : row + 1], state.counts[row : row + 1]
-        return sampling.apply_penalties(logits, seen, counts, empty, empty.bool(), state.sampling.row(row))
+        return sampling.apply_penalties(logits, seen, counts, empty, empty.bool(), state.sampling.part(row))
 
     def catch_up(self, row: int, start: int, end: int) -> None:
         """Give the drafter the tokens start .. end - 1, which were decoded plainly. No host sync."""

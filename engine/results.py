@@ -126,11 +126,8 @@ def on_host(logprobs: Logprobs | None, tokens: int | None, likeliest: int | None
     """The first entries of Logprobs [P], or all, with as many of the likeliest tokens as the request asked for."""
     if logprobs is None or likeliest is None:
         return []
-    columns = (column[:tokens].tolist() for column in logprobs)
-    return [
-        TokenLogprob(chosen, list(zip(ids, top, strict=True))[:likeliest])
-        for chosen, top, ids in zip(*columns, strict=True)
-    ]
+    rows = zip(*(column[:tokens].tolist() for column in logprobs), strict=True)
+    return [TokenLogprob(chosen, list(zip(ids, top, strict=True))[:likeliest]) for chosen, top, ids in rows]
 
 
 class SequenceOutput:
@@ -175,7 +172,7 @@ class SequenceOutput:
             self.finish("length")
 
     def _cut_at_stop_string(self) -> bool:
-        places = [at for at in (self.text.find(s, max(0, self.shown)) for s in self.params.stop) if at >= 0]
+        places = [at for at in (self.text.find(s, self.shown) for s in self.params.stop) if at >= 0]
         if places:
             self.text = self.text[: min(places)]
             self.finish("stop")

@@ -99,7 +99,7 @@ def test_state_is_set_in_place_and_seeds_wrap():
     assert buffers == {name: value.data_ptr() for name, value in vars(state).items()}
     assert state.seed.tolist() == [5, 6, 6] and state.top_k.flatten().tolist() == [0, 0, 7]
     assert state.temperature.flatten().tolist() == [2.0**-126, 0.0, 1.0]
-    assert state.row(2).seed.tolist() == [6] and state.row(2).top_k.shape == (1, 1, 1)
+    assert state.part(2).seed.tolist() == [6] and state.part(2).top_k.shape == (1, 1, 1)
     with pytest.raises(ValueError, match="1 SamplingParams for 3 rows; pass one for all rows, or one per row"):
         state.set(rows[:1])
 

@@ -9,6 +9,7 @@ import json
 import math
 import random
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -39,7 +40,7 @@ from decoding import sampling
 from decoding import step as step_module
 from decoding.drafter import Draft, Drafter, PlainDrafter, StepParts
 from decoding.params import SamplingMode, SamplingParams
-from decoding.step import DecodeState, decode_step
+from decoding.step import RING, DecodeState, decode_step
 from drafters.trees import DraftRule
 from eagle_draft import EagleDrafter
 from engine import stepping
@@ -391,35 +392,27 @@ def test_engine_mutants_change_tokens(mutant, monkeypatch):
 # ------------------------------------------------------------------ stop rules
 
 
-def check_stops(engine_for):
-    """For every token of the text as a stop id: the ids, the reason and the counts end with its first occurrence."""
-    params = settings(2)
-    tokens = plain(params)
-    for k in range(len(tokens)):
-        if tokens[k] in tokens[:k]:
-            continue
-        stopping = settings(2, stop_ids=(96, tokens[k]))
-        result = engine_for(stopping).generate(PROMPT, stopping).run()[0]
-        assert tuple(result.token_ids) == tokens[: k + 1] and result.stop_reason == "eos"
-        assert consistent(result)
-        sizes = [len(step) for step in result.tokens_per_step]
-        assert sizes == [5] * (k // 5) + ([k % 5] if k % 5 else [])
-
-
 def test_stop_ids_inside_an_accepted_run():
-    """Catches tokens after a stop id that leak into ids, counts, tau or acceptance. The first token of the text can
-    be the stop id too."""
-    check_stops(lambda params: scripted("chain4", params))
+    """Catches tokens after a stop id that leak into ids, counts, tau or acceptance. Every token of the text is the stop
+    id once, also the first one."""
+    tokens = plain(settings(2))
+    for k in (tokens.index(token) for token in {*tokens}):
+        params = settings(2, stop_ids=(96, tokens[k]))
+        result = scripted("chain4", params).generate(PROMPT, params).run()[0]
+        assert tuple(result.token_ids) == tokens[: k + 1] and result.stop_reason == "eos" and consistent(result)
+        assert [len(step) for step in result.tokens_per_step] == [5] * (k // 5) + ([k % 5] if k % 5 else [])
 
 
-@pytest.mark.parametrize("tree", ("chain4", "random"))
+@pytest.mark.parametrize("tree", ("root", "chain4", "random"))
 def test_length_limit_inside_an_accepted_run(tree):
-    """Catches an accepted run that goes past max_new_tokens, and a count without the token that prefill gives."""
+    """Catches an accepted run that goes past max_new_tokens, and a count without the token that prefill gives, also on
+    the device: a batch would compute a step for nothing."""
     for limit in range(1, 14):
         params = settings(2, max_new_tokens=limit)
-        result = scripted(tree, params).generate(PROMPT, params).run()[0]
+        made = scripted(tree, params)
+        result = made.generate(PROMPT, params).run()[0]
         assert tuple(result.token_ids) == plain(settings(2))[:limit] and result.stop_reason == "length"
-        assert consistent(result)
+        assert consistent(result) and int(made.state.produced[0]) >= limit
 
 
 def test_the_last_slot_of_the_context():
@@ -504,47 +497,40 @@ def test_nothing_follows_a_stop_string_in_its_own_token():
     assert (result.text, result.stop_reason) == ("a" * stop_at + "b", "stop")
 
 
-def test_penalties_count_every_generated_token():
-    """Greedy tokens with penalties are those of a loop that counts them itself, from the first generated token on.
+def greedy_loop(prompt: list[int], params: SamplingParams) -> list[int]:
+    """Greedy tokens of a loop that adds biases, counts for penalties, and bans stop ids at the beginning by itself. Plain
+    and speculative decoding would agree on wrong tokens."""
+    wanted, stop = [], [token for token in params.stop_ids if token < V]
+    while len(wanted) < params.max_new_tokens and not {*wanted} & {*stop}:
+        z = MODEL.logits(MODEL.forward_train(torch.tensor([prompt + wanted]))[0][:, -1])[0]
+        for token, value in params.logit_bias:
+            z[token] += value
+        for token in {*prompt, *wanted}:
+            z[token] *= params.repetition_penalty ** (-1 if z[token] > 0 else 1)
+        for token in set(wanted):
+            z[token] -= params.presence_penalty + params.frequency_penalty * wanted.count(token)
+        if len(wanted) < params.min_new_tokens:
+            z[stop] = -math.inf
+        wanted.append(int(z.argmax()))
+    return wanted
 
-    Catches: a token of prefill that is not counted. Plain and speculative decoding would agree on the wrong tokens.
-    """
+
+def test_penalties_count_every_generated_token():
+    """Catches a token of prefill that is not counted."""
     params = SamplingParams(max_new_tokens=16, repetition_penalty=1.1, presence_penalty=0.4, frequency_penalty=1.5)
-    for start in range(4):
-        prompt, wanted = PROMPT[start:], []
-        for _ in range(16):
-            ids = torch.tensor([prompt + wanted])
-            z = MODEL.logits(MODEL.forward_train(ids)[0][:, -1])[0]
-            for token in {*prompt, *wanted}:
-                z[token] = z[token] / 1.1 if z[token] > 0 else z[token] * 1.1
-            for token in set(wanted):
-                z[token] -= 0.4 + 1.5 * wanted.count(token)
-            wanted.append(int(z.argmax()))
-        assert Engine(MODEL).generate(prompt, params).run()[0].token_ids == wanted
+    for prompt in (PROMPT[start:] for start in range(4)):
+        assert Engine(MODEL).generate(prompt, params).run()[0].token_ids == greedy_loop(prompt, params)
 
 
 def test_biases_and_a_least_length_are_followed():
-    """Greedy tokens are those of a loop that adds the biases itself and bans the stop ids at the beginning.
-
-    Catches: a bias of another row, after the penalties or missing at the first token, and a stop id that comes too soon
-    or too late. Plain and speculative decoding would agree on the wrong tokens.
-    """
+    """Catches a bias of another row, after the penalties or missing at the first token, and a stop id that comes too soon
+    or too late."""
     rows = []
     for bias, least in (({7: 2.5, 30: -100}, 0), ({}, 9), ({11: 100}, 5)):
         params = SamplingParams(max_new_tokens=14, repetition_penalty=1.2, logit_bias=bias)
-        stop = tuple(Engine(MODEL).generate(PROMPT, params).run()[0].token_ids[k] for k in (1, 2))
+        stop = greedy_loop(PROMPT, params)[1:3]
         params = replace(params, stop_ids=(*stop, 2**31 - 1), min_new_tokens=least)
-        wanted: list[int] = []
-        while len(wanted) < 14 and not {*wanted} & {*stop}:
-            ids = torch.tensor([PROMPT + wanted])
-            z = MODEL.logits(MODEL.forward_train(ids)[0][:, -1])[0]
-            for token, value in bias.items():
-                z[token] += value
-            for token in {*PROMPT, *wanted}:
-                z[token] = z[token] / 1.2 if z[token] > 0 else z[token] * 1.2
-            if len(wanted) < least:
-                z[list(stop)] = -math.inf
-            wanted.append(int(z.argmax()))
+        wanted = greedy_loop(PROMPT, params)
         assert len(wanted) > least and Engine(MODEL).generate(PROMPT, params).run()[0].token_ids == wanted
         rows.append((params, wanted))
     for engine in (make(None, "", 4, lag=2), make("eagle3", "dynamic", 4)):
@@ -562,16 +548,6 @@ def test_a_bias_reaches_the_drafts(kind):
         params = settings(index, logit_bias={token: 100})
         result = engine.generate(PROMPT, params).run()[0]
         assert result.token_ids == [token] * 24 and result.tau > TREES[tree].D - 0.5
-
-
-def test_the_device_counts_the_token_that_prefill_gives():
-    """After a request that ended at its limit, the device has counted as many tokens as were asked for.
-
-    Catches: a device that ends its rows one step after the host, so that a batch computes a step for nothing.
-    """
-    for engine in (Engine(MODEL), scripted("chain4", settings(2))):
-        engine.generate(PROMPT, settings(2, max_new_tokens=6)).run()
-        assert int(engine.state.produced[0]) >= 6
 
 
 def test_text_streams_as_soon_as_it_may():
@@ -671,57 +647,33 @@ def test_a_stream_that_was_closed_leaves_its_prefix(head, lag):
     assert again.token_ids == other.token_ids and again.cached_tokens >= 2
 
 
-def abandon_later(engine):
-    stream = engine.generate(PROMPT, settings(2))
-    for i, _ in enumerate(stream):
-        if i == 3:
-            break
-    stream.close()
-    return stream
-
-
-def consumer_raises(engine):
-    stream = engine.generate(PROMPT, settings(2))
-    with pytest.raises(ZeroDivisionError):
-        for i, _ in enumerate(stream):
-            if i == 2:
-                raise ZeroDivisionError
-    return stream
-
-
-def failing_forward(engine):
-    """Memory runs out in the middle of prefill."""
-    real, engine.prefill.forward = engine.prefill.forward, lambda *args: (_ for _ in ()).throw(MemoryError())
-    stream = engine.generate(PROMPT, settings(2))
-    with pytest.raises(MemoryError):
-        stream.run()
-    engine.prefill.forward = real
-    return stream
-
-
 @functools.cache
 def fresh_steps(index, prompt):
     fresh = eagle_engine(HEADS["eagle1"], TREES["paper25"])
     return steps_of(fresh, list(prompt), settings(index, max_new_tokens=12))
 
 
-ACCIDENTS = (abandon_later, consumer_raises, failing_forward)
-
-
-@pytest.mark.parametrize("accident", ACCIDENTS)
-def test_the_engine_survives(accident):
-    """Catches what a request that is cut short leaves behind for the next one. The stream is closed, the consumer raises
-    an exception, or memory runs out within a prompt. (tests/test_runner.py cuts requests short at all other places.)"""
+@pytest.mark.parametrize("accident", ("closed", "half read", "no memory"))
+def test_the_engine_survives(accident, monkeypatch):
+    """Catches what a request that is cut short leaves behind for the next one: the stream is closed, nobody reads its
+    end, or memory runs out within a prompt. (tests/test_runner.py cuts requests short at all other places.)"""
     engine = eagle_engine(HEADS["eagle1"], TREES["paper25"], lag=2)  # cut short with steps under way
-    engine.generate(PROMPT, settings(0, max_new_tokens=4)).run()  # something to reuse wrongly
-    stream = accident(engine)
     for index, prompt in ((2, PROMPT), (7, PROMPT + [5, 6])):
+        engine.generate(PROMPT, settings(0, max_new_tokens=4)).run()  # something to reuse wrongly
+        stream = engine.generate(PROMPT, settings(2))
+        if accident == "no memory":
+            with monkeypatch.context() as patch, pytest.raises(MemoryError):
+                patch.setattr(engine.prefill, "forward", mock.Mock(side_effect=MemoryError))
+                stream.run()
+        else:
+            for _ in zip(range(4), stream, strict=False):
+                pass
+        if accident == "closed":
+            stream.close()
         assert steps_of(engine, prompt, settings(index, max_new_tokens=12)) == fresh_steps(index, tuple(prompt))
-        engine.generate(PROMPT, settings(0, max_new_tokens=4)).run()
-        accident(engine)
-    stream.close()
-    # a stream that nobody reads and nobody closed goes on while the next ones are read
-    assert stream.result.stop_reason == ("length" if accident is consumer_raises else "interrupted")
+        stream.close()
+        # a stream that nobody reads and nobody closed goes on while the next ones are read
+        assert stream.result.stop_reason == ("length" if accident == "half read" else "interrupted")
 
 
 def test_a_half_read_stream_goes_on_behind_another_one():
@@ -1094,13 +1046,10 @@ MODES = {
 }
 
 
-def tiny_engine(mode: str, **options) -> tuple[Engine, dict]:
-    tree, sampled, rule = MODES[mode]
+def tiny_parts(mode: str):
+    """A model, and the head of the trees of this mode."""
     model = tiny_model(torch.float32, layers=1)
-    if tree is None:
-        return Engine(model, config=EngineConfig(**options)), sampled
-    head = tiny_head(model, 3, DRAFT_VOCAB, taps=(0, 1)) if "dynamic" in mode else tiny_head(model)
-    return eagle_engine(head, tree, multi_round=rule, **options), sampled
+    return model, tiny_head(model, 3, DRAFT_VOCAB, taps=(0, 1)) if "dynamic" in mode else tiny_head(model)
 
 
 REQUESTS = [
@@ -1115,8 +1064,9 @@ def test_step_is_one_graph_and_never_recompiles(mode):
     """Catches a graph break, and a guard on a prompt, position, seed, temperature or stop id. It would cost seconds
     in the middle of a request, and such a step cannot be captured. The static tree is that of multi-round."""
     torch._dynamo.reset()
-    engine, sampled = tiny_engine(mode)
-    eager, _ = tiny_engine(mode)
+    tree, sampled, rule = MODES[mode]
+    model, head = tiny_parts(mode)
+    engine, eager = (eagle_engine(head, tree, multi_round=rule) if tree else Engine(model) for _ in range(2))
     engine._step = torch.compile(decode_step, fullgraph=True, backend="eager", dynamic=False)
     engine.generate(PROMPT, SamplingParams(**{**sampled, "max_new_tokens": 6})).run()
     with torch.compiler.set_stance("fail_on_recompile"):
@@ -1131,17 +1081,14 @@ def test_step_is_one_graph_and_never_recompiles(mode):
 def fake_step(mode: str, spoil=lambda inputs: None) -> int:
     """One step on fake CUDA tensors. Returns how many drafts were made."""
     tree, sampled, rule = MODES[mode]
-    calls, model, head = [], tiny_model(torch.float32, layers=1), None
-    if tree is not None:
-        head = tiny_head(model, 3, DRAFT_VOCAB, taps=(0, 1)) if "dynamic" in mode else tiny_head(model)
-        built = tables(tree, 2)
+    calls, (model, head) = [], tiny_parts(mode)
+    built = tables(tree, 2) if tree else None
     with torch._subclasses.fake_tensor.FakeTensorMode(), Indexing():
         on_fake_gpu(model)
         drafter = PlainDrafter(model)
-        if tree is not None:
-            drafter = EagleDrafter(
-                on_fake_gpu(head), on_fake_gpu(built), 2, CTX + built.N + 1, DraftRule(multi_round=rule)
-            )
+        if tree:
+            placed = on_fake_gpu(head), on_fake_gpu(built)
+            drafter = EagleDrafter(*placed, 2, CTX + built.N + 1, DraftRule(multi_round=rule))
         state = DecodeState(model, drafter, 2, CTX, history=drafter.D > 0)
         fallback, real = PlainDrafter(model, features_of=drafter), drafter.draft
 
@@ -1215,15 +1162,11 @@ def test_a_block_compiles_once_per_width_and_leaves_other_engines_alone(mode, mo
         return lambda *arguments: ran.append(graph) or graph.forward(*arguments)
 
     monkeypatch.setattr(stepping, "compiled_blocks", lambda: compiled_blocks(backend))
-    tree = {"plain": None, "dynamic": trees.DynamicTree(6, 2, 2)}.get(mode, trees.chain(2))
-    rule = {"multi_round": "without"} if mode == "multi-round" else {}
-    model = tiny_model(torch.float32, layers=3)
-    head = tiny_head(model)
-
-    def make(compile: bool) -> Engine:
-        if tree is None:
-            return Engine(model, config=EngineConfig(compile=compile))
-        return eagle_engine(head, tree, compile=compile, **rule)
+    tree = {"dynamic": trees.DynamicTree(6, 2, 2)}.get(mode, trees.chain(2))
+    model, rule = tiny_model(torch.float32, layers=3), "without" if mode == "multi-round" else ""
+    head, configs = tiny_head(model), [EngineConfig(compile=how) for how in (True, False)]
+    drafters = [None if mode == "plain" else eagle_drafter(head, tree, multi_round=rule) for _ in configs]
+    engine, eager = (Engine(model, None, *each) for each in zip(drafters, configs, strict=True))
 
     def uncompiled(prompt, params):
         before = len(ran)
@@ -1233,7 +1176,6 @@ def test_a_block_compiles_once_per_width_and_leaves_other_engines_alone(mode, mo
 
     temperature = 0.0 if mode == "plain" else 1.0
     first = SamplingParams(temperature, max_new_tokens=6)
-    engine, eager = make(True), make(False)
     expected = uncompiled(PROMPT, first)
     assert steps_of(engine, PROMPT, first) == expected and ran
     assert len(compiled) == 1
@@ -1277,10 +1219,14 @@ def test_a_step_compiled_whole_decodes_the_same(monkeypatch):
         assert result.plain_tokens > 10
 
 
-def test_unknown_compile_mode_is_named():
-    """Catches a mode that silently falls back to another one."""
-    with pytest.raises(ValueError, match="compile_mode is 'fast'; allowed: graph, blocks, reduce-overhead"):
-        Engine(tiny_model(), config=EngineConfig(compile_mode="fast"))
+@pytest.mark.parametrize("config, message", [
+    (dict(compile_mode="fast"), "compile_mode is 'fast'; allowed: graph, blocks, reduce-overhead"),
+    (dict(lag=RING), f"lag is {RING}; allowed: 0 to {RING - 1}"),
+])  # fmt: skip
+def test_a_config_that_no_engine_has_is_refused(config, message):
+    """Catches a mode that silently falls back to another one, and steps that overwrite ring rows that nobody has read."""
+    with pytest.raises(ValueError, match=message):
+        Engine(MODEL, config=EngineConfig(**config))
 
 
 def test_a_first_request_does_not_decode_on_the_compiler_s_time(monkeypatch):

@@ -61,8 +61,7 @@ def test_steps_ahead_change_nothing(kind, tree, index):
             turns = [p + r.token_ids + [4, 8] for p, r in zip(PROMPTS, first, strict=True)]
             second = engine.generate_batch(turns, params).run()
             assert outcome(second) == outcome(ahead(kind, tree, 0, 3).generate_batch(turns, params).run())
-            reused = [r.cached_tokens >= len(p) - 2 for r, p in zip(second, PROMPTS, strict=True)]
-            assert all(reused)
+            assert all(r.cached_tokens >= len(p) - 2 for r, p in zip(second, PROMPTS, strict=True))
 
 
 def test_stop_string_inside_an_accepted_run_found_late():
@@ -72,16 +71,14 @@ def test_stop_string_inside_an_accepted_run_found_late():
     long = settings(2, max_new_tokens=44)
     text = letters().decode(plain(long))
     for at in range(3, 20, 4):
-        params = settings(2, stop=(text[at : at + 3],))
-        want = None
+        params, found = settings(2, stop=(text[at : at + 3],)), []
         for lag in (0, 2):
             engine = scripted("chain4", settings(2), tokenizer=letters(), lag=lag)
             first = engine.generate(PROMPT, params).run()
-            again = steps_of(engine, PROMPT + first[0].token_ids[:2], settings(2, max_new_tokens=6))
-            got = outcome(first), again[0]
-            assert want in (None, got) and first[0].stop_reason == "stop"
-            assert max(map(len, first[0].tokens_per_step), default=5) <= 5
-            want = got
+            again = engine.generate(PROMPT + first[0].token_ids[:2], settings(2, max_new_tokens=6)).run()
+            found.append((outcome(first), again[0].token_ids))
+            assert first[0].stop_reason == "stop" and max(map(len, first[0].tokens_per_step), default=5) <= 5
+        assert found[0] == found[1]
 
 
 def test_a_late_stop_leaves_rows_that_the_cache_disowns(monkeypatch):
@@ -171,8 +168,6 @@ def test_the_ring_refuses_to_overwrite_unread_rows():
     with pytest.raises(RuntimeError, match="3 steps are unread"):
         runner.launch("", lambda: None)
     assert [runner.read()[0][0] for _ in range(3)] == [0, 1, 2]
-    with pytest.raises(ValueError, match=f"lag is {RING}; allowed: 0 to {RING - 1}"):
-        Engine(MODEL, config=EngineConfig(lag=RING))
 
 
 # ------------------------------------------------------------------ CUDA graphs, on a stand-in
@@ -234,18 +229,17 @@ def test_the_gauge_counts_graph_launches():
 def test_graphs_are_captured_on_request():
     """Catches a first request that captures again after `warm_up`, settings of another kind that count as captured,
     and a request that differs after a warm-up, or around one, or loses its cached prefix."""
-    params, kinds = settings(2), (settings(0), settings(2))
-    engine, plain_engine = with_graphs(ahead("eagle1", "paper25", 2)), ahead("eagle1", "paper25", 2)
+    params, engine, eager = settings(2), with_graphs(ahead("eagle1", "paper25", 2)), ahead("eagle1", "paper25", 2)
     assert engine.warm_up(params) > 0 and len(engine.runner.graphs) == 1
     graphs = dict(engine.runner.graphs)
-    for p in (params, params):
-        assert outcome(engine.generate(PROMPT, p).run()) == outcome(plain_engine.generate(PROMPT, p).run())
+    for _ in range(2):
+        first = engine.generate(PROMPT, params).run()
+        assert outcome(first) == outcome(eager.generate(PROMPT, params).run())
     assert engine.runner.graphs == graphs
-    for p in kinds:
-        engine.warm_up(p)
+    text = PROMPT + first[0].token_ids
+    for other in (settings(0), params):
+        engine.warm_up(other)
     assert len(engine.runner.graphs) == 2
-    text = PROMPT + engine.generate(PROMPT, params).run()[0].token_ids
-    engine.warm_up(settings(0))
     again = engine.generate(text + [7], params).run()[0]
     assert again.cached_tokens > len(PROMPT)
     assert again.token_ids == ahead("eagle1", "paper25", 0).generate(text + [7], params).run()[0].token_ids
@@ -280,23 +274,19 @@ def test_capture_order_and_waits():
     assert all(k == "record" for j, k in enumerate(kinds[1:]) if kinds[j] == "replay")
 
 
-def contents(engine):
-    """Every tensor that a step may write, by name."""
-    state = {k: v for k, v in vars(engine.state).items() if isinstance(v, torch.Tensor)}
-    return state | {"draft": engine.drafter.cache}
-
-
 def test_warm_up_and_capture_change_nothing():
     """Catches a warm-up that advances a sequence, or writes over cache rows that the next chat turn reuses."""
     engine = with_graphs(ahead("eagle1", "paper25", 2, 2))
     engine.generate_batch(PROMPTS[:2], settings(2)).run()
     steps, real = [], engine._step
     engine._step = lambda *args, **named: steps.append(1) or real(*args, **named)
+    contents = {k: v for k, v in vars(engine.state).items() if isinstance(v, torch.Tensor)}
+    contents |= {"draft": engine.drafter.cache}
     with torch.inference_mode():
-        before = {k: v.clone() for k, v in contents(engine).items()}
+        before = {name: tensor.clone() for name, tensor in contents.items()}
         engine._capture(engine.drafter, settings(0).mode, engine.whole)
     assert len(steps) == WARM_UP + 1
-    for name, new in contents(engine).items():
+    for name, new in contents.items():
         old = before[name]
         if name in ("kv", "draft"):
             for b in range(2):
@@ -365,10 +355,6 @@ def test_a_rebound_buffer_is_caught():
             assert steps_of(engine, prompt, settings(2)) == steps_of(eager, prompt, settings(2))
 
 
-def interrupt():
-    raise KeyboardInterrupt
-
-
 @pytest.mark.parametrize("when", range(WARM_UP + 1))
 def test_a_failed_capture_says_so_and_leaves_the_engine_usable(when):
     """Catches unclear errors, wrong streams and wrong tokens after an operator that cannot be captured or memory that
@@ -376,7 +362,18 @@ def test_a_failed_capture_says_so_and_leaves_the_engine_usable(when):
     up graphs."""
     engine = with_graphs(ahead("eagle1", "paper25", 2))
     real, calls = engine._step, []
-    engine._step = lambda *args, **named: calls.append(1) or (len(calls) == when + 1 and interrupt())
+
+    def failing(error):
+        def step(*args, **named):
+            calls.append(1)
+            if len(calls) == when + 1:
+                raise error
+            return real(*args, **named)
+
+        calls.clear()
+        return step
+
+    engine._step = failing(KeyboardInterrupt)
     with pytest.raises(KeyboardInterrupt):
         engine.warm_up(settings(0))
     assert not engine.runner.graphs and engine.runner.cuda.current.name == "main"
@@ -385,15 +382,7 @@ def test_a_failed_capture_says_so_and_leaves_the_engine_usable(when):
     engine._step = real
     assert steps_of(engine, PROMPT, settings(0)) == steps_of(ahead("eagle1", "paper25", 0), PROMPT, settings(0))
     assert engine.runner.graphs.pop(next(iter(engine.runner.graphs)))
-    calls.clear()
-
-    def failing(*args, **named):
-        calls.append(1)
-        if len(calls) == when + 1:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return real(*args, **named)
-
-    engine._step = failing
+    engine._step = failing(torch.OutOfMemoryError("CUDA out of memory"))
     stream = engine.generate(PROMPT, settings(2))
     with pytest.raises(RuntimeError, match="could not be captured.*OutOfMemoryError.*one kernel at a time"):
         stream.run()
@@ -417,6 +406,11 @@ POINTS = {
 INJECTION_POINTS = [(owner, name) for owner, names in POINTS.items() for name in names.split()]
 
 
+def pace(monkeypatch, **settings: int) -> None:
+    for name, value in settings.items():
+        monkeypatch.setattr(Pacer, name, value)
+
+
 def accident_engine(graphs: bool) -> Engine:
     """It gives up speculation after two steps and takes it up again after four tokens."""
     config = EngineConfig(batch_size=2, lag=2, eagle_always=False)
@@ -425,18 +419,14 @@ def accident_engine(graphs: bool) -> Engine:
     return with_graphs(engine) if graphs else engine
 
 
-def accident_params():
-    text = letters().decode(plain(settings(2)))
-    return settings(2, stop=(text[-9:-5],), max_new_tokens=24)
-
-
-def texts(results):
-    return [(r.token_ids, r.text, r.stop_reason) for r in results]
+def texts(engine: Engine, rows: int):
+    params = settings(2, stop=(letters().decode(plain(settings(2)))[-9:-5],))
+    return [(r.token_ids, r.text, r.stop_reason) for r in engine.generate_batch(PROMPTS[:rows], params).run()]
 
 
 @functools.cache
-def fresh_outcome(rows: int):
-    return texts(ahead("eagle1", "chain4", 0, 2).generate_batch(PROMPTS[:rows], accident_params()).run())
+def fresh_texts(rows: int):
+    return texts(ahead("eagle1", "chain4", 0, 2), rows)
 
 
 @pytest.mark.parametrize("after", (False, True), ids=("before", "after"))
@@ -447,10 +437,9 @@ def test_the_engine_survives_every_injection_point(owner, point, after, monkeypa
     Catches what Ctrl-C, a bug or a lack of memory leaves behind. A point that no request reaches fails here, because its
     error is not raised. After the work of a place only Ctrl-C is tried.
     """
-    for name, value in (("LOSS", 90), ("PLAIN", 4), ("TRY", 90)):
-        monkeypatch.setattr(Pacer, name, value)
+    pace(monkeypatch, LOSS=90, PLAIN=4, TRY=90)
     monkeypatch.setattr(runner_module, "capture_graph", functools.partial(capture_graph, warm_up=1))
-    params, real, graphs = (accident_params(), getattr(owner, point), point in ("_capture", "launch"))
+    real, graphs = getattr(owner, point), point in ("_capture", "launch")
     engine = accident_engine(graphs)
     for error in ERRORS[:1] if after else ERRORS:
 
@@ -467,11 +456,11 @@ def test_the_engine_survives_every_injection_point(owner, point, after, monkeypa
         with monkeypatch.context() as patch:
             patch.setattr(owner, point, failing)
             with pytest.raises(error, match=f"planted in {point}"):
-                (accident_engine(graphs) if owner is DecodeState else engine).generate_batch(PROMPTS[:2], params).run()
+                texts(accident_engine(graphs) if owner is DecodeState else engine, 2)
         if owner is DecodeState:
             engine = accident_engine(graphs)
         for rows in (2,) if after else (1, 2):
-            assert texts(engine.generate_batch(PROMPTS[:rows], params).run()) == fresh_outcome(rows)
+            assert texts(engine, rows) == fresh_texts(rows)
 
 
 def test_rows_of_a_request_that_was_cut_short_stand_still():
@@ -534,61 +523,45 @@ def test_an_interrupt_between_any_two_writes():
 # ------------------------------------------------------------------ never slower
 
 
+def stays(pacer: Pacer, steps: int, speculative: bool, counts: list[int], seconds: float = 1.0) -> bool:
+    """Whether the pacer is of the same mind after each of so many equal steps."""
+    before = pacer.speculating
+    for _ in range(steps):
+        pacer.take(speculative, counts, seconds)
+        if pacer.speculating != before:
+            return False
+    return True
+
+
 def test_pacer_gives_up_after_a_loss_and_tries_again():
     """Catches a request that stays slow because the decision is made never or only once, and one that flickers
     because of one bad step."""
     pacer = Pacer(2.0)
-    for _ in range(4):  # each loses one plain step
-        pacer.take(True, [1], 1.0)
-        assert pacer.speculating
-    pacer.take(True, [1], 1.0)
-    assert not pacer.speculating
-    pacer.take(True, [5], 1.0)  # this step was under way, so it belongs to no phase
-    for _ in range(63):
-        pacer.take(False, [1, 1], 1.0)
-        assert not pacer.speculating
-    pacer.take(False, [1], 1.0)
-    assert pacer.speculating
+    assert stays(pacer, 4, True, [1]) and not stays(pacer, 1, True, [1])  # each loses one plain step
+    assert stays(pacer, 1, True, [5])  # this step was under way, so it belongs to no phase
+    assert stays(pacer, 63, False, [1, 1]) and not stays(pacer, 1, False, [1])
     for count in (1, 3, 1):  # a try may lose less, and what it wins in between counts
-        pacer.take(False, [1], 1.0)
-        pacer.take(True, [count], 1.0)
-        assert pacer.speculating
-    pacer.take(True, [1], 1.0)
-    assert not pacer.speculating
-    for _ in range(127):  # the next try waits twice as long
-        pacer.take(False, [1], 1.0)
-        assert not pacer.speculating
-    pacer.take(False, [1], 1.0)
-    for i in range(200):
-        pacer.take(True, [3 if i % 16 < 12 else 1], 1.0)
-        assert pacer.speculating
-    for _ in range(5):  # nothing is saved up of 200 good steps
-        assert pacer.speculating
-        pacer.take(True, [1], 1.0)
-    assert not pacer.speculating and pacer.pause == 64
+        assert stays(pacer, 1, False, [1]) and stays(pacer, 1, True, [count])
+    assert not stays(pacer, 1, True, [1])
+    assert stays(pacer, 127, False, [1]) and not stays(pacer, 1, False, [1])  # the next try waits twice as long
+    assert all(stays(pacer, 1, True, [3 if i % 16 < 12 else 1]) for i in range(200))
+    assert stays(pacer, 4, True, [1]) and not stays(pacer, 1, True, [1])  # nothing is saved up of 200 good steps
+    assert pacer.pause == 64
 
 
 def test_pacer_takes_no_hiccup_for_the_price_of_a_step():
     """Where the times of the steps say what they cost, one step that waited for other programs ends nothing, and dearer
     steps do."""
     pacer = Pacer(0.0, plain_seconds=1.0)
-    for i in range(60):
-        pacer.take(True, [2], 90.0 if i % 20 == 7 else 1.5)
-        assert pacer.speculating
-    for _ in range(20):
-        pacer.take(True, [2], 2.5)
-    assert not pacer.speculating
+    assert all(stays(pacer, 1, True, [2], 90.0 if i % 20 == 7 else 1.5) for i in range(60))
+    assert not stays(pacer, 20, True, [2], 2.5)
 
 
 @pytest.mark.parametrize("rows, steps", [(1, 5), (2, 4), (8, 2), (16, 2)])
 def test_many_sequences_tell_soon_whether_drafting_pays(rows, steps):
     """Sixteen steps of a tree in eight sequences cost as much as a hundred plain ones: tries that slow everybody down."""
     pacer = Pacer(0.0, plain_seconds=1.0)
-    for _ in range(steps - 1):
-        pacer.take(True, [2] * rows, 3.0)
-        assert pacer.speculating
-    pacer.take(True, [2] * rows, 3.0)
-    assert not pacer.speculating
+    assert stays(pacer, steps - 1, True, [2] * rows, 3.0) and not stays(pacer, 1, True, [2] * rows, 3.0)
 
 
 class Turning(ScriptedDrafter):
@@ -652,9 +625,7 @@ def test_a_drafter_catches_up_after_plain_steps(kind, lag, monkeypatch):
     """Catches draft rows of plainly decoded tokens that are missing, shifted by one or made from other features.
     Acceptance would be lost silently. Tokens and all later draft rows must be those of an engine that never stopped,
     also in the next turn."""
-    # 37: more than one chunk of catching up
-    for name, value in (("LOSS", 250), ("PLAIN", 37), ("LONGEST", 37), ("TRY", 250)):
-        monkeypatch.setattr(Pacer, name, value)
+    pace(monkeypatch, LOSS=250, PLAIN=37, LONGEST=37, TRY=250)  # 37: more than one chunk of catching up
     params = settings(2, max_new_tokens=90)
     always = Engine(MODEL, drafter=drafter_of(kind, 2), config=EngineConfig(batch_size=2))
     engine = Engine(MODEL, drafter=drafter_of(kind, 2), config=EngineConfig(batch_size=2, lag=lag, eagle_always=False))
@@ -751,8 +722,7 @@ def test_what_cannot_catch_up_says_so():
 def test_plain_steps_and_catching_up_do_not_recompile(monkeypatch):
     """Catches a switch between the two kinds of step that compiles anew in the middle of a request."""
     torch._dynamo.reset()
-    for name, value in (("LOSS", 150), ("PLAIN", 5), ("TRY", 150)):
-        monkeypatch.setattr(Pacer, name, value)
+    pace(monkeypatch, LOSS=150, PLAIN=5, TRY=150)
     monkeypatch.setattr(Engine, "_measure", lambda *_: (1.0, 99.0))
     monkeypatch.setattr(stepping, "compiled_blocks", lambda: compiled_blocks("eager"))
     config = EngineConfig(lag=2, eagle_always=False, compile=True)

@@ -280,13 +280,16 @@ def test_warm_up_and_capture_change_nothing():
     engine.generate_batch(PROMPTS[:2], settings(2)).run()
     steps, real = [], engine._step
     engine._step = lambda *args, **named: steps.append(1) or real(*args, **named)
-    contents = {k: v for k, v in vars(engine.state).items() if isinstance(v, torch.Tensor)}
-    contents |= {"draft": engine.drafter.cache}
+
+    def contents() -> dict[str, torch.Tensor]:
+        state = {k: v for k, v in vars(engine.state).items() if isinstance(v, torch.Tensor)}
+        return state | {"draft": engine.drafter.cache}
+
     with torch.inference_mode():
-        before = {name: tensor.clone() for name, tensor in contents.items()}
+        before = {name: tensor.clone() for name, tensor in contents().items()}
         engine._capture(engine.drafter, settings(0).mode, engine.whole)
     assert len(steps) == WARM_UP + 1
-    for name, new in contents.items():
+    for name, new in contents().items():
         old = before[name]
         if name in ("kv", "draft"):
             for b in range(2):

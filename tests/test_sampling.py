@@ -1,5 +1,6 @@
 """Tests of validation, the quality of the noise, processors against transformers, distributions, and tracing."""
 
+import itertools
 import math
 
 import numpy as np
@@ -46,28 +47,25 @@ def warp(logits: torch.Tensor, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) -
 # ---------------------------------------------------------------- parameters
 
 
-@pytest.mark.parametrize(
-    "field, bad",
-    [
-        ("temperature", [-0.1, math.nan, math.inf, 1e39, True, "1", None, 1j]),
-        ("top_k", [-1, 1.0, True, math.nan, 2**63, None]),
-        ("top_p", [0, 0.0, -0.5, 1.0001, math.nan, True, "0.9"]),
-        ("min_p", [-0.01, 1, 1.0, math.nan, False]),
-        ("repetition_penalty", [0, -1, math.inf, math.nan, True]),
-        ("presence_penalty", [-2.01, 2.01, math.nan, True]),
-        ("frequency_penalty", [-2.01, 2.01, math.inf, False]),
-        ("seed", [2**64, -(2**63) - 1, 0.0, True, "7"]),
-        ("max_new_tokens", [-1, -5, 1.5, True, None]),
-        ("stop_ids", [(True,), (-1,), (2.0,), 5, None, "12"]),
-        ("stop", ["text", ("",), ("x" * 1025,), ("é" * 513,), ("a",) * 17, (b"x",), None]),
-    ],
-)
+@pytest.mark.parametrize("field, bad", [
+    ("temperature", [-0.1, math.nan, math.inf, 1e39, True, "1", None, 1j]),
+    ("top_k", [-1, 1.0, True, math.nan, 2**63, None]),
+    ("top_p", [0, 0.0, -0.5, 1.0001, math.nan, True, "0.9"]),
+    ("min_p", [-0.01, 1, 1.0, math.nan, False]),
+    ("repetition_penalty", [0, -1, math.inf, math.nan, True]),
+    ("presence_penalty", [-2.01, 2.01, math.nan, True]),
+    ("frequency_penalty", [-2.01, 2.01, math.inf, False]),
+    ("seed", [2**64, -(2**63) - 1, 0.0, True, "7"]),
+    ("max_new_tokens", [-1, -5, 1.5, True, None]),
+    ("stop_ids", [(True,), (-1,), (2.0,), 5, None, "12"]),
+    ("stop", ["text", ("",), ("x" * 1025,), ("é" * 513,), ("a",) * 17, (b"x",), None]),
+])  # fmt: skip
 def test_bad_values_are_refused_in_one_line(field, bad):
     """Prevents silently greedy T = -1, top_k = -1 crashing later, and `true` passing as 1."""
     for value in bad:
         with pytest.raises(ValueError) as error:
             SamplingParams(**{field: value})
-        assert field in str(error.value) and "allowed" in str(error.value) and "\n" not in str(error.value)
+        assert str(error.value).startswith(field) and "allowed" in str(error.value) and "\n" not in str(error.value)
 
 
 def test_good_values_and_modes():
@@ -190,13 +188,9 @@ def test_noise_bits_are_uniform_and_independent():
 
 
 CASES = [
-    {"temperature": 0.7}, {"temperature": 1.3, "top_k": 5}, {"top_k": 50}, {"top_k": 10_000},
-    {"temperature": 0.6, "top_p": 0.9},
-    {"top_p": 0.05},
-    {"temperature": 1.7, "top_p": 0.999},
-    {"min_p": 0.1},
-    {"temperature": 2.0, "min_p": 0.02},
-    {"top_k": 40, "top_p": 0.8},
+    {"temperature": 0.7}, {"temperature": 1.3, "top_k": 5}, {"top_k": 50}, {"top_k": 10_000}, {"top_k": 40, "top_p": 0.8},
+    {"temperature": 0.6, "top_p": 0.9}, {"top_p": 0.05}, {"temperature": 1.7, "top_p": 0.999},
+    {"min_p": 0.1}, {"temperature": 2.0, "min_p": 0.02},
     {"temperature": 0.8, "top_k": 100, "top_p": 0.95, "min_p": 0.01},
     {"temperature": 1.5, "top_k": 600, "top_p": 0.9, "min_p": 0.001},
 ]  # fmt: skip
@@ -233,7 +227,8 @@ def test_filters_off_are_exact_no_ops():
 
 
 def test_ties_share_their_fate_and_one_token_survives():
-    """Prevents results that depend on how a sort orders equal logits, and empty survivor sets."""
+    """Prevents results that depend on how a sort orders equal logits, empty survivor sets, and a sum that has to exceed
+    top-p's mass, not to reach it: of 1/2, 1/4 and 1/4 top-p = 0.5 keeps the first."""
     tied = torch.tensor([[3.0, 1.0, 2.0, 2.0, 2.0, 0.0, -0.0, -1.0]])
     keep = lambda **kw: both_ways(tied, state_for(temperature=1.0, **kw)).nonzero()[:, 1].tolist()  # noqa: E731
     assert keep(top_k=1) == [0] and keep(top_k=2) == keep(top_k=4) == [0, 2, 3, 4]
@@ -250,6 +245,8 @@ def test_ties_share_their_fate_and_one_token_survives():
     lonely = torch.full((1, 300), -math.inf)
     lonely[0, 7] = -4.0
     assert both_ways(lonely, state_for(temperature=2.0, top_k=9, top_p=0.9)).nonzero().tolist() == [[0, 7]]
+    half = torch.tensor([[0.0, -math.log(2), -math.log(2)]])
+    assert both_ways(half, state_for(temperature=1.0, top_p=0.5)).tolist() == [[True, False, False]]
 
 
 def test_a_row_is_filtered_alone_as_in_a_batch():
@@ -289,12 +286,6 @@ def test_sequences_with_settings_of_their_own_are_decided_as_alone():
         assert torch.equal(mask[b], both_ways(one, own)[0]) if mode.filters else mask[b].all()
 
 
-def test_top_p_keeps_no_token_beyond_its_mass():
-    """Prevents a sum that has to exceed the mass, not to reach it: of 1/2, 1/4 and 1/4 top-p = 0.5 keeps the first."""
-    z = torch.tensor([[0.0, -math.log(2), -math.log(2)]])
-    assert both_ways(z, state_for(temperature=1.0, top_p=0.5)).tolist() == [[True, False, False]]
-
-
 # ---------------------------------------------------------------- choice
 
 
@@ -316,12 +307,14 @@ def test_choice_follows_the_processed_distribution(case):
 
 
 def test_penalties_and_filters_equal_those_of_transformers():
-    """Prevents penalties applied after the temperature or to the wrong sign."""
+    """Prevents penalties applied after the temperature or to the wrong sign, and multi-round verification from testing
+    against another distribution than `choose` samples."""
     generator = torch.Generator().manual_seed(5)
     logits = torch.randn(1, 1, VOCAB, generator=generator) * 2
     prompt, output = torch.tensor([1, 5, 9, 9]), torch.tensor([2, 5, 5, 30])
     settings = {"repetition_penalty": 1.3, "presence_penalty": 0.4, "frequency_penalty": 0.25}
-    state = state_for(temperature=0.8, top_p=0.95, **settings)
+    case = {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "min_p": 0.02}
+    state = state_for(**case, **settings)
     seen, counts = torch.zeros(1, VOCAB, dtype=torch.bool), torch.zeros(1, VOCAB, dtype=torch.int32)
     seen[0, torch.cat([prompt, output[:2]])] = True
     counts[0] = output[:2].bincount(minlength=VOCAB)
@@ -331,8 +324,10 @@ def test_penalties_and_filters_equal_those_of_transformers():
     history = torch.cat([prompt, output])[None]
     expected = lp.RepetitionPenaltyLogitsProcessor(1.3)(history, logits[0].double())
     expected -= 0.25 * output.bincount(minlength=VOCAB) + 0.4 * (output.bincount(minlength=VOCAB) > 0)
-    want = warp(expected, 0.8, top_p=0.95).softmax(-1)
+    want = warp(expected, **case).softmax(-1)
     torch.testing.assert_close(sampling.probabilities(z, state, ALL)[0].double(), want, rtol=1e-5, atol=1e-6)
+    greedy = sampling.probabilities(logits, state_for(), SamplingMode())
+    assert torch.equal(greedy, torch.nn.functional.one_hot(logits.argmax(-1), VOCAB).float())
 
 
 def test_ties_go_to_the_lowest_id():
@@ -375,19 +370,7 @@ def test_same_choice_for_any_row_grouping_and_top_k_1_is_greedy():
         assert torch.equal(one[0, 0], noise[0, i])
         assert torch.equal(sampling.choose(logits[:, i : i + 1], one, state, FILTER)[0], whole[0, i : i + 1])
     rows = state_for(3, temperature=1.0, seed=2)
-    assert torch.equal(
-        sampling.gumbel_noise(rows.seed, torch.arange(30).expand(3, 30), torch.arange(VOCAB))[1], noise[0]
-    )
-
-
-def test_probabilities_equal_transformers():
-    """Prevents multi-round verification from testing against another distribution than `choose` samples."""
-    case = {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "min_p": 0.02}
-    logits = torch.randn(9, VOCAB, generator=torch.Generator().manual_seed(11)) * 2
-    p = sampling.probabilities(logits[None], state_for(**case), FILTER)[0]
-    torch.testing.assert_close(p.double(), warp(logits, **case).softmax(-1), rtol=1e-5, atol=1e-6)
-    greedy = sampling.probabilities(logits[None], state_for(), SamplingMode())
-    assert torch.equal(greedy[0], torch.nn.functional.one_hot(logits.argmax(-1), VOCAB).float())
+    assert sampling.gumbel_noise(rows.seed, torch.arange(30).expand(3, 30), torch.arange(VOCAB))[1].equal(noise[0])
 
 
 def test_noise_streams_are_independent_and_uniform():
@@ -439,16 +422,14 @@ def test_penalties_per_node_equal_brute_force():
     count = torch.stack([row.bincount(minlength=V) for row in output]).int()
     seen = torch.stack([torch.cat([a, b]).bincount(minlength=V) for a, b in zip(prompt, output, strict=True)])
     z = sampling.apply_penalties(logits, seen, count, path, valid, state)
-    for b in range(B):
-        for n in range(N):
-            extra = [int(t) for t, ok in zip(path[b, n], valid[b, n], strict=True) if ok]
-            generated = output[b].tolist() + extra
-            for t in range(V):
-                x = float(logits[b, n, t])
-                if t in generated or t in prompt[b]:
-                    x = x * 1.7 if x < 0 else x / 1.7
-                x -= 0.3 * (t in generated) - 0.2 * generated.count(t)
-                assert float(z[b, n, t]) == pytest.approx(x, rel=1e-5, abs=1e-5), (b, n, t)
+    for b, n in itertools.product(range(B), range(N)):
+        generated = output[b].tolist() + path[b, n][valid[b, n]].tolist()
+        for t in range(V):
+            x = float(logits[b, n, t])
+            if t in generated or t in prompt[b]:
+                x = x * 1.7 if x < 0 else x / 1.7
+            x -= 0.3 * (t in generated) - 0.2 * generated.count(t)
+            assert float(z[b, n, t]) == pytest.approx(x, rel=1e-5, abs=1e-5), (b, n, t)
 
 
 def test_path_penalties_have_the_bits_of_committed_ones():
@@ -490,9 +471,8 @@ def test_draft_keys_order_survivors_first():
     plain = sampling.draft_keys(z, noise, state, SAMPLE)
     torch.testing.assert_close(plain[1], ((z + 1.2 * noise) / 1.2).log_softmax(-1))
     cold = state_for(2, temperature=0.1)
-    torch.testing.assert_close(
-        sampling.draft_keys(z, noise, cold, SAMPLE)[1], ((z + 0.1 * noise) / 0.5).log_softmax(-1)
-    )
+    plain = sampling.draft_keys(z, noise, cold, SAMPLE)
+    torch.testing.assert_close(plain[1], ((z + 0.1 * noise) / 0.5).log_softmax(-1))
 
 
 def test_draft_keys_fall_back_to_greedy():
@@ -526,14 +506,6 @@ def test_draft_nan_is_never_preferred(mode):
 # ---------------------------------------------------------------- tracing
 
 
-SETTINGS = [
-    SamplingParams(temperature=0.8, top_k=30, top_p=0.9, seed=1),
-    SamplingParams(temperature=1.4, min_p=0.05, seed=2**63),
-    SamplingParams(temperature=0.3, top_p=0.5, seed=-7),
-    SamplingParams(temperature=1.0),
-]
-
-
 @pytest.mark.parametrize("backend, path", [("eager", "gpu"), pytest.param("inductor", "cpu", marks=pytest.mark.slow)])
 def test_compiled_equals_eager_without_recompiling(backend, path, monkeypatch):
     """Prevents other noise bits when compiled, and graph breaks in the search for GPUs. Tests of the engine trace whole
@@ -549,7 +521,11 @@ def test_compiled_equals_eager_without_recompiling(backend, path, monkeypatch):
     torch.compiler.reset()
     compiled = torch.compile(step, fullgraph=True, dynamic=False, backend=backend)
     state = state_for(2)
-    for number, params in enumerate(SETTINGS):
+    for number, params in enumerate((
+        SamplingParams(temperature=0.8, top_k=30, top_p=0.9, seed=1),
+        SamplingParams(temperature=1.4, min_p=0.05, seed=2**63),
+        SamplingParams(temperature=0.3, top_p=0.5, seed=-7), SamplingParams(temperature=1.0),
+    )):  # fmt: skip
         state.set(params)
         inputs = torch.randn(2, 5, 192) * 3, torch.randint(0, 4096, (2, 5)), state
         with torch.compiler.set_stance("fail_on_recompile" if number else "default"):

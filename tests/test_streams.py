@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import gc
 import os
 import re
@@ -32,9 +33,14 @@ def engine(rows: int = 1) -> Engine:
     return eagle_engine(HEAD, TREES["chain4"], rows)
 
 
+@functools.cache
 def alone() -> list[list[int]]:
     """What each request gives on an engine of its own."""
     return [engine().generate(p, s).run()[0].token_ids for p, s in zip(PROMPTS, PARAMS, strict=True)]
+
+
+async def read(stream) -> list[int]:
+    return [token async for chunk in stream for token in chunk.token_ids]
 
 
 def in_thread(work) -> threading.Thread:
@@ -64,30 +70,21 @@ class Slow(Observer):
 @pytest.mark.parametrize("rows", [1, 3])
 def test_two_threads_and_ten_tasks_get_what_they_would_get_alone(rows):
     """Requests that step into each other's caches, wait for each other for ever, or draw another one's noise."""
-    shared, expected = engine(rows), alone()
-    found: dict[str, list[list[int]]] = {}
+    shared, expected, requests = engine(rows), alone(), list(zip(PROMPTS, PARAMS, strict=True))
+    found: list[list[list[int]]] = []
 
-    def read(name: str) -> None:
-        found[name] = [
-            [t for chunk in shared.generate(p, s) for t in chunk.token_ids]
-            for p, s in zip(PROMPTS, PARAMS, strict=True)
-        ]
-
-    async def one(prompt, params) -> list[int]:
-        ids = []
-        async for chunk in shared.agenerate(prompt, params):
-            ids += chunk.token_ids
-            await asyncio.sleep(0)
-        return ids
+    def one_by_one() -> None:
+        streams = (shared.generate(*request) for request in requests)
+        found.append([[token for chunk in stream for token in chunk.token_ids] for stream in streams])
 
     async def ten() -> list[list[int]]:
-        return await asyncio.gather(*(one(p, s) for p, s in zip(PROMPTS, PARAMS, strict=True)))
+        return await asyncio.gather(*(read(shared.agenerate(*request)) for request in requests))
 
-    threads = [in_thread(lambda name=name: read(name)) for name in "ab"]
+    threads = [in_thread(one_by_one) for _ in range(2)]
     assert asyncio.run(ten()) == expected
     for thread in threads:
         thread.join(60)
-    assert found == {"a": expected, "b": expected}
+    assert found == [expected, expected]
 
 
 @pytest.mark.parametrize("leave", ["close", "drop", "cycle", "raise"])
@@ -184,12 +181,9 @@ def test_a_stream_ends_with_the_task_that_read_it():
     async def main() -> None:
         assert isinstance((await asyncio.gather(fails(), return_exceptions=True))[0], ZeroDivisionError)
         first = shared.agenerate(PROMPTS[1], PARAMS[1])
-        ids = list((await anext(first)).token_ids)
-        (second,) = await shared.agenerate(PROMPTS[2], PARAMS[2]).run()
-        assert second.token_ids == alone()[2]
-        async for chunk in first:
-            ids += chunk.token_ids
-        assert ids == alone()[1] and kept[0].result.stop_reason == "interrupted"
+        begun = (await anext(first)).token_ids
+        assert await read(shared.agenerate(PROMPTS[2], PARAMS[2])) == alone()[2]
+        assert begun + await read(first) == alone()[1] and kept[0].result.stop_reason == "interrupted"
         left = shared.agenerate(PROMPTS[1], SamplingParams(max_new_tokens=100))
         await anext(left)
         await left.aclose()
@@ -203,22 +197,13 @@ def test_a_blocking_request_in_an_event_loop_gets_its_text():
     shared = engine()
 
     async def main() -> None:
-        opened = asyncio.Event()
-
-        async def reader() -> list[int]:
-            ids = []
-            async with asyncio.timeout(20):
-                async for chunk in shared.agenerate(PROMPTS[2], PARAMS[2]):
-                    ids += chunk.token_ids
-                    opened.set()
-            return ids
-
-        reading = asyncio.create_task(reader())
-        await opened.wait()
+        stream = shared.agenerate(PROMPTS[2], PARAMS[2])
+        begun = (await anext(stream)).token_ids
+        reading = asyncio.create_task(read(stream))
         assert shared.generate(PROMPTS[1], PARAMS[1]).run()[0].token_ids == alone()[1]
-        assert await reading == alone()[2]
+        assert begun + await reading == alone()[2]
 
-    asyncio.run(main())
+    asyncio.run(asyncio.wait_for(main(), 20))
 
 
 def test_an_error_reaches_the_reader_and_no_other():
@@ -244,9 +229,12 @@ def test_an_error_reaches_the_reader_and_no_other():
 # ------------------------------------------------------------------ prompts
 
 
-@pytest.mark.parametrize("prompt", [
-    [3, 5, 7], range(3, 9, 2), [np.int64(3), 5, 7], np.array([3, 5, 7], np.uint8), torch.tensor([3, 5, 7]),
-])  # fmt: skip
+IDS = [3, 5, 7]
+
+
+@pytest.mark.parametrize(
+    "prompt", [IDS, range(3, 9, 2), [np.int64(3), 5, 7], np.array(IDS, np.uint8), torch.tensor(IDS)]
+)
 def test_every_kind_of_ids_is_the_same_prompt(prompt):
     """An array or tensor of ids that the engine refuses, or decodes as another prompt."""
     model = engine()
@@ -287,9 +275,7 @@ def test_anything_else_is_one_clear_type_error(prompt, named):
 def test_a_stopped_stream_ends_within_a_part_of_its_prompt():
     """A client that leaves while a long prompt is read, and whose engine stays busy with it; caches that then count as
     filled; a stop that waits."""
-    made = engine()
-    long = [1, 5, 9, 22] * 30  # four chunks
-    seen = []
+    made, seen, long = engine(), [], [1, 5, 9, 22] * 30  # four chunks
     real = made.prefill.forward
 
     def forward(*args):
@@ -301,8 +287,8 @@ def test_a_stopped_stream_ends_within_a_part_of_its_prompt():
     stream = made.generate(long, PARAMS[2])
     assert list(stream) == [] and seen == [0] and stream.result.stop_reason == "interrupted"
     made.prefill.forward = real
-    again = made.generate(long, PARAMS[2]).run()[0]
-    assert again.token_ids == engine().generate(long, PARAMS[2]).run()[0].token_ids
+    again, other = (each.generate(long, PARAMS[2]).run()[0].token_ids for each in (made, engine()))
+    assert again == other
     stream = made.generate(long, PARAMS[2])
     first = next(stream)
     stream.stop()

@@ -79,7 +79,6 @@ class DecodeState:
         memory = model.new_memory(B, drafter.N, D)
         self.memory = memory and memory._replace(frozen=self.done)  # of recurrent layers
         self.window = model.config.delta.kernel - 1 if memory else 0
-        self.snapshots: list[Snapshot | None] = [None] * B  # of each row's text
         self.sampling = SamplingState(B, model.device)
         self.lay_out()
 
@@ -92,6 +91,7 @@ class DecodeState:
         """Give as many rows as possible a whole context, and the others none. The cache then holds no text."""
         first = range(0, self.places - self.slots + 1, self.slots)
         self.spans = [(at, self.slots) for at in first] + [self.nowhere] * (len(self.segments) - len(first))
+        self.snapshots: list[Snapshot | None] = [None] * len(self.spans)  # of each row's text
         self.n.fill_(1)
         self.count.fill_(1)
         self.write_spans()
@@ -126,9 +126,6 @@ class DecodeState:
         """Every tensor of the state."""
         held = *vars(self).values(), *self.kv, *vars(self.sampling).values(), *(self.memory or ())
         return list({id(t): t for t in held if isinstance(t, Tensor)}.values())
-
-    def nbytes(self) -> int:
-        return sum(buffer.nbytes for buffer in self.buffers())
 
 
 def pool_places(rows: int, ctx: int, nodes: int, tokens: int | None) -> int:

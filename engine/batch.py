@@ -182,7 +182,6 @@ class Batch:
             self._tell_end(request, error)
         self.engine.state.done.fill_(True)
         self.engine.state.lay_out()
-        self.engine.state.snapshots = [None] * len(self.rows)
         self.engine.runner.begin()
 
     # ---- prompts ---------------------------------------------------------------------------------------------

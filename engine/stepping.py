@@ -252,16 +252,16 @@ class Stepper:
 
     def first_runs(self, mode: SamplingMode, view: View) -> None:
         """Capture, compile and time what steps of this kind need at first. No step may be under way."""
+        rows = self._rounded(view.rows)  # what was found for as many rows holds for this view
         if (mode, view.rows) not in self._ready:
             with self.paused():
-                self._first_runs(mode, view)
+                self._first_runs(mode, view, rows)
             self._ready.add((mode, view.rows))
-        rows = self._rounded(view.rows)
         if view.drafter.unpriced:
             view.drafter.price(self.prices[rows][1])
         self.step_seconds = self.timings.get((mode, rows))
 
-    def _first_runs(self, mode: SamplingMode, view: View) -> None:
+    def _first_runs(self, mode: SamplingMode, view: View, rows: int) -> None:
         for drafter in filter(None, (view.drafter, self.fallback)):
             started = time.perf_counter()
             self._capture(drafter, mode, view)
@@ -270,16 +270,13 @@ class Stepper:
                 self.launch(drafter, mode, view)
                 self.runner.read()
                 self.compile_seconds += time.perf_counter() - started
-        # what was found for as many rows, or for the next power of two, holds for this view
-        rows = self._rounded(view.rows)
         if view.drafter.unpriced and rows not in self.prices:
             self.prices[rows] = self._measure_price(mode, self.view(rows))
         if self.fallback is not None and (mode, rows) not in self.timings:
-            if view.drafter.prunes(mode):  # its trees follow the text, so that its steps are timed while they decode
-                known = self.prices.get(rows) or self._measure(mode, self.view(rows))
-                self.timings[mode, rows] = (known[0], 0.0)
-            else:
-                self.timings[mode, rows] = self._measure(mode, self.view(rows))
+            prunes = view.drafter.prunes(mode)  # its trees follow the text, so its steps are timed while they decode
+            known = self.prices.get(rows) if prunes else None
+            plain, speculative = known or self._measure(mode, self.view(rows))
+            self.timings[mode, rows] = plain, 0.0 if prunes else speculative
 
     def _measure_price(self, mode: SamplingMode, view: View) -> tuple[float, float]:
         """Seconds of a plain step, and the extra time of one node as a share of that."""

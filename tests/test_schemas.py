@@ -149,7 +149,6 @@ TYPES = [
     Annotated[int, pydantic.Field(multiple_of=7, ge=0)], Annotated[str, pydantic.Field(pattern="^[a-z]+$", max_length=4)],
     Annotated[list[int], pydantic.Field(min_length=1, max_length=3)], Dog, Everything, pydantic.create_model("Empty"),
 ]  # fmt: skip
-UNIQUE = {"set[int]": "uniqueItems", "dict[Colour, int]": "propertyNames"}
 
 
 def check(schema: Any, unenforced: str) -> None:

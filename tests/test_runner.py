@@ -43,8 +43,6 @@ def outcome(results):
 
 # ------------------------------------------------------------------ steps ahead of the host
 
-KINDS = (("", ""), ("eagle1", "paper25"), ("eagle3", "dynamic"))
-
 
 @pytest.mark.parametrize("kind, tree, index", (("", "", 2), ("eagle1", "paper25", 2), ("eagle3", "dynamic", 0)))
 def test_steps_ahead_change_nothing(kind, tree, index):
@@ -179,35 +177,29 @@ def with_graphs(engine: Engine) -> Engine:
     return engine
 
 
-@pytest.mark.parametrize("kind, tree", KINDS)
-def test_graphs_replay_what_eager_steps_compute(kind, tree):
-    """Catches a buffer that is rebound instead of written, and a number of the host (position, temperature, seed,
-    stop id, row count) that is fixed in the graph. A replay would repeat the request in which it was captured.
-    Requests with other prompts, batches and settings follow each other, and every kind of step is captured once for
-    every number of rows, when it is first needed."""
-    engine, eager = with_graphs(ahead(kind, tree, 2, 3)), ahead(kind, tree, 0, 3)
+DRAFTERS = ("", "eagle1", "eagle3-dynamic", "eagle1-grams", "draft", "ngram", "lookahead")
+
+
+@pytest.mark.parametrize("kind", DRAFTERS)
+def test_graphs_replay_what_eager_steps_compute(kind):
+    """Catches a buffer that a step, a draft or `observe` rebinds instead of writing it, and a number of the host
+    (position, temperature, seed, stop id, row count) that is fixed in the graph. A replay would repeat the request in
+    which it was captured. Requests with other prompts, batches and settings follow each other, and every kind of step is
+    captured once for every number of rows, when it is first needed."""
+    configs = [EngineConfig(batch_size=3, lag=lag) for lag in (2, 0)]
+    engine, eager = (Engine(MODEL, letters(), drafter_of(kind, 3), config) for config in configs)
+    with_graphs(engine)
     for number, index in enumerate((2, 1, 0, 7, 2, 3)):
         params = settings(index, seed=number, max_new_tokens=5 + number, stop_ids=(90 + number,))
         prompts = PROMPTS[: 3 - number % 3][:: 1 - 2 * (number % 2)]
         ours, theirs = (outcome(e.generate_batch(prompts, params).run()) for e in (engine, eager))
         assert ours == theirs
         captured = [entry for entry in engine.runner.cuda.log if entry[0] == "captured"]
-        assert len(captured) == len(engine.runner.graphs) == (1, 2, 3, 4, 4, 5)[number]
+        assert len(captured) == len(engine.runner.graphs)
+        if kind in DRAFTERS[:3]:  # with the others the rows end at other times
+            assert len(captured) == (1, 2, 3, 4, 4, 5)[number]
     assert {pool for _, pool in captured} == {engine.runner.pool}  # one memory pool for all graphs
     assert len({mode for _, _, mode, _ in engine.runner.graphs}) == 4
-
-
-@pytest.mark.parametrize("kind", ("eagle1-grams", "draft", "ngram", "lookahead"))
-def test_every_drafter_replays_what_it_drafts_eagerly(kind):
-    """Catches a drafter whose draft or `observe` rebinds a buffer or fixes a number of the host in the graph."""
-    engine, eager = (Engine(MODEL, letters(), drafter_of(kind, 2), EngineConfig(batch_size=2, lag=2)) for _ in range(2))
-    with_graphs(engine)
-    for number, index in enumerate((2, 0, 7, 2)):
-        params = settings(index, seed=number, max_new_tokens=5 + 4 * number)
-        prompts = PROMPTS[:2][:: 1 - 2 * (number % 2)]
-        found, expected = (outcome(e.generate_batch(prompts, params).run()) for e in (engine, eager))
-        assert found == expected
-    assert len(engine.runner.graphs) == 3 and engine.runner.replays > 0
 
 
 def test_the_gauge_counts_graph_launches():
@@ -326,12 +318,12 @@ def addresses(buffers) -> set[int]:
     return {t.untyped_storage().data_ptr() for t in buffers}
 
 
-@pytest.mark.parametrize("kind", ("", "eagle1", "eagle3-dynamic", "eagle1-grams", "draft", "ngram", "lookahead"))
+@pytest.mark.parametrize("kind", DRAFTERS)
 def test_buffers_name_all_that_a_step_writes(kind):
     """Catches a tensor that a step writes and `buffers` leaves out. --compile-mode reduce-overhead would capture no
     step then, because its graphs must know the addresses of all that they write. Catches a name too many as well."""
-    drafter = drafter_of(kind, 2) if kind else None
-    engine = Engine(MODEL, drafter=drafter, config=EngineConfig(batch_size=2, eagle_always=kind == "lookahead"))
+    config = EngineConfig(batch_size=2, eagle_always=kind == "lookahead")
+    engine = Engine(MODEL, drafter=drafter_of(kind, 2), config=config)
     engine._measure = lambda *_: (1.0, 1.0)
     params = settings(7, max_new_tokens=5)
     engine.generate_batch(PROMPTS[:2], params).run()
@@ -608,8 +600,10 @@ def test_plain_steps_while_speculation_does_not_pay(shifts, lag):
     assert engine.generate(PROMPT, params).run()[0].tokens_per_step == result.tokens_per_step  # per request
 
 
-def drafter_of(kind: str, batch_size: int) -> Drafter:
+def drafter_of(kind: str, batch_size: int) -> Drafter | None:
     tree = next((t for name, t in TREES.items() if name.removesuffix("4") in kind), TREES["paper25"])
+    if not kind:
+        return None
     if kind == "ngram":
         return NGramDrafter(MODEL, 8, 4)
     if kind == "lookahead":

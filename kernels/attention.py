@@ -395,8 +395,8 @@ def attention_tiles(dim: int, group: int, int8: bool, chain: bool, window: int, 
 
 
 def _tree_attention_triton(
-    q, kv, start, visible, positions, window, scale, arrived, cap, sinks, segments, longest, chain
-) -> Tensor:
+    out, q, kv, start, visible, positions, window, scale, arrived, cap, sinks, segments, longest, chain
+) -> None:
     """`tree_attention` in one launch, whose grid depends on the longest sequence's slots and T alone."""
     batch, query_heads, T, dim = q.shape
     kv_heads, S = kv.shape[2:4]
@@ -413,16 +413,14 @@ def _tree_attention_triton(
     ml = q.new_empty(batch * kv_heads, splits + 1, group * T, 2, dtype=torch.float32)
     if arrived is None:
         arrived = torch.zeros(grid[0], dtype=torch.int32, device=q.device)
-    out = q.new_empty(batch, T, query_heads, dim)
     visible = visible.contiguous().view(torch.uint8)
     attend_kernel[grid](
         q.contiguous(), kv, scales_of(kv), start if segments is None else segments, start, visible,
         positions.contiguous(), acc, ml, arrived, out, out if sinks is None else sinks, kv.stride(0), S, T, R,
         group * T, splits, scale, HKV=kv_heads, HD=dim, HDP=max(16, triton.next_power_of_2(dim)),
-        WINDOW=max(window, 0), CHAIN=chain,
-        INT8=int8, CAP=cap, SINKS=sinks is not None, NATIVE=native(q.dtype), POOLED=segments is not None, **tiles,
+        WINDOW=max(window, 0), CHAIN=chain, INT8=int8, CAP=cap, SINKS=sinks is not None, NATIVE=native(q.dtype),
+        POOLED=segments is not None, **tiles,
     )  # fmt: skip
-    return out
 
 
 def _attention_problem(q: Tensor, kv: Tensor, *_rest) -> str:

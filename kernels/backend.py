@@ -200,6 +200,10 @@ def round_activations() -> bool:
     return backend is None or backend.activations == "int8"
 
 
+def _no_problem(*_args) -> str:
+    return ""
+
+
 @dataclass(eq=False)
 class Operation:
     """What the backend makes a difference for: the one place that decides which implementation does a call.
@@ -216,11 +220,11 @@ class Operation:
     reference: Callable  # plain PyTorch
     name: str  # of the operator
     key: str  # in `KernelBackend.table`; operations may share one
-    triton: Callable
+    launch: Callable  # launch(out, ...) has Triton write the outputs `out`, or returns others
     shapes: Callable  # empty outputs
     cpu: Callable | None = None  # calls the C++ kernel
-    cpu_problem: Callable[..., str | None] | None = None  # as `use_cpu` takes it
-    problem: Callable[..., str] | None = None  # why Triton cannot do a call, or ""
+    cpu_problem: Callable[..., str | None] = _no_problem  # as `use_cpu` takes it
+    problem: Callable[..., str] = _no_problem  # why Triton cannot do a call, or ""
     mutates: Sequence[str] = ()  # the arguments that are written
     at: tuple[int, ...] = (0,)  # the arguments whose dtypes, device and gradients decide
     plain: Callable[..., bool] | bool = True  # whether the reference may take the place of the operator
@@ -257,16 +261,18 @@ class Operation:
         return self.cpu(*args) if self._in_cpp(args, tensors) else self.reference(*args)
 
     def _in_cpp(self, args: Sequence, tensors: Sequence[Tensor]) -> bool:
-        if self.cpu is None:
-            return False
-        problem = "" if self.cpu_problem is None else functools.partial(self.cpu_problem, *args)
-        return use_cpu(self.key, *tensors, problem=problem)
+        return self.cpu is not None and use_cpu(self.key, *tensors, problem=functools.partial(self.cpu_problem, *args))
+
+    def triton(self, *args):
+        """What the operator gives where the kernels of Triton do the call."""
+        out = self.shapes(*args)
+        made = self.launch(out, *args)
+        return out if made is None else made
 
     def _run(self, *args):
         """What the operator does."""
         args = self._named(args)
-        problem = "" if self.problem is None else self.problem(*args)
-        if use_triton(self.key, args[self.at[0]], problem):
+        if use_triton(self.key, args[self.at[0]], self.problem(*args)):
             watch = _WATCH.get()
             out = self.triton(*args) if watch is None else watch(self, args)
             return out if out is None or isinstance(out, Tensor) else tuple(out)
@@ -327,9 +333,9 @@ def define_operator(name: str, fake: Callable, schema: str = "") -> Callable[[Ca
     return define
 
 
-def operation(name: str, key: str, triton: Callable, shapes: Callable, **more) -> Callable[[Callable], Operation]:
+def operation(name: str, key: str, launch: Callable, shapes: Callable, **more) -> Callable[[Callable], Operation]:
     """A decorator: the function is the reference of an `Operation`, whose other fields are the arguments."""
-    return lambda reference: Operation(reference, name, key, triton, shapes, **more)
+    return lambda reference: Operation(reference, name, key, launch, shapes, **more)
 
 
 def _is_record(kind: object) -> bool:

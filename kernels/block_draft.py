@@ -3,6 +3,7 @@ slots, and the tokens that follow a token in a tree."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from kernels.backend import jit, operation, tl, triton
 from kernels.choice import rank_of
-from kernels.draft import store_paths, store_root, tree_shapes
+from kernels.draft import store_paths, store_root
 
 
 @jit
@@ -46,7 +47,7 @@ def context_kernel(
         tl.store(to + d, (a * co + tl.where(d < half, -1.0, 1.0) * c * si).to(DT), mask=ok)
 
 
-def _context_triton(kv, weights, eps, cos, sin, cache, slots) -> None:
+def _context_triton(_none, kv, weights, eps, cos, sin, cache, slots) -> None:
     B, T, layers, _, kv_heads, dim = kv.shape
     context_kernel[B * T, layers * 2 * kv_heads](
         kv.contiguous(), weights, cos.contiguous(), sin.contiguous(), cache, slots.contiguous(), T, cache.shape[4],
@@ -101,16 +102,15 @@ def convolve_kernel(
     tl.store(out + row * H + d, total.to(out.dtype.element_ty), mask=ok)
 
 
-def _convolve_triton(y: Tensor, delta: Tensor, base: Tensor, side: int, residual: Tensor | None) -> Tensor:
+def _convolve_triton(out, y, delta, base, side, residual) -> None:
     y, delta = y.contiguous(), delta.contiguous()
     B, T, H = y.shape
     taps = base.shape[1]
-    out, block = torch.empty_like(y), min(1024, triton.next_power_of_2(H))
+    block = min(1024, triton.next_power_of_2(H))
     convolve_kernel[B * T, triton.cdiv(H, block)](
         y, delta, base, y if residual is None else residual.contiguous(), out, T, H, 2 * taps * H // delta.shape[2],
         SIDE=side, TAPS=taps, ADD=residual is not None, BLOCK=block, num_warps=4,
     )  # fmt: skip
-    return out
 
 
 @operation("convolve", "rms_norm", _convolve_triton, lambda y, *rest: y.new_empty(y.shape))
@@ -191,9 +191,8 @@ def follow_kernel(
     tl.store(best_scores + row * COUNT + c, value - total, mask=c < COUNT)
 
 
-def _follow_triton(scores, ids, parents, softness, depth, count) -> tuple[Tensor, Tensor]:
+def _follow_triton(out, scores, ids, parents, softness, depth, count) -> None:
     B, D, K = scores.shape
-    out = _follow_shapes(scores, ids, parents, count)
     W, R = out[0].shape[1], parents.successor.shape[1]
     given = [scores if t is None else t.contiguous() for t in (*parents, softness)]
     follow_kernel[B * W,](
@@ -202,7 +201,6 @@ def _follow_triton(scores, ids, parents, softness, depth, count) -> tuple[Tensor
         MIXED=parents.mixed is not None, SOFT=softness is not None, num_warps=4,
         maxnreg=128,  # without a number, ptxas would rather spill
     )  # fmt: skip
-    return out
 
 
 def _follow_shapes(scores, ids, parents, *rest) -> tuple[Tensor, Tensor]:
@@ -286,12 +284,10 @@ def prefixes_kernel(
     store_paths(b, live, out_parent, out_depth, ancestors, N, D, NP)
 
 
-def best_prefixes(tokens: Tensor, scores: Tensor, root: Tensor, N: int) -> tuple[Tensor, ...]:
+def best_prefixes(out: Sequence[Tensor], tokens: Tensor, scores: Tensor, root: Tensor, N: int) -> None:
     """The fields of a `growing.DraftTree` from those of `growing.best_prefixes`."""
     B, D, K = tokens.shape
-    out = tree_shapes(tokens, scores, root, N)
     prefixes_kernel[B,](
         tokens.contiguous(), scores.contiguous(), root.contiguous(), *out, N, D, K, NP=triton.next_power_of_2(N),
         num_warps=1 if N <= 64 else 4,
     )  # fmt: skip
-    return out

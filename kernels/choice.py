@@ -7,6 +7,7 @@ of their id: all are different, and of equal keys the lower id comes first.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -414,13 +415,11 @@ def noise_shape(seed: Tensor, n: Tensor, rows: int, hashes: Tensor) -> Tensor:
     return seed.new_empty(seed.shape[0], rows, hashes.shape[0], dtype=torch.float32)
 
 
-def noise(seed: Tensor, n: Tensor, rows: int, hashes: Tensor) -> Tensor:
+def noise(out: Tensor, seed: Tensor, n: Tensor, rows: int, hashes: Tensor) -> None:
     """Gumbel noise, fp32 [B, rows, V], of the positions n + 1 to n + rows. seed, n [B]; hashes [V] of the token ids."""
     B, V = seed.shape[0], hashes.shape[0]
-    out = noise_shape(seed, n, rows, hashes)
     block = min(1024, triton.next_power_of_2(V))
     noise_kernel[B * rows, triton.cdiv(V, block)](seed, n.contiguous(), hashes, out, rows, V, BLOCK=block, **EXACT)
-    return out
 
 
 def choose_shapes(logits: Tensor, *_rest) -> tuple[Tensor, Tensor]:
@@ -429,22 +428,20 @@ def choose_shapes(logits: Tensor, *_rest) -> tuple[Tensor, Tensor]:
 
 
 def choose(
-    logits: Tensor, noise: Tensor | None, depth: Tensor | None, settings: Settings, filters: bool
-) -> tuple[Tensor, Tensor]:
+    out: Sequence[Tensor], logits: Tensor, noise: Tensor | None, depth: Tensor | None, settings: Settings, filters: bool
+) -> None:
     """(choice int64 [B,N], usable bool [B,N]) of logits [B,N,V] with noise [B,P,V].
 
     Node i takes the noise's row depth[b, i], or row i without `depth` [B,N]. Without noise the choice is greedy.
     """
     logits = logits.contiguous()
     B, N, V = logits.shape
-    choice, usable = choose_shapes(logits)
     block, warps = _block(V)
     table = logits if noise is None else noise.contiguous()
     choose_kernel[B * N,](
-        logits, table, choice if depth is None else depth.contiguous(), *settings, choice, usable, N, table.shape[1], V,
+        logits, table, out[0] if depth is None else depth.contiguous(), *settings, *out, N, table.shape[1], V,
         BLOCK=block, SAMPLE=noise is not None, FILTERS=filters, BY_DEPTH=depth is not None, num_warps=warps, **EXACT,
     )  # fmt: skip
-    return choice, usable
 
 
 def draft_topk_shapes(logits: Tensor, *rest) -> tuple[Tensor, Tensor]:
@@ -454,45 +451,38 @@ def draft_topk_shapes(logits: Tensor, *rest) -> tuple[Tensor, Tensor]:
 
 
 def draft_topk(
-    logits: Tensor, noise: Tensor | None, draft_ids: Tensor | None, settings: Settings, filters: bool, noisy: bool,
-    count: int,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    out: Sequence[Tensor], logits: Tensor, noise: Tensor | None, draft_ids: Tensor | None, settings: Settings,
+    filters: bool, noisy: bool, count: int,
+) -> None:  # fmt: skip
     """(ids int64, scores fp32), each [B,W,count]: the largest keys of `sampling.draft_keys` for logits [B,W,V].
 
     noise [B,1 or W,target's V] belongs to the ids draft_ids [V] of the target. Without noise the keys are the logits.
     """
     logits = logits.contiguous()
     B, W, V = logits.shape
-    ids, scores = draft_topk_shapes(logits, count)
     wide = triton.next_power_of_2(count)
     block, warps = _block(V, wide)
     most = 128 if warps == 16 else None  # Without a number, ptxas would rather spill than use more than 64 registers.
     sample = noise is not None
     strides = (noise.stride(0), noise.stride(1) * (noise.shape[1] > 1)) if sample else (0, 0)
     draft_topk_kernel[B * W,](
-        logits, noise if sample else logits, ids if draft_ids is None else draft_ids, *settings, ids, scores, *strides, W,
-        V, count, KP=wide, BLOCK=block, BLOCKS=triton.next_power_of_2(triton.cdiv(V, block)), SAMPLE=sample,
+        logits, noise if sample else logits, out[0] if draft_ids is None else draft_ids, *settings, *out, *strides, W, V,
+        count, KP=wide, BLOCK=block, BLOCKS=triton.next_power_of_2(triton.cdiv(V, block)), SAMPLE=sample,
         FILTERS=filters and sample, NOISY=noisy and sample, TRIMMED=draft_ids is not None, num_warps=warps,
         maxnreg=most,
     )  # fmt: skip
-    return ids, scores
 
 
-def merge_topk(tile_values: Tensor, tile_ids: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(values, ids, log_total, scores) of `linear.TopK` from what the tiles of a vocabulary found.
+def merge_topk(out: Sequence[Tensor], tile_values: Tensor, tile_ids: Tensor) -> None:
+    """Write a `linear.TopK` of M rows, made of what the tiles of a vocabulary found.
 
     tile_values fp32 [tiles, M, K + 2]: the best logits, the maximum and the sum of exp(logit - maximum). tile_ids int32
     [tiles, M, K].
     """
     tiles, M, K = tile_ids.shape
-    values, scores = (torch.empty(M, K, dtype=torch.float32, device=tile_ids.device) for _ in range(2))
-    ids = torch.empty(M, K, dtype=torch.int64, device=tile_ids.device)
-    totals = torch.empty(M, dtype=torch.float32, device=tile_ids.device)
     wide = triton.next_power_of_2(K)
     block, warps = _block(tiles * K, wide)
     blocks = triton.next_power_of_2(triton.cdiv(tiles * K, block))
     merge_topk_kernel[M,](
-        tile_values, tile_ids, values, ids, totals, scores, M, tiles, K, KP=wide, BLOCK=block, BLOCKS=blocks,
-        num_warps=warps,
-    )  # fmt: skip
-    return values, ids, totals, scores
+        tile_values, tile_ids, *out, M, tiles, K, KP=wide, BLOCK=block, BLOCKS=blocks, num_warps=warps
+    )

@@ -255,10 +255,10 @@ def delta_kernel(
         tl.store(out + t * (HV * DV) + d, tl.zeros((BV,), tl.float32))
 
 
-def _delta_triton(rows, conv, a_log, dt_bias, layer, walk) -> Tensor:
+def _delta_triton(out, rows, conv, a_log, dt_bias, layer, walk) -> None:
     memory, path, _, pending, frozen, keep = layer
     (B, heads, dk, dv), (T, R) = memory.shape, rows.shape[1:]
-    out, block, slots = _delta_shapes(rows, conv, a_log, dt_bias, layer, walk), min(16, dv & -dv), path.shape[1] - 4
+    block, slots = min(16, dv & -dv), path.shape[1] - 4
     delta_kernel[dv // block, heads, B](
         rows.contiguous(), conv, a_log, dt_bias, memory, path, pending, frozen, keep,
         pending if walk is None else walk.contiguous(), out, memory.new_empty(B, heads, slots, dk, dv), T,
@@ -266,7 +266,6 @@ def _delta_triton(rows, conv, a_log, dt_bias, layer, walk) -> Tensor:
         HK=(len(conv) - heads * dv) // (2 * dk), HV=heads, DV=dv, LEVELS=dk.bit_length() - 1, BV=block, num_warps=1,
         **EXACT,
     )  # fmt: skip
-    return out
 
 
 def _delta_shapes(rows, conv, a_log, dt_bias, layer, walk) -> Tensor:
@@ -342,14 +341,12 @@ def gated_norm_kernel(x, gate, weight, out, stride, eps, HV: tl.constexpr, DV: t
     tl.store(out + at, (a * z / (1 + tl.exp(-z))).to(out.dtype.element_ty), mask=ok)
 
 
-def _gated_triton(x, gate, weight, eps) -> Tensor:
+def _gated_triton(out, x, gate, weight, eps) -> None:
     flat, (heads, dv) = gate.flatten(0, -2), x.shape[-2:]
-    out = torch.empty_like(gate, memory_format=torch.contiguous_format)
     gated_norm_kernel[heads, len(flat)](
         x.contiguous(), flat, weight, out, flat.stride(0), eps, HV=heads, DV=dv, LEVELS=(dv - 1).bit_length(),
         num_warps=1, **EXACT,
     )  # fmt: skip
-    return out
 
 
 @operation(

@@ -51,8 +51,7 @@ def _place_shapes(n, depth, rotary, _slots, fed, *_rest) -> tuple[Tensor, ...]:
     return n.new_empty(B, R), n.new_empty(B, R), cos, sin, n.new_empty(B, fed)
 
 
-def _place_triton(n, depth, rotary, slots, fed, count, tokens, lead, segments) -> tuple[Tensor, ...]:
-    out = _place_shapes(n, depth, rotary, slots, fed)
+def _place_triton(out, n, depth, rotary, slots, fed, count, tokens, lead, segments) -> None:
     (B, R), T, (length, half) = out[0].shape, depth.shape[1], rotary.cos.shape
     known = n if tokens is None else tokens
     place_kernel[B * R,](
@@ -60,7 +59,6 @@ def _place_triton(n, depth, rotary, slots, fed, count, tokens, lead, segments) -
         R, fed, known.shape[-1], slots - 1, length, lead, T * (depth.shape[0] > 1), HALF=half,
         BLOCK=triton.next_power_of_2(half), POOLED=segments is not None, num_warps=1,
     )  # fmt: skip
-    return out
 
 
 @operation(
@@ -105,7 +103,7 @@ def rms(x, weight, d, SIZE, eps, DT: tl.constexpr):
 
 @jit
 def join_kernel(
-    table, tokens, features, source, table_norm, feature_norm, joined, residual, W, ROWS, SIZE, eps,
+    table, tokens, features, source, table_norm, feature_norm, residual, joined, W, ROWS, SIZE, eps,
     BLOCK: tl.constexpr, PICK: tl.constexpr, NORM: tl.constexpr, KEEP_NORMED: tl.constexpr,
 ):  # fmt: skip
     """`join_rows` of one row. Grid (B W,)."""
@@ -126,9 +124,9 @@ def join_kernel(
 
 
 def join_rows(
-    table: Tensor, tokens: Tensor, features: Tensor, source: Tensor | None, table_norm: Tensor | None,
-    feature_norm: Tensor | None, eps: float, keep_normed: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    out: Sequence[Tensor], table: Tensor, tokens: Tensor, features: Tensor, source: Tensor | None,
+    table_norm: Tensor | None, feature_norm: Tensor | None, eps: float, keep_normed: bool,
+) -> None:  # fmt: skip
     """(residual [B,W,H], joined [B,W,2H]): the embeddings of tokens [B,W] from table [V,H] beside rows of features
     [B,R,H], those with the numbers source [B,W] if given. In one launch.
 
@@ -138,16 +136,13 @@ def join_rows(
     B, W = tokens.shape
     H = table.shape[1]
     features = features.contiguous()
-    residual, joined = join_shapes(table, tokens, features, source, table_norm)
     norm = table_norm is not None
     block = triton.next_power_of_2(H)
     join_kernel[B * W,](
         table, tokens.contiguous(), features, tokens if source is None else source.contiguous(),
-        table_norm if norm else table, feature_norm if norm else table, joined, residual, W, features.shape[1], H, eps,
-        BLOCK=block, PICK=source is not None, NORM=norm, KEEP_NORMED=keep_normed,
-        num_warps=min(16, max(1, block // 512)),
+        table_norm if norm else table, feature_norm if norm else table, *out, W, features.shape[1], H, eps, BLOCK=block,
+        PICK=source is not None, NORM=norm, KEEP_NORMED=keep_normed, num_warps=min(16, max(1, block // 512)),
     )  # fmt: skip
-    return residual, joined
 
 
 def join_shapes(
@@ -209,7 +204,7 @@ def expand_kernel(
     tl.store(out_visible + at, tl.where(r < R, inherited, own), mask=(k < K)[:, None] & (r < R + K))
 
 
-def expand(pool: Sequence[Tensor], tokens: Tensor, scores: Tensor, ids: Tensor | None) -> tuple[Tensor, ...]:
+def expand(out: Sequence[Tensor], pool: Sequence[Tensor], tokens: Tensor, scores: Tensor, ids: Tensor | None) -> None:
     """The fields of the next `growing.Pool` from (tokens, scores, parent, frontier, visible) of the last one.
 
     tokens, scores [B,K,K], or of the first level [B,K] and an empty pool. The tokens are places in `ids` if given.
@@ -219,13 +214,11 @@ def expand(pool: Sequence[Tensor], tokens: Tensor, scores: Tensor, ids: Tensor |
     before = (tokens, scores, *[tokens] * 3) if first else pool
     P, R = (0, 0) if first else (pool[0].shape[1], pool[-1].shape[2])
     count = K if first else K * K
-    out = expand_shapes(pool, tokens, scores)
     expand_kernel[B,](
         *(t.contiguous() for t in (*before, tokens, scores)), tokens if ids is None else ids, *out, P, R, K,
         KP=triton.next_power_of_2(K), CP=triton.next_power_of_2(count), RP=triton.next_power_of_2(R + K), BLOCK=512,
         FIRST=first, TRIMMED=ids is not None,
     )  # fmt: skip
-    return out
 
 
 def expand_shapes(pool: Sequence[Tensor], tokens: Tensor, scores: Tensor, *_rest) -> tuple[Tensor, ...]:
@@ -300,11 +293,11 @@ def select_kernel(
 
 
 def select(
-    tokens: Tensor, scores: Tensor, parent: Tensor, root: Tensor, ids: Tensor | None, N: int, D: int, _live: None
-) -> tuple[Tensor, ...]:
+    out: Sequence[Tensor], tokens: Tensor, scores: Tensor, parent: Tensor, root: Tensor, ids: Tensor | None, N: int,
+    D: int, _live: None,
+) -> None:  # fmt: skip
     """The fields of a `growing.DraftTree` from those of a pool [B,P], whose tokens are places in `ids` if given."""
     B, P = tokens.shape
-    out = tree_shapes(tokens, scores, root, N)
     scratch = tokens.new_empty(B, P, dtype=torch.int32)
     wide = triton.next_power_of_2(P)
     select_kernel[B,](
@@ -312,7 +305,6 @@ def select(
         *out, scratch, P, N, D, PP=wide, NP=triton.next_power_of_2(N), TRIMMED=ids is not None,
         num_warps=max(1, min(8, wide // 128)),
     )  # fmt: skip
-    return out
 
 
 def tree_shapes(tokens: Tensor, scores: Tensor, root: Tensor, N: int) -> tuple[Tensor, ...]:
@@ -361,18 +353,17 @@ def accept_kernel(
 
 
 def accept(
-    tokens: Tensor, parent: Tensor, depth: Tensor, ancestors: Tensor, valid: Tensor, choice: Tensor, D: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    out: Sequence[Tensor], tokens: Tensor, parent: Tensor, depth: Tensor, ancestors: Tensor, valid: Tensor,
+    choice: Tensor, D: int,
+) -> None:  # fmt: skip
     """The fields of `verify.Accepted`: path [B,D+1], count [B], bonus [B], emitted [B,D+1]."""
     B, N = tokens.shape
-    out = accept_shapes(tokens, D)
     tables = [t if t[0].is_contiguous() else t.contiguous() for t in (parent, depth, ancestors, valid)]
     wide = triton.next_power_of_2(N)
     accept_kernel[B,](
         tokens.contiguous(), *tables, choice.contiguous(), *out, N, D, *(t.stride(0) for t in tables), NP=wide,
         DP=triton.next_power_of_2(D + 1), num_warps=16 if wide > 64 else 4,
     )  # fmt: skip
-    return out
 
 
 def accept_shapes(tokens: Tensor, *rest) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -443,9 +434,7 @@ def keep_kernel(
         tl.store(history + (b * (HISTORY + 1) + place) * F + d, value, mask=d < tl.where(level < many, F, 0))
 
 
-def commit(
-    accepted: Accepted, usable: Tensor, features: Tensor, buffers: StepBuffers
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def commit(out: Sequence[Tensor], accepted: Accepted, usable: Tensor, features: Tensor, buffers: StepBuffers) -> None:
     """Two launches. (count [B], finite [B,P], source [B,P], target [B,P]) of `step.commit`; the buffers are written.
 
     usable bool [B,N] and features [B,N,F] belong to the nodes of the tree. What `tokens` and `history` hold in their last
@@ -455,21 +444,19 @@ def commit(
     B, P = path.shape
     N, F = features.shape[1:]
     ring, history = buffers.ring, buffers.history
-    count, finite, source, target = commit_shapes(accepted)
     commit_kernel[B,](
         *(t.contiguous() for t in (*accepted, usable)),
         buffers.tokens, buffers.n, buffers.root, buffers.count, buffers.produced, buffers.limit, buffers.done,
-        buffers.stop_ids, ring, buffers.step, buffers.segments, count, finite, source, target, N, P,
+        buffers.stop_ids, ring, buffers.step, buffers.segments, *out, N, P,
         buffers.tokens.shape[1], ring.shape[0], ring.shape[2], ring.stride(0), STOPS=buffers.stop_ids.shape[1],
         PP=triton.next_power_of_2(P), num_warps=1,
     )  # fmt: skip
     block = min(1024, triton.next_power_of_2(F))
     keep = history.shape[1] > 0
     keep_kernel[B * P, triton.cdiv(F, block)](
-        features.contiguous(), path, count, buffers.n, buffers.features, history if keep else buffers.features,
+        features.contiguous(), path, out[0], buffers.n, buffers.features, history if keep else buffers.features,
         buffers.step, N, P, buffers.features.shape[1], F, history.shape[1] - 1 if keep else 1, KEEP=keep, BLOCK=block,
     )  # fmt: skip
-    return count, finite, source, target
 
 
 def commit_shapes(accepted: Accepted, *_rest) -> tuple[Tensor, Tensor, Tensor, Tensor]:

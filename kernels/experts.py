@@ -108,9 +108,8 @@ def sort_pairs(weights: Tensor, ids: Tensor, experts: int) -> Routes:
     return Routes(weights, ids, flat.argsort(stable=True).to(torch.int32), used.to(torch.int32), offsets)
 
 
-def _triton_route(logits, count, normalised) -> Routes:
+def _triton_route(routes, logits, count, normalised) -> None:
     logits, (T, E) = logits.contiguous(), logits.shape
-    routes = _route_shapes(logits, count, normalised)
     wide = max(2, triton.next_power_of_2(E))
     rows, block = max(1, min(64, 2048 // wide)), max(16, 4096 // wide)
     tables = routes.ids, routes.pairs, routes.used, routes.offsets
@@ -121,7 +120,6 @@ def _triton_route(logits, count, normalised) -> Routes:
     )  # fmt: skip
     if grid > 1:
         sort_pairs_kernel[1,](*tables, T * count, E, EP=wide, BLOCK=block)
-    return routes
 
 
 def _route_shapes(logits, count, normalised) -> Routes:
@@ -192,21 +190,15 @@ def mix_kernel(y, weights, residual, out, SIZE, K, LEVELS: tl.constexpr, RESIDUA
     tl.store(out + at, total, mask=d < SIZE)
 
 
-def _triton_mix(y, weights, residual) -> Tensor:
+def _triton_mix(out, y, weights, residual) -> None:
     T, k, size = y.shape
-    out = _mix_shapes(y, weights, residual)
     mix_kernel[T,](
         y.contiguous(), weights.contiguous(), out if residual is None else residual.contiguous(), out, size, k,
         RESIDUAL=residual is not None, **row_options(size),
     )  # fmt: skip
-    return out
 
 
-def _mix_shapes(y, weights, residual) -> Tensor:
-    return y.new_empty(len(y), y.shape[-1])
-
-
-@operation("mix", "packed_experts", _triton_mix, _mix_shapes)
+@operation("mix", "packed_experts", _triton_mix, lambda y, *rest: y.new_empty(len(y), y.shape[-1]))
 def mix(y: Tensor, weights: Tensor, residual: Tensor | None) -> Tensor:
     """The sum of weights [T,k] * y [T,k,N] in slot order, in float32 or wider, rounded to y's dtype, + residual [T,N]."""
     factors = weights.to(torch.promote_types(y.dtype, torch.float32))[..., None]
@@ -245,11 +237,10 @@ def _expert_rows(x: Tensor, slots: int) -> tuple[Tensor, int]:
     return x.reshape(-1, x.shape[-1]).contiguous(), slots if x.dim() == 2 else 1
 
 
-def _triton_experts(x, routes, tensors, numbers, gated) -> Tensor:
+def _triton_experts(out, x, routes, tensors, numbers, gated) -> None:
     weight = from_parts(tensors, numbers)
     # Neither the tile nor the split depends on the number of tokens.
     weight = replace(weight, config=unsplit(weight.config))
-    out = _expert_shapes(x, routes, tensors, numbers, gated)
     rows, shared = _expert_rows(x, routes.ids.shape[1])
     grid, _, constants = launch_arguments(rows, weight, gated, 16)
     most = min(weight.weight.shape[0], routes.ids.numel())
@@ -257,7 +248,6 @@ def _triton_experts(x, routes, tensors, numbers, gated) -> Tensor:
         rows, *kernel_views(weight), out, routes.pairs, routes.used, routes.offsets, weight.n, weight.k, out.shape[-1],
         shared, **constants,
     )  # fmt: skip
-    return out
 
 
 def _experts_problem(x, routes, tensors, numbers, gated) -> str:

@@ -109,7 +109,7 @@ def move_kernel(
     tl.store(kv + after[:, None] * ROW + d, rows, mask=mask & (after != before)[:, None])
 
 
-def _move_triton(kv: Tensor, source: Tensor, target: Tensor) -> None:
+def _move_triton(_none, kv, source, target) -> None:
     layers, _, _, heads, slots, row = kv.shape
     batch, count = source.shape
     wide = triton.next_power_of_2(count)

@@ -468,13 +468,12 @@ def beyond_a_step(x: Tensor) -> bool:
     return x.dim() > 2 and x.shape[-2] > SMALL_M
 
 
-def _triton_linear(x, tensors, numbers, bias, residual, gated, wide) -> Tensor:
+def _triton_linear(out, x, tensors, numbers, bias, residual, gated, wide) -> Tensor | None:
     weight = from_parts(tensors, numbers)
     if beyond_a_step(x):
         y = x @ dequantize(weight, x.dtype, fused=True).mT
         return _widened(epilogue(y, bias, residual, gated), wide)
     rows = x.reshape(-1, weight.k).contiguous()
-    out = _linear_shapes(x, tensors, numbers, bias, residual, gated, wide)
     added = rows if residual is None else residual.contiguous()
     parts = (t.view(len(rows), -1).split(SMALL_M) for t in (rows, added, out))
     for own, other, place in zip(*parts, strict=True):
@@ -485,7 +484,7 @@ def _triton_linear(x, tensors, numbers, bias, residual, gated, wide) -> Tensor:
             RESIDUAL=residual is not None, TOPK=0, SPLIT=weight.config.split_k,
             SERIAL=grid[2] < weight.config.split_k, **constants, **no_rope(own),
         )  # fmt: skip
-    return out
+    return None
 
 
 def _linear_shapes(x, tensors, numbers, bias, residual, gated, wide) -> Tensor:
@@ -540,23 +539,18 @@ def packed_topk(x: Tensor, weight: PackedWeight, count: int) -> TopK:
     return TopK(*(t.unflatten(0, x.shape[:-1]) for t in top))
 
 
-def _triton_topk(x, tensors, numbers, count) -> TopK:
+def _triton_topk(out, x, tensors, numbers, count) -> None:
     weight = from_parts(tensors, numbers)
-    found = [_launch_topk(rows, weight, count) for rows in x.contiguous().split(SPLIT_M)]
-    return found[0] if len(found) == 1 else TopK(*map(torch.cat, zip(*found, strict=True)))
-
-
-def _launch_topk(x: Tensor, weight: PackedWeight, count: int) -> TopK:
-    tokens = len(x)
-    grid, partial, constants = launch_arguments(x, weight, 0, min(32, tokens))
-    out = x.new_empty(grid[1], tokens, count + 2, dtype=torch.float32)
-    ids = x.new_empty(grid[1], tokens, count, dtype=torch.int32)
-    linear_kernel[grid](
-        x, *kernel_views(weight), x, x, out, out, ids, partial, weight.counters, M=tokens, N=weight.n, K=weight.k,
-        N_OUT=weight.n, eps=0.0, BIAS=False, RESIDUAL=False, TOPK=count, SPLIT=grid[2], SERIAL=False, **constants,
-        **no_rope(x),
-    )  # fmt: skip
-    return TopK(*merge_topk(out, ids))
+    for rows, *place in zip(*(t.split(SPLIT_M) for t in (x.contiguous(), *out)), strict=True):
+        grid, partial, constants = launch_arguments(rows, weight, 0, min(32, len(rows)))
+        values = x.new_empty(grid[1], len(rows), count + 2, dtype=torch.float32)
+        ids = x.new_empty(grid[1], len(rows), count, dtype=torch.int32)
+        linear_kernel[grid](
+            rows, *kernel_views(weight), rows, rows, values, values, ids, partial, weight.counters, M=len(rows),
+            N=weight.n, K=weight.k, N_OUT=weight.n, eps=0.0, BIAS=False, RESIDUAL=False, TOPK=count, SPLIT=grid[2],
+            SERIAL=False, **constants, **no_rope(rows),
+        )  # fmt: skip
+        merge_topk(place, values, ids)
 
 
 def _topk_problem(x, tensors, numbers, count) -> str:

@@ -44,12 +44,9 @@ def row_options(size: int) -> dict[str, int]:
     return dict(LEVELS=levels, num_warps=min(16, max(4, 2**levels // 1024)), **EXACT)
 
 
-def _norm_triton(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    x = x.contiguous()
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+def _norm_triton(out, x, weight, eps) -> None:
     size = x.shape[-1]
-    rms_norm_kernel[(x.numel() // size,)](x, weight, out, size, eps, **row_options(size))
-    return out
+    rms_norm_kernel[x.numel() // size,](x.contiguous(), weight, out, size, eps, **row_options(size))
 
 
 @operation(
@@ -153,17 +150,15 @@ def rope_outputs(qkv: Tensor, kv: Tensor, shares: bool = False) -> tuple[Tensor,
     return qkv.new_empty(B, query_heads, T, dim), qkv.new_empty(B * kv_heads, dtype=torch.int32)
 
 
-def _rope_triton(qkv, cos, sin, kv, slots, q_weight, k_weight, eps, value_norm, shares) -> tuple[Tensor, Tensor]:
-    out, arrived = rope_outputs(qkv, kv, shares)
+def _rope_triton(out, qkv, cos, sin, kv, slots, q_weight, k_weight, eps, value_norm, shares) -> None:
     B, T, heads, _ = qkv.shape
     qkv = qkv.contiguous()
     norm = q_weight is not None
     rope_kernel[B * T, heads](
         qkv, cos.contiguous(), sin.contiguous(), kv, scales_of(kv), slots.contiguous(),
-        *(qkv if w is None else w for w in (q_weight, k_weight)), out, arrived, arrived.numel(), kv.stride(0), T,
-        kv.shape[3], eps, num_warps=1, **rope_constants(qkv, kv, norm, value_norm, shares), **EXACT,
+        *(qkv if w is None else w for w in (q_weight, k_weight)), *out, out[1].numel(), kv.stride(0), T, kv.shape[3],
+        eps, num_warps=1, **rope_constants(qkv, kv, norm, value_norm, shares), **EXACT,
     )  # fmt: skip
-    return out, arrived
 
 
 def _rope_inside(

@@ -497,7 +497,7 @@ def packed_rows(weight: PackedWeight, ids: Tensor, dtype: torch.dtype = torch.fl
     return _stored_rows(weight, ids).to(dtype)
 
 
-def _triton_rows(ids, tensors, numbers, dtype) -> Tensor:
+def _triton_rows(_out, ids, tensors, numbers, dtype) -> Tensor:
     weight = from_parts(tensors, numbers)
     rows = panels.triton_rows(weight.weight, weight.forms, weight.n, weight.k, ids.reshape(-1).contiguous(), dtype)
     return rows.view(*ids.shape, weight.k)

@@ -28,7 +28,7 @@ def packed_linear_rope(
     return planes_linear_rope(weight.reorder(x), *weight.parts(), bias, head_dim, *turn)
 
 
-def _triton_linear_rope(x, tensors, numbers, bias, head_dim, *turn) -> tuple[Tensor, Tensor]:
+def _triton_linear_rope(out, x, tensors, numbers, bias, head_dim, *turn) -> tuple[Tensor, Tensor] | None:
     cos, sin, kv, slots, q_weight, k_weight, eps, value_norm, shares = turn
     # float32 activations are turned in a launch of their own, because a compiler may round the squares of a norm in
     # different ways. So are those of a long prompt, whose programs have too many rows to turn.
@@ -37,7 +37,7 @@ def _triton_linear_rope(x, tensors, numbers, bias, head_dim, *turn) -> tuple[Ten
         return planes_linear_rope.reference(x, tensors, numbers, bias, head_dim, *turn)
     weight, (B, T), norm = from_parts(tensors, numbers), x.shape[:2], q_weight is not None
     qkv = x.new_empty(B, T, weight.n // head_dim, head_dim)
-    q, arrived = rope_outputs(qkv, kv, shares)
+    q, arrived = out
     heads = rope_constants(qkv, kv, norm, value_norm, shares)
     each = SPLIT_M // T  # sequences of a launch
     for b in range(0, B, each):
@@ -52,7 +52,7 @@ def _triton_linear_rope(x, tensors, numbers, bias, head_dim, *turn) -> tuple[Ten
             weight.n, weight.k, weight.n, T, kv.shape[3], kv.stride(0), counts.numel(), eps, BIAS=bias is not None,
             RESIDUAL=False, TOPK=0, SPLIT=grid[2], SERIAL=False, **constants, **heads,
         )  # fmt: skip
-    return q, arrived
+    return None
 
 
 def _linear_rope_shapes(x, tensors, numbers, bias, head_dim, cos, sin, kv, *turn) -> tuple[Tensor, Tensor]:

@@ -11,11 +11,13 @@ import fake_cuda
 import torch
 import triton.language as tl
 
+import eagle_draft
 import kernels
-from kernels import block_draft, choice, draft, experts, kv, records
+from decoding import sampling, step, verify
+from kernels import choice, draft, experts, growing, kv, records
 from kernels.attention import attend_kernel, attention_tiles
 from kernels.experts import expert_kernel
-from kernels.linear import NO_HEADS, launch_tile, linear_kernel
+from kernels.linear import NO_HEADS, launch_tile, linear_kernel, planes_topk
 from kernels.packing import panel_words
 from kernels.panels import kernel_forms, panels_bytes, triton_rows
 from kernels.tuned import SPLIT_M, linear_config, unsplit
@@ -253,14 +255,16 @@ def launch_small_work(B: int, V: int, K: int, N: int, half: torch.dtype) -> None
     wide, flag, D, S, H = torch.float32, torch.bool, 9, 4096, 4096
     settings = choice.Settings(new(B, 1, 1, kind=wide), new(B, 1, 1), *(new(B, 1, 1, kind=wide) for _ in "pm"))
     ids, noise, drafted = new(V), new(B, D + 1, V, kind=wide), new(B, 1, V, kind=wide)
-    choice.noise(new(B), new(B), D, new(V))
+    choose, draft_topk = sampling._choose.triton, sampling._draft_topk.triton
+    sampling.noise_ahead.triton(new(B), new(B), D, new(V))
     for kind, filters in itertools.product((half, wide), (False, True)):
-        choice.choose(new(B, N, V, kind=kind), noise, new(B, N), settings, filters)
-        choice.draft_topk(new(B, K, V, kind=kind), drafted, ids, settings, filters, True, K)
-        choice.draft_topk(new(B, K, V, kind=kind), drafted, None, settings, filters, False, K)
-    choice.choose(new(B, N, V, kind=wide), None, None, settings, False)
-    choice.draft_topk(new(B, K, V, kind=wide), None, None, settings, False, False, K)
-    choice.merge_topk(new(V // 128, B * K, K + 2, kind=wide), new(V // 128, B * K, K, kind=torch.int32))
+        choose(new(B, N, V, kind=kind), noise, new(B, N), settings, filters)
+        draft_topk(new(B, K, V, kind=kind), drafted, ids, settings, filters, True, K)
+        draft_topk(new(B, K, V, kind=kind), drafted, None, settings, filters, False, K)
+    choose(new(B, N, V, kind=wide), None, None, settings, False)
+    draft_topk(new(B, K, V, kind=wide), None, None, settings, False, False, K)
+    best = planes_topk.shapes(new(B * K, 1, kind=wide), None, None, K)
+    choice.merge_topk(best, new(V // 128, B * K, K + 2, kind=wide), new(V // 128, B * K, K, kind=torch.int32))
     rotary = records.Rotary(new(S, 64, kind=wide), new(S, 64, kind=wide))
     draft.place_rows.triton(new(B), new(1, N), rotary, S, 0, None, None, 0, new(B, 2))
     draft.place_rows.triton(new(B), new(1, 0), rotary, S, D, new(B), new(B, S), 1, None)
@@ -270,13 +274,12 @@ def launch_small_work(B: int, V: int, K: int, N: int, half: torch.dtype) -> None
         (None, new(H, kind=half), False),
         (None, new(H, kind=half), True),
     ):
-        draft.join_rows(table, new(B, K), feature, source, norm, norm, 1e-5, keep)
+        eagle_draft.join_rows.triton(table, new(B, K), feature, source, norm, norm, 1e-5, keep)
     first = new(B, K), new(B, K, kind=wide)
-    pool = draft.expand_shapes([], *first)
     for known in (None, ids):
-        draft.expand([], *first, known)
-        draft.expand([*pool[:4], pool[6]], new(B, K, K), new(B, K, K, kind=wide), known)
-        draft.select(new(B, 710), new(B, 710, kind=wide), new(B, 710), new(B), known, N, D, None)
+        pool = growing._grow.triton([], *first, known)
+        growing._grow.triton([*pool[:4], pool[6]], new(B, K, K), new(B, K, K, kind=wide), known)
+        growing._select.triton(new(B, 710), new(B, 710, kind=wide), new(B, 710), new(B), known, N, D, None)
     turned, layers = (new(B, D, 64, kind=wide), new(B, D, 64, kind=wide)), 5
     context, cache = new(B, D, layers, 2, 8, 128, kind=half), new(layers, 2, B, 8, S, 128, kind=half)
     kernels.write_context.triton(context, new(layers, 128, kind=half), 1e-6, *turned, cache, new(B, D))
@@ -290,15 +293,15 @@ def launch_small_work(B: int, V: int, K: int, N: int, half: torch.dtype) -> None
         (settings.temperature, (None, new(B, K), codebook, mixed)),
     ):
         kernels.follow.triton(*short, kernels.Parents(codebook, *known), soft, 3, K)
-    block_draft.best_prefixes(new(B, 15, K), new(B, 15, K, kind=wide), new(B), N)
-    draft.accept(*(new(B, N) for _ in range(3)), new(B, N, N, kind=flag), new(B, N, kind=flag), new(B, N), D)
+    growing.best_prefixes.triton(new(B, 15, K), new(B, 15, K, kind=wide), new(B), N)
+    verify.accept.triton(*(new(B, N) for _ in range(3)), new(B, N, N, kind=flag), new(B, N, kind=flag), new(B, N), D)
     accepted = records.Accepted(new(B, D + 1), new(B), new(B), new(B, D + 1))
     state = dict(tokens=new(B, S), ring=new(8, B, 2 + 2 * (D + 1)), stop_ids=new(B, 8), step=new(1))
     state |= dict.fromkeys(("n", "root", "count", "produced", "limit"), new(B)) | dict(done=new(B, kind=flag))
     state |= dict(features=new(B, D + 1, 3 * H, kind=half), segments=new(B, 2))
     for rows in (0, 65):
         buffers = records.StepBuffers(**state, history=new(B, rows, 3 * H, kind=half))
-        draft.commit(accepted, new(B, N, kind=flag), new(B, N, 3 * H, kind=half), buffers)
+        step._write.triton(accepted, new(B, N, kind=flag), new(B, N, 3 * H, kind=half), buffers)
     for row, kind in ((128, half), (132, torch.int8)):
         kv.commit_kv.triton(new(32, 2, 1, 8, S, row, kind=kind), new(B, D + 1), new(B, D + 1))
     for (E, k), kind in itertools.product(((8, 2), (128, 8)), (half, wide) if B == 1 else ()):

@@ -26,7 +26,7 @@ from decoding.sampling import SamplingState
 from eagle_draft import EagleDrafter
 from engine.engine import Engine, EngineConfig
 from families.config import DeltaConfig
-from kernels import KernelBackend, choice, draft, growing, records
+from kernels import KernelBackend, choice, draft, growing, linear, records
 from kernels.panels import panels_bytes
 from weights.gguf_types import FORMATS
 from weights.quantized import FloatLinear, QuantEmbedding, QuantLinear, replace_module
@@ -277,7 +277,8 @@ def test_interpreted_merge_takes_the_best_of_all_tiles(ours, tiles, K):
     values[-1, 1, :2] = 50
     ids = torch.arange(tiles * K, dtype=torch.int32).view(tiles, 1, K).expand(-1, 3, -1).contiguous()
     total = torch.where(values[..., 0] > -float("inf"), torch.rand(tiles, 3) + 1, 0)
-    got = choice.merge_topk(torch.cat((values, values[..., :1], total[..., None]), -1), ids)
+    got = linear.planes_topk.shapes(torch.empty(3, 1), None, None, K)
+    choice.merge_topk(got, torch.cat((values, values[..., :1], total[..., None]), -1), ids)
     want, order = values.transpose(0, 1).flatten(1).sort(dim=-1, descending=True, stable=True)
     assert torch.equal(got[0], want[:, :K]) and torch.equal(got[1], order[:, :K])
     sums = (values[..., 0].double() + total.log()).logsumexp(0)

@@ -81,18 +81,6 @@ def _limit(n, p, CHAIN: tl.constexpr):
 
 
 @jit
-def _own_rows(segments, bh, b, S, HKV: tl.constexpr, POOLED: tl.constexpr):
-    """(the row of the cache where slot 0 of a head of sequence b lies, the slot that takes every write past the end)"""
-    if POOLED:
-        first = (bh % HKV).to(tl.int64) * S + tl.load(segments + 2 * b)
-        trash = tl.load(segments + 2 * b + 1).to(tl.int32)
-    else:
-        first = bh.to(tl.int64) * S
-        trash = S - 1
-    return first, trash
-
-
-@jit
 def _split_bounds(split):
     """The keys [first, last) of a split: 16 splits of 128, 16 of 256, 16 of 512, 16 of 1024, then all of 2048.
 
@@ -116,14 +104,6 @@ def _rescale(top, other):
 
 
 @jit
-def _capped(score, CAP: tl.constexpr):
-    """CAP * tanh(score / CAP), or the score without a cap."""
-    if CAP > 0:
-        score = CAP * (2 / (1 + tl.exp(score * (-2 / CAP))) - 1)
-    return score
-
-
-@jit
 def _live_splits(end):
     """How many splits begin below `end`, the inverse of `_split_bounds`."""
     last = tl.maximum(end - 1, 0)
@@ -137,8 +117,10 @@ def _live_splits(end):
 @jit
 def _weigh(query, k, see, scale, top, total, CAP: tl.constexpr, NATIVE: tl.constexpr):
     """One more block of keys in an online softmax: (maximum, sum, factor of earlier values, weights of the new ones)."""
-    dots = dot(query, tl.trans(k), tl.zeros(see.shape, tl.float32), NATIVE)
-    score = tl.where(see, _capped(dots * scale, CAP), float("-inf"))
+    score = dot(query, tl.trans(k), tl.zeros(see.shape, tl.float32), NATIVE) * scale
+    if CAP > 0:  # CAP * tanh(score / CAP)
+        score = CAP * (2 / (1 + tl.exp(score * (-2 / CAP))) - 1)
+    score = tl.where(see, score, float("-inf"))
     new, safe, shrink = _rescale(top, tl.max(score, 1))
     weight = tl.exp(score - safe[:, None])
     return new, total * shrink + tl.sum(weight, 1), shrink, weight.to(query.dtype)
@@ -300,7 +282,13 @@ def attend_kernel(
     b = bh // HKV
     tiles = tl.cdiv(ROWS, BM)
     n = tl.load(start + b).to(tl.int32)
-    first, trash = _own_rows(segments, bh, b, S, HKV, POOLED)
+    # The row of the cache where slot 0 of this head lies, and the slot that takes every write past the end.
+    if POOLED:
+        first = (bh % HKV).to(tl.int64) * S + tl.load(segments + 2 * b)
+        trash = tl.load(segments + 2 * b + 1).to(tl.int32)
+    else:
+        first = bh.to(tl.int64) * S
+        trash = S - 1
     keys = kv + first * (HD + 4 * INT8)  # Offsets within the rows of one sequence fit in 32 bits.
     values = keys + v_offset
     key_scales = kv_scales + first * (HD + 4 * INT8) // 4

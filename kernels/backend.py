@@ -101,14 +101,9 @@ class KernelBackend:
         own = dict.fromkeys(CPU_OPERATIONS if self.mode == "cpu" else (), ("cpu", why))
         object.__setattr__(self, "table", dict.fromkeys(OPERATIONS, choice) | own)
 
-    @contextlib.contextmanager
-    def active(self) -> Iterator[KernelBackend]:
+    def active(self) -> contextlib.AbstractContextManager[KernelBackend]:
         """Operators that are called inside the block use this backend."""
-        token = _ACTIVE.set(self)
-        try:
-            yield self
-        finally:
-            _ACTIVE.reset(token)
+        return _set(_ACTIVE, self)
 
     def describe(self) -> dict[str, str]:
         """Operation -> its backend and why, with the reason of a declined call if there was one."""
@@ -132,6 +127,16 @@ class KernelBackend:
         return "; ".join([most, *others])
 
 
+@contextlib.contextmanager
+def _set(variable: contextvars.ContextVar, value: Any) -> Iterator[Any]:
+    """Inside the block the variable has another value."""
+    token = variable.set(value)
+    try:
+        yield value
+    finally:
+        variable.reset(token)
+
+
 _ACTIVE: contextvars.ContextVar[KernelBackend | None] = contextvars.ContextVar("eaglet_kernels", default=None)
 
 
@@ -143,14 +148,9 @@ def active_backend() -> KernelBackend | None:
 _WATCH: contextvars.ContextVar[Callable[[Operation, list], Any] | None] = contextvars.ContextVar("watch", default=None)
 
 
-@contextlib.contextmanager
-def watched(watch: Callable[[Operation, list], Any] | None) -> Iterator[None]:
+def watched(watch: Callable[[Operation, list], Any] | None) -> contextlib.AbstractContextManager:
     """Inside the block, watch(operation, arguments) makes the calls that Triton would do. It returns their result."""
-    token = _WATCH.set(watch)
-    try:
-        yield
-    finally:
-        _WATCH.reset(token)
+    return _set(_WATCH, watch)
 
 
 def use_triton(operation: str, x: Tensor, problem: str = "") -> bool:

@@ -28,8 +28,8 @@ class Routes(NamedTuple):
 
 
 @jit
-def _sort_pairs(ids, pairs, used, offsets, P, E, EP: tl.constexpr, BLOCK: tl.constexpr):
-    """`Routes` from ids [P], by counting."""
+def sort_pairs_kernel(ids, pairs, used, offsets, P, E, EP: tl.constexpr, BLOCK: tl.constexpr):
+    """`Routes` from ids [P], by counting: by one program, or at the end of the only one of `route_kernel`."""
     e = tl.arange(0, EP)
     lane = tl.arange(0, BLOCK)
     counts = tl.zeros((EP,), tl.int32)
@@ -80,15 +80,7 @@ def route_kernel(
     tl.store(weights + at, found.to(weights.dtype.element_ty), mask=live[:, None] & (k < K)[None, :])
     if SORT:
         tl.debug_barrier()
-        _sort_pairs(ids, pairs, used, offsets, M * K, E, EP, BLOCK)
-
-
-@jit
-def sort_pairs_kernel(
-    ids, pairs, used, offsets, P, E, EP: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
-    """`_sort_pairs` by one program, after several programs of `route_kernel`."""
-    _sort_pairs(ids, pairs, used, offsets, P, E, EP, BLOCK)
+        sort_pairs_kernel(ids, pairs, used, offsets, M * K, E, EP, BLOCK)
 
 
 def choose_experts(logits: Tensor, count: int, normalised: bool) -> tuple[Tensor, Tensor]:

@@ -423,14 +423,12 @@ def packed_linear(
     weight and use cuBLAS (`beyond_a_step`). Bias and epilogue are computed in float32 in our kernel, and in x's dtype
     elsewhere.
     """
-    if gated == GATES["swiglu_clamped"] and weight.layout != "tiles":
+    clamped = gated == GATES["swiglu_clamped"] and weight.layout != "tiles"
+    if clamped or gated and len(weight.forms) > 1:  # a program multiplies rows of one format
         return _widened(epilogue(packed_linear(x, weight, bias), None, residual, gated), wide)
     x = weight.reorder(x)
     if weight.layout == "planes":
-        apart = gated and len(weight.forms) > 1  # a program multiplies rows of one format
-        own = None if apart else residual
-        y = planes_linear(x, *weight.parts(), bias, own, 0 if apart else gated, wide and not apart)
-        return _widened(epilogue(y, None, residual, gated), wide) if apart else y
+        return planes_linear(x, *weight.parts(), bias, residual, gated, wide)
     if weight.layout == "tiles":
         # Activations of another dtype, as torch.autocast makes them, are computed with in float32.
         rows, stored = x.reshape(-1, weight.k).float().contiguous(), (weight.weight, weight.scales, weight.mins)

@@ -193,9 +193,9 @@ def from_parts(tensors: PackedTensors, numbers: list[int]) -> PackedWeight:
     return PackedWeight(LAYOUTS[layout], bits, group_size, n, k, **tensors._asdict(), config=config, forms=forms)
 
 
-def _unpack_nibbles(qweight: Tensor) -> Tensor:
-    """uint8 [..., K/2] -> uint8 [..., K]. The low nibble of byte j holds k = 2j."""
-    return torch.stack((qweight & 15, qweight >> 4), -1).flatten(-2)
+def _codes(stored: Tensor, bits: int) -> Tensor:
+    """The unsigned codes uint8 [..., K] of int4 [..., K/2], where the low half of byte j holds k = 2 j, or of int8."""
+    return stored.view(torch.uint8) ^ 128 if bits == 8 else torch.stack((stored & 15, stored >> 4), -1).flatten(-2)
 
 
 def to_planes(codes: Tensor, bits: int) -> Tensor:
@@ -271,20 +271,16 @@ def dequantize(weight: PackedWeight, dtype: torch.dtype, fused: bool = False) ->
         )  # fmt: skip
         return out
     wide = torch.promote_types(dtype, torch.float32)
-    zero_points = weight.zeros
     if weight.layout == "planes":
-        words, scales, zero_points = _from_panels(weight)
-        weight = replace(weight, scales=scales)
+        words, scales, zeros = _from_panels(weight)
         codes = from_planes(words, weight.bits, weight.k)
     else:
-        codes = _unpack_nibbles(weight.weight) if weight.bits == 4 else weight.weight
+        codes, scales, zeros = _codes(weight.weight, weight.bits), weight.scales, weight.zeros
     codes = codes.to(wide).unflatten(-1, (-1, weight.group_size or weight.k))
-    scales = weight.scales.to(wide)
-    scales = scales.mT[..., None] if weight.group_size else scales[..., None, None]
+    scales = scales.to(wide).mT[..., None] if weight.group_size else scales.to(wide)[..., None, None]
     if weight.mins is not None:
         return (codes * scales + weight.mins.to(wide).mT[..., None]).flatten(-2).to(dtype)
-    zeros = 8 if weight.bits == 4 else 128 if weight.layout == "planes" else 0
-    zeros = zeros if zero_points is None else zero_points.to(wide).mT[..., None]
+    zeros = 2 ** (weight.bits - 1) if zeros is None else zeros.to(wide).mT[..., None]
     return ((codes - zeros) * scales).flatten(-2).to(dtype)
 
 
@@ -331,8 +327,7 @@ def _pack(
             return replace(_float_tiles(floats), perm=plain.perm)
         return replace(plain, layout=layout, weight=floats, scales=None, zeros=None, mins=None)
     if layout == "cpu":
-        codes = _unpack_nibbles(plain.weight).to(torch.int32)
-        packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1)
+        packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(_codes(plain.weight, 4).to(torch.int32), 1)
         scales = torch.stack((plain.scales.to(dtype), _middle(plain).to(dtype)), -1)
         return replace(plain, layout=layout, weight=packed, scales=scales, zeros=None, mins=None)
     if layout == "tiles":
@@ -346,21 +341,18 @@ def _pack(
             experts = [_pack(plain.expert(e), dtype, layout, config) for e in range(len(plain.weight))]
             return replace(experts[0], weight=torch.stack([expert.weight for expert in experts]))
         form = Format(8, offset=128) if plain.bits == 8 else Format(4, minima=True)
-        codes = plain.weight.view(torch.uint8) ^ 128 if plain.bits == 8 else _unpack_nibbles(plain.weight)
         tables = [t for t in (plain.scales, plain.mins) if t is not None]
         factors = (t.mT.repeat_interleave(plain.group_size // 32, 1).contiguous() for t in tables)
-        part = Part(form, plain.n, plain.k, [Blocks(codes, *factors)])
+        part = Part(form, plain.n, plain.k, [Blocks(_codes(plain.weight, plain.bits), *factors)])
         return replace(pack_panels([part], device, config), perm=plain.perm)
-    config = _tiling(plain) if config is None else config
     counters = torch.zeros(counters_of(plain.n), dtype=torch.int32, device=device)
+    packed = replace(plain, layout=layout, config=config or _tiling(plain), counters=counters)
     if plain.bits == 16:
-        return replace(plain, layout=layout, weight=plain.weight.contiguous(), config=config, counters=counters)
-    if plain.bits == 8:
-        weight = _to_panels(to_planes(plain.weight.to(torch.int32) + 128, 8), None, None, 0, 8)
-        return replace(plain, layout=layout, weight=weight, config=config, counters=counters)
-    words = to_planes(_unpack_nibbles(plain.weight), 4)
-    weight = _to_panels(words, plain.scales, plain.zeros, plain.group_size, 4)
-    return replace(plain, layout=layout, weight=weight, scales=None, zeros=None, config=config, counters=counters)
+        return replace(packed, weight=plain.weight.contiguous())
+    inside = (plain.scales, plain.zeros) if plain.bits == 4 else (None, None)
+    words = to_planes(_codes(plain.weight, plain.bits), plain.bits)
+    weight = _to_panels(words, *inside, plain.group_size, plain.bits)
+    return replace(packed, weight=weight, scales=None if plain.bits == 4 else plain.scales, zeros=None)
 
 
 def _tiling(plain: PackedWeight) -> LinearConfig:
@@ -397,7 +389,7 @@ def kernel_views(packed: PackedWeight) -> tuple[Tensor, Tensor, Tensor]:
     """(words, scales, zeros) as the kernels take a weight in layout 'planes'. What it lacks is a placeholder."""
     words = packed.weight
     if packed.forms:
-        return panels.views(words)
+        return words, words.view(torch.int16), words
     if packed.bits == 4:
         return words, words.view(torch.float16), words.view(torch.uint8)
     return words, words if packed.scales is None else packed.scales, words
@@ -414,8 +406,7 @@ def _to_tiles(plain: PackedWeight, reuse: bool) -> PackedWeight:
     rows = 4096  # at a time, so that an LM head takes little more than its place
     stored = plain.weight.flatten(0, -2)
     for part, out in zip(stored.split(rows), tiles.flatten(0, -3).split(rows // cpu.TILE), strict=True):
-        codes = _unpack_nibbles(part) if plain.bits == 4 else part.view(torch.uint8) ^ 128  # 128 more
-        cpu.put_codes(codes, cpu.CODES, out.flatten(1), plain.bits)
+        cpu.put_codes(_codes(part, plain.bits), cpu.CODES, out.flatten(1), plain.bits)
     scales, mins = plain.scales.view(*lead, -1, plain.n), plain.mins
     if plain.zeros is not None:
         mins = -plain.zeros.float() * scales.float()

@@ -354,33 +354,23 @@ def plane_values(codes, scale, low, p: tl.constexpr, FORMS: tl.constexpr, I: tl.
 
 
 @jit
-def _multiply_panel(
-    acc, w, halves, words, x, tokens, live, rows, b, K, FORMS: tl.constexpr, I: tl.constexpr, EVEN_K: tl.constexpr,
-    NATIVE: tl.constexpr,
-):  # fmt: skip
-    """acc[BN, BT] += W[rows] @ x[tokens]^T over K block b, where the rows have format I and the factors `words`."""
-    DT: tl.constexpr = x.dtype.element_ty
-    codes = load_codes(w, halves, rows, b, K, FORMS, I)
-    for p in tl.static_range(8):
-        if p * 16 % FORMS[I][GROUP] == 0:
-            scale, low = group_factors(words, p * 16 // FORMS[I][GROUP], FORMS, I)
-        k = b * 128 + p * 16 + tl.arange(0, 16)
-        mask = live[None, :] if EVEN_K else live[None, :] & (k < K)[:, None]
-        xp = tl.load(x + tokens[None, :] * K + k[:, None], mask=mask, other=0, eviction_policy="evict_last")
-        acc = dot(plane_values(codes, scale, low, p, FORMS, I).to(DT), xp, acc, NATIVE)
-    return acc
-
-
-@jit
 def _panel_loop(
     acc, x, w, halves, tokens, live, rn, first, last, K, COUNT, FORMS: tl.constexpr, I: tl.constexpr,
     EVEN_K: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
-    """acc + the products of weight rows rn of the COUNT rows of format I over the K blocks [first, last)."""
+    """acc[BN, BT] + W[rn] @ x[tokens]^T over the K blocks [first, last), for rows rn of the COUNT rows of format I."""
+    DT: tl.constexpr = x.dtype.element_ty
     rows = tl.minimum(rn, COUNT - 1)  # rows past the end are read as the last row, and their products are not stored
     for b in range(first, last):
         words = load_factors(w, rows, b, K, FORMS, I)
-        acc = _multiply_panel(acc, w, halves, words, x, tokens, live, rows, b, K, FORMS, I, EVEN_K, NATIVE)
+        codes = load_codes(w, halves, rows, b, K, FORMS, I)
+        for p in tl.static_range(8):
+            if p * 16 % FORMS[I][GROUP] == 0:
+                scale, low = group_factors(words, p * 16 // FORMS[I][GROUP], FORMS, I)
+            k = b * 128 + p * 16 + tl.arange(0, 16)
+            mask = live[None, :] if EVEN_K else live[None, :] & (k < K)[:, None]
+            xp = tl.load(x + tokens[None, :] * K + k[:, None], mask=mask, other=0, eviction_policy="evict_last")
+            acc = dot(plane_values(codes, scale, low, p, FORMS, I).to(DT), xp, acc, NATIVE)
     return acc
 
 
@@ -431,11 +421,6 @@ def panel_rows_kernel(
         tl.store(at, value.to(out.dtype.element_ty), mask=ok[:, None] & (k < K)[None, :])
 
 
-def views(words: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Words as kernels take them: as they are, as int16, and a placeholder."""
-    return words, words.view(torch.int16), words
-
-
 def triton_rows(words: Tensor, forms: Forms, n: int, k: int, ids: Tensor | None, dtype: torch.dtype) -> Tensor:
     """`matrix` [n, k] in `dtype` by our kernel, or the rows ids [M] of it."""
     count = n if ids is None else len(ids)
@@ -443,8 +428,9 @@ def triton_rows(words: Tensor, forms: Forms, n: int, k: int, ids: Tensor | None,
     facts, at, first = kernel_forms(forms), 0, 0
     block = 32 if ids is None else 4
     for i, (rows, *numbers) in enumerate(forms):
+        own = words[at:]
         panel_rows_kernel[triton.cdiv(count, block), triton.cdiv(k, 128)](
-            words if ids is None else ids, *views(words[at:])[:2], out, count, k, rows, first, FORMS=facts, I=i,
+            words if ids is None else ids, own, own.view(torch.int16), out, count, k, rows, first, FORMS=facts, I=i,
             LISTED=ids is not None, BLOCK_ROWS=block, num_warps=4 if ids is None else 1,
         )  # fmt: skip
         at += panels_bytes(Format.from_numbers(numbers), rows, k) // 4

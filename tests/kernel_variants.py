@@ -269,11 +269,7 @@ def launch_small_work(B: int, V: int, K: int, N: int, half: torch.dtype) -> None
     draft.place_rows.triton(new(B), new(1, N), rotary, S, 0, None, None, 0, new(B, 2))
     draft.place_rows.triton(new(B), new(1, 0), rotary, S, D, new(B), new(B, S), 1, None)
     table, feature = new(V, H, kind=half), new(B, D, H, kind=half)
-    for source, norm, keep in (
-        (new(B, K), None, False),
-        (None, new(H, kind=half), False),
-        (None, new(H, kind=half), True),
-    ):
+    for source, norm, keep in ((new(B, K), None, False), *((None, new(H, kind=half), keep) for keep in (False, True))):
         eagle_draft.join_rows.triton(table, new(B, K), feature, source, norm, norm, 1e-5, keep)
     first = new(B, K), new(B, K, kind=wide)
     for known in (None, ids):

@@ -11,6 +11,7 @@ import test_delta
 import test_launches
 import test_panels
 import torch
+from test_kernels import error, linear_definition, pack, stored
 
 import eagle_draft
 import kernels
@@ -30,26 +31,9 @@ TOLERANCE = {torch.float16: 1.5e-3, torch.bfloat16: 1e-2}
 
 def quantized(bits, n, k, dtype, group=128, zeros=False, experts=(), config=None):
     """(a packed weight on the device, its float64 matrix)."""
-    g = torch.Generator("cuda").manual_seed(n + k)
-    options = dict(device="cuda", generator=g)
-    if bits == 16:
-        weight = (torch.randn(*experts, n, k, **options) * 0.02).to(dtype)
-        return kernels.pack_half(weight, "planes", config), weight.double()
-    if bits == 8:
-        q = torch.randint(-128, 128, (*experts, n, k), dtype=torch.int8, **options)
-        args = dict(qweight=q, scales=torch.rand(*experts, n, **options) * 2e-4 + 1e-5)
-        pack = kernels.pack_int8
-    else:
-        q = torch.randint(0, 256, (*experts, n, k // 2), dtype=torch.uint8, **options)
-        s = (torch.rand(*experts, k // group, n, **options) * 0.002 + 0.0001).half()
-        z = torch.randint(0, 16, s.shape, dtype=torch.uint8, **options) if zeros else None
-        args, pack = dict(qweight=q, scales=s, zeros=z, group_size=group), kernels.pack_int4
-    plain = pack(**args, dtype=dtype, layout="plain")
-    return pack(**args, dtype=dtype, layout="planes", config=config), kernels.dequantize(plain, torch.float64)
-
-
-def error(got, want):
-    return ((got.double() - want).norm() / want.norm()).item()
+    weights = stored(bits, n, k, group, zeros, n + k, experts, "cuda", 0.1)
+    plain, packed = (pack(bits, weights, dtype, layout, config) for layout in ("plain", "planes"))
+    return packed, kernels.dequantize(plain, torch.float64)
 
 
 @pytest.mark.parametrize("n,k", SHAPES)
@@ -65,13 +49,9 @@ def test_linear_on_device(n, k, bits, dtype, group, zeros):
     for m in (1, 7, 16, 24, 33, 64, 104, 300):  # from 65 rows several tiles, from 257 as in a prompt
         x = torch.randn(m, k, device="cuda").to(dtype)
         for gated in (False, True):
-            y = x.double() @ matrix.T
-            if gated:
-                gate, up = y.chunk(2, -1)
-                y = torch.nn.functional.silu(gate) * up
-            residual = torch.randn_like(y).to(dtype)
+            residual = torch.randn(m, n >> gated, device="cuda").to(dtype)
             got = packed_linear(x, packed, residual=residual, gated=gated)
-            assert error(got, y + residual.double()) < TOLERANCE[dtype]
+            assert error(got, linear_definition(x, matrix, None, residual, gated)) < TOLERANCE[dtype]
             assert not packed.counters.any()
 
 
@@ -108,8 +88,7 @@ def test_experts_on_device(bits, dtype):
         want = torch.zeros(tokens, 1024, device="cuda", dtype=torch.float64)
         for t in range(tokens):
             for j in range(2):
-                gate, value = (up_matrix[ids[t, j]] @ x[t].double()).chunk(2)
-                hidden = torch.nn.functional.silu(gate) * value
+                hidden = linear_definition(x[t], up_matrix[ids[t, j]], None, None, True)
                 want[t] += weights[t, j].double() * (down_matrix[ids[t, j]] @ hidden)
         got = packed_experts(x, sort_pairs(weights, ids, 8), up, down)
         assert error(got, want) < 2 * TOLERANCE[dtype]
@@ -151,10 +130,7 @@ def test_attention_on_device(dtype, window, heads, dim, start):
     n, scale = torch.tensor([start], device="cuda"), dim**-0.5
     case = (n, tree[None].cuda(), (start + depth)[None].cuda(), window, scale)
     got = kernels.tree_attention(q, kv, *case)
-    want = kernels.tree_attention.reference(
-        q.double().cpu(), kv.double().cpu(), *(c.cpu() if hasattr(c, "cpu") else c for c in case)
-    )
-    assert error(got.cpu(), want) < TOLERANCE[dtype]
+    assert error(got.cpu(), attention_wanted(q, kv, *case)) < TOLERANCE[dtype]
     path = [int(i) for i in tree[T - 1].nonzero()]
     moved = kv.clone()
     moved[:, :, :, start : start + len(path)] = kv[:, :, :, [start + i for i in path]]
@@ -241,12 +217,8 @@ def test_fp16_accumulation_on_device(gated):
     config = kernels.linear_config(4096, 4096, 4)._replace(accumulate="float16")
     packed, matrix = quantized(4, 4096, 4096, torch.float16, config=config)
     x = torch.randn(60, 4096, device="cuda").half()
-    want = x.double() @ matrix.T
-    if gated:
-        gate, up = want.chunk(2, -1)
-        want = torch.nn.functional.silu(gate) * up
     got = packed_linear(x, packed, gated=gated)
-    assert error(got, want) < 1e-2
+    assert error(got, linear_definition(x, matrix, None, None, gated)) < 1e-2
     assert torch.equal(packed_linear(x[:1], packed, gated=gated), got[:1])
 
 
@@ -367,10 +339,7 @@ def test_types_of_a_file_on_device(types, dtype):
     assert torch.equal(kernels.packed_rows(packed, ids, dtype), want[ids].to(dtype))
     assert torch.equal(kernels.dequantize(packed, dtype, fused=True), want.to(dtype))
     for gated in (0, 1):
-        y = x.double() @ want.to(dtype).double().mT
-        if gated:
-            gate, up = y.chunk(2, -1)
-            y = torch.nn.functional.silu(gate) * up
+        y = linear_definition(x, want.to(dtype).double(), None, None, gated)
         alone = torch.cat([packed_linear(x[i : i + 1], packed, gated=gated) for i in range(104)])
         assert error(alone, y) < TOLERANCE[dtype] and not packed.counters.any()
         assert all(torch.equal(packed_linear(x[:m], packed, gated=gated), alone[:m]) for m in (8, 17, 33, 64, 104))
@@ -393,10 +362,8 @@ def test_rows_at_the_shapes_of_a_small_model_on_device(n, k, gated, kind, dtype)
         weight, _ = quantized(16 if kind == "half" else 4, n, k, dtype, 32)
     else:
         weight = pack_panels([test_panels.part(kind, n, k)], "cuda")
-    x, residual = (
-        torch.randn(480, k, device="cuda").to(dtype) / 64,
-        torch.randn(480, n >> gated, device="cuda").to(dtype),
-    )
+    x, residual = (torch.randn(480, size, device="cuda").to(dtype) for size in (k, n >> gated))
+    x = x / 64
     few = [0, 7, 8, 17, 31, 59, 255, 256, 479]
     alone = torch.cat([packed_linear(x[i : i + 1], weight, None, residual[i : i + 1], gated) for i in few])
     assert torch.isfinite(alone).all()

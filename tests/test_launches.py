@@ -12,7 +12,7 @@ import fake_cuda
 import pytest
 import torch
 from fake_cuda import Launches, OneDevice, fake_gpu, on_fake_gpu, step_engine
-from tiny import CTX, DRAFT_VOCAB, PROMPT, tables, tiny_head, tiny_model
+from tiny import CTX, DRAFT_VOCAB, PROMPT, needs_triton, tables, tiny_head, tiny_model
 
 import eagle_draft
 import kernels
@@ -33,7 +33,6 @@ from weights.quantized import FloatLinear, QuantEmbedding, QuantLinear, replace_
 
 OURS = ("noise", "choose", "draft_topk", "draft_tree", "commit")
 interpreted = pytest.mark.skipif(not kernels.INTERPRETED, reason="run by tests/test_interpreter_steps.py")
-needs_triton = pytest.mark.skipif(kernels.triton is None, reason="triton is not installed")
 LAYERS = 4
 TOP_P = dict(temperature=1.0, top_p=0.9)
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from test_kernels import error, linear_definition
 from test_model import run
 from tiny import held, random_blocks
 
@@ -57,10 +58,6 @@ def plain_factors(rows: Blocks) -> Blocks:
 def columns(*kinds: str) -> int:
     """A small K that has several panels, the last of them not full where a type allows it."""
     return 512 if any(FORMS[kind].unit == 256 for kind in kinds) else 160
-
-
-def error(got, want):
-    return ((got.double() - want).norm() / want.norm()).item()
 
 
 @pytest.mark.parametrize("kind", FORMS)
@@ -124,9 +121,8 @@ def test_interpreted_weights_of_several_types():
     with TRITON.active():
         assert packed.config.block_n == 32
         assert error(packed_linear(x, packed, bias, residual), exact + bias.double() + residual.double()) < 1e-3
-        got = packed_linear(x / 16, packed, gated=1)
-        gate, up = (exact / 16).chunk(2, -1)
-        assert error(got, gate * torch.sigmoid(gate) * up) < 2e-3
+        want_gated = linear_definition(x / 16, want.half().double(), None, None, 1)
+        assert error(packed_linear(x / 16, packed, gated=1), want_gated) < 2e-3
         assert torch.equal(kernels.dequantize(packed, torch.float16, fused=True), want.half())
         best = kernels.packed_topk(x, packed, 4)
         assert torch.equal(best.ids[:, 0], exact.argmax(-1)) and (best.ids[0] >= 0).all()
@@ -145,9 +141,8 @@ def test_interpreted_experts_of_a_type(kind, down, wide):
     want = torch.zeros(3, 40, dtype=torch.float64)
     for t, slot in ((t, slot) for t in range(3) for slot in range(2)):
         e = ids[t, slot]
-        gate, up = (x[t].double() @ floats(ups[e]).half().double().mT).chunk(2, -1)
-        hidden = (gate * torch.sigmoid(gate) * up) @ floats(downs[e]).half().double().mT
-        want[t] += weights[t, slot].double() * hidden
+        hidden = linear_definition(x[t], floats(ups[e]).half().double(), None, None, 1)
+        want[t] += weights[t, slot].double() * (hidden @ floats(downs[e]).half().double().mT)
     assert error(got, want) < 3e-3
 
 

@@ -34,11 +34,11 @@ FP4 = [sign * value / 12 for sign in (1, -1) for value in (0, 0.0625, 8, 12, 4, 
 SKIPPED = ("embed", "lm_head", "gate.weight", "in_proj_a", "in_proj_b", "conv1d", "0.self_attn.o_proj")
 GENERIC = {"quant_method": "compressed-tensors", "format": "float-quantized"}
 Written = tuple[dict[str, torch.Tensor], torch.Tensor]  # tensors by what follows the name of a matrix, its values
+Writer = Callable[[torch.Tensor], Written]
+CONFIGS = {"llama": UNTIED, "recurrent": RECURRENT, "experts": MIXTRAL, "gemma4": GEMMA4, "bias": GQA_BIAS}
 
 
-def fp8(
-    rows: int, columns: int, leaf: str = "weight_scale_inv", static: bool = False
-) -> Callable[[torch.Tensor], Written]:
+def fp8(rows: int, columns: int, leaf: str = "weight_scale_inv", static: bool = False) -> Writer:
     """A matrix in FP8 with a scale for so many rows and columns, 0 for all of them."""
 
     def write(w: torch.Tensor) -> Written:
@@ -58,7 +58,7 @@ def fp8(
     return write
 
 
-def four_bits(table: tuple[float, ...], block: int = 64, double: bool = False) -> Callable[[torch.Tensor], Written]:
+def four_bits(table: tuple[float, ...], block: int = 64, double: bool = False) -> Writer:
     """A matrix in 4 bits as bitsandbytes writes it."""
 
     def write(w: torch.Tensor) -> Written:
@@ -83,9 +83,7 @@ def four_bits(table: tuple[float, ...], block: int = 64, double: bool = False) -
         values = (levels[near].double() * largest[:, None].double()).flatten()[: w.numel()].view(w.shape)
         pairs = near.flatten()[: w.numel()].view(-1, 2).to(torch.uint8)
         stored["weight"] = (pairs[:, 0] << 4 | pairs[:, 1])[:, None]
-        stored[f"weight.quant_state.bitsandbytes__{kind}"] = torch.tensor(
-            list(json.dumps(state).encode()), dtype=torch.uint8
-        )
+        stored[f"weight.quant_state.bitsandbytes__{kind}"] = torch.tensor([*json.dumps(state).encode()]).byte()
         return stored, values
 
     return write
@@ -97,10 +95,7 @@ BLOCK_SCHEME = {"config_groups": {"a": {"weights": {"strategy": "block", "block_
 SMALL = {
     "fp8": (fp8(128, 128), BLOCKS | {"weight_block_size": [128, 128]}),
     "fp8-odd-blocks": (fp8(48, 80), BLOCKS | {"weight_block_size": [48, 80]}),
-    "fp8-whole": (
-        fp8(0, 0, "weight_scale_inv", True),
-        BLOCKS | {"activation_scheme": "static", "weight_block_size": None},
-    ),
+    "fp8-whole": (fp8(0, 0, static=True), BLOCKS | {"activation_scheme": "static", "weight_block_size": None}),
     "fbgemm": (fp8(1, 0, "weight_scale"), {"quant_method": "fbgemm_fp8"}),
     "modelopt": (fp8(0, 0, "weight_scale", True), {"quant_method": "modelopt", "quant_algo": "FP8"}),
     "ct-rows": (fp8(1, 0, "weight_scale"), GENERIC),
@@ -127,13 +122,11 @@ def small(path: Path, kind: str, config=UNTIED, **section) -> dict[str, torch.Te
         else:
             tensors[name] = floats[name].half()
     raw = hf.config_to_hf(replace(config, dtype="float16"))
-    for folder, stored, more in (
-        (path, tensors, {"quantization_config": found | section}),
-        (at_floats(path), floats, {}),
-    ):
+    coded = raw | {"quantization_config": found | section}
+    for folder, stored, config in ((path, tensors, coded), (at_floats(path), floats, raw)):
         folder.mkdir()
         save_file({name: t.contiguous().clone() for name, t in stored.items()}, folder / "model.safetensors")
-        (folder / "config.json").write_text(json.dumps(raw | more))
+        (folder / "config.json").write_text(json.dumps(config))
     return floats
 
 
@@ -142,13 +135,11 @@ def at_floats(path: Path) -> Path:
 
 
 @pytest.mark.parametrize("kind", SMALL)
-@pytest.mark.parametrize(
-    "config", [UNTIED, RECURRENT, MIXTRAL, GEMMA4], ids=["llama", "recurrent", "experts", "gemma4"]
-)
-def test_small_floats_are_read_as_their_values(tmp_path, kind, config):
+@pytest.mark.parametrize("family", ["llama", "recurrent", "experts", "gemma4"])
+def test_small_floats_are_read_as_their_values(tmp_path, kind, family):
     """Prevents scales of another row or block, swapped halves of a byte, another table, rows in another order, and a
     matrix that is left as its codes."""
-    small(tmp_path / "m", kind, config)
+    small(tmp_path / "m", kind, CONFIGS[family])
     found = Checkpoint.open(tmp_path / "m")
     assert found.quantization is None and "became floats" in found.notes[0]
     ours, theirs = found.load(dtype=torch.float32), Checkpoint.open(at_floats(tmp_path / "m")).load(dtype=torch.float32)
@@ -160,13 +151,11 @@ def test_small_floats_are_read_as_their_values(tmp_path, kind, config):
 
 @pytest.mark.skipif(bool(cpu.problem()), reason="the CPU kernels do not run here")
 @pytest.mark.parametrize("kind", ["nf4", "nf4-double", "nf4-wide", "fp4"])
-@pytest.mark.parametrize(
-    "config", [UNTIED, RECURRENT, MIXTRAL, GQA_BIAS], ids=["llama", "recurrent", "experts", "bias"]
-)
-def test_four_bits_stay_four_bits(tmp_path, kind, config):
+@pytest.mark.parametrize("family", ["llama", "recurrent", "experts", "bias"])
+def test_four_bits_stay_four_bits(tmp_path, kind, family):
     """Prevents 4-bit matrices that become floats where the kernels have a table, values further off than the note says,
     and a plan for other weights than those that are held."""
-    small(tmp_path / "m", kind, config)
+    small(tmp_path / "m", kind, CONFIGS[family])
     floats = Checkpoint.open(at_floats(tmp_path / "m")).load(dtype=torch.float32)
     engine = load(tmp_path / "m", kernels="cpu", dtype="float32", ctx=32, activations="float")
     found = Checkpoint.open(tmp_path / "m", layout="tiles")
@@ -182,7 +171,7 @@ def test_four_bits_stay_four_bits(tmp_path, kind, config):
             assert layer.packed.weight.nbytes == want.numel() * 4.5 / 8
             want.copy_(values)
             four += 1
-    assert four == (8 if config is RECURRENT else 7)  # SKIPPED has the o_proj of layer 0, which is recurrent in one
+    assert four == (8 if family == "recurrent" else 7)  # SKIPPED has the o_proj of layer 0, which is recurrent in one
     x = tokens(1, 12)
     with engine.backend.active():
         got, want = (m.logits(m.forward_train(x)[0]) for m in (engine.model, floats))
@@ -315,19 +304,8 @@ def test_the_command_line_gives_the_tokens_of_the_dequantized_model(tmp_path, ki
     for path in (folder, at_floats(folder)):
         for name in ("tokenizer.model", "tokenizer_config.json"):
             shutil.copyfile(DEMO / name, path / name)
-        flags = [
-            "--kernels",
-            "reference",
-            "--dtype",
-            "float32",
-            "--max-new-tokens",
-            "12",
-            "--ctx",
-            "64",
-            "--device",
-            "cpu",
-        ]
-        assert generate.main(["--json", "--checkpoint", str(path), "-p", "import os", *flags]) == 0
+        flags = "--kernels reference --dtype float32 --max-new-tokens 12 --ctx 64 --device cpu --json".split()
+        assert generate.main(["--checkpoint", str(path), "-p", "import os", *flags]) == 0
         found.append(json.loads(capsys.readouterr().out)["token_ids"])
     assert found[0] == found[1] and len(found[0]) > 4
 

@@ -42,15 +42,8 @@ HARMLESS = {"aten::" + name for name in """embedding clone contiguous cat sub ad
 HARMLESS_WALK = {"aten::" + name for name in """ge gather scalar_tensor stack where ne sort sum eq copy_ arange amax
     lt""".split()}  # fmt: skip
 GEMMA4 = dict(head_dim=256, full_heads=(2, 512), keys_as_values=True, shared_layers=2, token_inputs=256)
-GEMMA4 |= dict(
-    windows=(0, 64) * 2,
-    norms="both",
-    qk_norm=True,
-    value_norm=True,
-    layer_scale=True,
-    num_hidden_layers=4,
-    activation="gelu_tanh",
-)
+GEMMA4 |= dict.fromkeys(("qk_norm", "value_norm", "layer_scale"), True)
+GEMMA4 |= dict(windows=(0, 64) * 2, norms="both", num_hidden_layers=4, activation="gelu_tanh")
 SMOL = dict(hidden_size=576, intermediate_size=1536, num_attention_heads=9, num_key_value_heads=3, head_dim=64)
 OWN_NORM = RMSNorm.forward
 

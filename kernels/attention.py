@@ -388,24 +388,21 @@ def _tree_attention_triton(
     """`tree_attention` in one launch, whose grid depends on the longest sequence's slots and T alone."""
     batch, query_heads, T, dim = q.shape
     kv_heads, S = kv.shape[2:4]
-    R = visible.shape[2]
-    group = query_heads // kv_heads
-    int8 = kv.dtype == torch.int8
+    group, int8 = query_heads // kv_heads, kv.dtype == torch.int8
     longest = longest or S
     octave = min((longest // 2048 + 1).bit_length() - 1, 4)
     splits = 1 if chain else 16 * octave + triton.cdiv(longest - 2048 * (2**octave - 1), 128 << octave)
     hopper = q.is_cuda and torch.cuda.get_device_capability(q.device)[0] == 9
     tiles = attention_tiles(dim, group, int8, chain, window, hopper)
     grid = batch * kv_heads, triton.cdiv(group * T, tiles["BM"]) * splits + T
-    acc = q.new_empty(batch * kv_heads, splits + 1, group * T, dim, dtype=torch.float32)
-    ml = q.new_empty(batch * kv_heads, splits + 1, group * T, 2, dtype=torch.float32)
+    acc, ml = (q.new_empty(grid[0], splits + 1, group * T, size, dtype=torch.float32) for size in (dim, 2))
     if arrived is None:
         arrived = torch.zeros(grid[0], dtype=torch.int32, device=q.device)
     visible = visible.contiguous().view(torch.uint8)
     attend_kernel[grid](
         q.contiguous(), kv, scales_of(kv), start if segments is None else segments, start, visible,
-        positions.contiguous(), acc, ml, arrived, out, out if sinks is None else sinks, kv.stride(0), S, T, R,
-        group * T, splits, scale, HKV=kv_heads, HD=dim, HDP=max(16, triton.next_power_of_2(dim)),
+        positions.contiguous(), acc, ml, arrived, out, out if sinks is None else sinks, kv.stride(0), S, T,
+        visible.shape[2], group * T, splits, scale, HKV=kv_heads, HD=dim, HDP=max(16, triton.next_power_of_2(dim)),
         WINDOW=max(window, 0), CHAIN=chain, INT8=int8, CAP=cap, SINKS=sinks is not None, NATIVE=native(q.dtype),
         POOLED=segments is not None, **tiles,
     )  # fmt: skip

@@ -83,14 +83,6 @@ def first_level(tokens: Tensor, scores: Tensor, ids: Tensor | None = None) -> Po
     return _grow([], tokens, scores, ids)
 
 
-def _first_level(tokens: Tensor, scores: Tensor) -> Pool:
-    B, K = tokens.shape
-    ids = torch.arange(K, device=tokens.device).expand(B, K)
-    visible = torch.eye(K, dtype=torch.bool, device=tokens.device).expand(B, K, K)
-    root = torch.zeros_like(ids)
-    return Pool(tokens, _usable(scores), root - 1, ids, tokens, root, visible)
-
-
 def expand(pool: Pool, tokens: Tensor, scores: Tensor, ids: Tensor | None = None) -> Pool:
     """The pool after one expansion. The next frontier is the best K of the new K * K candidates by cumulative score.
 
@@ -105,17 +97,19 @@ def expand(pool: Pool, tokens: Tensor, scores: Tensor, ids: Tensor | None = None
 def _grow(before: list[Tensor], tokens: Tensor, scores: Tensor, ids: Tensor | None) -> Pool:
     """`expand` of the tokens, scores, parents, frontier and visible rows of a pool, or `first_level` of none."""
     tokens = tokens if ids is None else ids[tokens]
+    B, K = tokens.shape[0], tokens.shape[-1]
+    own = torch.eye(K, dtype=torch.bool, device=tokens.device).expand(B, K, K)
     if not before:
-        return _first_level(tokens, scores)
+        places = torch.arange(K, device=tokens.device).expand(B, K)
+        root = torch.zeros_like(places)
+        return Pool(tokens, _usable(scores), root - 1, places, tokens, root, own)
     pool_tokens, pool_scores, parent, frontier, visible = before
-    B, K = frontier.shape
     base = pool_scores.gather(1, frontier)[..., None]
     # A child scores no higher than its parent and has a higher flat id, so `select` never keeps it without its parent.
     total = torch.minimum(_usable(_usable(scores) + base), base).flatten(1)
     best = _best(total, K)
     flat = tokens.flatten(1)
     inherited = visible.gather(1, (best // K)[..., None].expand(-1, -1, visible.shape[2]))
-    own = torch.eye(K, dtype=torch.bool, device=tokens.device).expand(B, K, K)
     return Pool(
         tokens=torch.cat([pool_tokens, flat], 1),
         scores=torch.cat([pool_scores, total], 1),

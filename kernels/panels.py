@@ -195,12 +195,12 @@ def from_panels(words: Tensor, form: Format, n: int, k: int) -> Blocks:
         sub = sub ^ 128
     at += ROWS * (small + small_mins)
     large = kind(blocks, at, pairs, torch.float16) if pairs else kind(tail, 256 * (form.high == 1), 1, torch.float16)
-    scales, mins = (large[:, ::2], large[:, 1::2]) if form.minima or not pairs else (large, None)
-    parts = [scales[:, : k // form.unit], mins[:, : k // form.unit] if form.minima else None]
-    subs = [
-        None if t is None else t[:, : k // form.group] for t in (sub if sub is None else sub.view(torch.int8), sub_mins)
-    ]
-    return Blocks(codes, *parts, *subs)
+    each = 2 if form.minima or not pairs else 1  # where a scale of 256 columns has no min, a zero stands in its place
+    scales, *mins = (large[:, i : k // form.unit * each : each] for i in range(each))
+    sub, sub_mins = (None if t is None else t[:, : k // form.group] for t in (sub, sub_mins))
+    return Blocks(
+        codes, scales, mins[0] if form.minima else None, None if sub is None else sub.view(torch.int8), sub_mins
+    )
 
 
 def matrix(words: Tensor, forms: Forms, n: int, k: int) -> Tensor:

@@ -136,19 +136,27 @@ def test_a_memory_advances_along_the_accepted_path(backend):
     assert torch.equal(layer.memory[2], before[2])
 
 
+def check_chunks(sizes: DeltaConfig, chunks: tuple[int, ...], padding: float) -> torch.Tensor:
+    """A text that is read in padded chunks has the bits of the whole one. Returns what the padding read."""
+    rows = torch.randn(
+        2, sum(chunks), sizes.channels + 2 * sizes.value_heads, generator=torch.Generator().manual_seed(3)
+    )
+    whole, parts, out, padded = one_layer(2, sizes=sizes), one_layer(2, sizes=sizes), [], []
+    expected = read_text(whole, rows, sizes=sizes)
+    for part in rows.split(chunks, 1):
+        size = part.shape[1]
+        read = read_text(parts, torch.nn.functional.pad(part, (0, 0, 0, 3), value=padding), size, sizes)
+        out.append(read[:, :size])
+        padded.append(read[:, size:])
+    assert torch.equal(torch.cat(out, 1), expected)
+    assert torch.equal(parts.memory, whole.memory) and torch.equal(parts.path[:, :3], whole.path[:, :3])
+    return torch.cat(padded, 1)
+
+
 @pytest.mark.parametrize("chunks", [(1,) * 14, (5, 9), (9, 5), (2, 1, 11), (14,)])
 def test_chunks_of_a_text_leave_the_same_memory(backend, chunks):
     """Catches a window that is cut at the border of a chunk, and padding that is taken into the memory."""
-    rows = torch.randn(2, 14, ROW, generator=torch.Generator().manual_seed(3))
-    whole, parts, at, out = one_layer(2), one_layer(2), 0, []
-    expected = read_text(whole, rows)
-    for size in chunks:
-        padded = torch.cat((rows[:, at : at + size], torch.full((2, 3, ROW), 7.0)), 1)
-        out.append(read_text(parts, padded, size)[:, :size])
-        at += size
-    assert torch.equal(torch.cat(out, 1), expected)
-    assert torch.equal(parts.memory, whole.memory)
-    assert torch.equal(parts.path[:, :3], whole.path[:, :3])
+    check_chunks(SIZES, chunks, 7.0)
 
 
 def test_the_rule_equals_its_definition(backend):
@@ -296,17 +304,7 @@ def test_interpreted_nodes_have_the_bits_of_separate_sequences(triton):
 @interpreted
 def test_interpreted_chunks_of_a_text_leave_the_same_memory(triton):
     """Catches a window that is cut at the border of a chunk, and padding that is taken into the memory or read."""
-    (rows,) = small_rows(2, 9)
-    whole, parts, at, out = one_layer(2, sizes=SMALL), one_layer(2, sizes=SMALL), 0, []
-    expected = read_text(whole, rows, sizes=SMALL)
-    for size in (1, 5, 3):
-        padded = torch.cat((rows[:, at : at + size], torch.full((2, 2, rows.shape[2]), torch.nan)), 1)
-        read = read_text(parts, padded, size, SMALL)
-        out.append(read[:, :size])
-        at += size
-        assert not read[:, size:].any()
-    assert torch.equal(torch.cat(out, 1), expected)
-    assert torch.equal(parts.memory, whole.memory)
+    assert not check_chunks(SMALL, (1, 5, 3), torch.nan).any()
 
 
 @interpreted

@@ -187,22 +187,6 @@ def test_heads_turned_behind_their_projection_on_device(normed, int8):
         assert not arrived.any() and not packed.counters.any()
 
 
-def test_linear_in_a_cuda_graph():
-    """Five replays of a captured linear, each with another input, equal the float64 product."""
-    packed, matrix = quantized(4, 4096, 4096, torch.float16)
-    x = torch.randn(16, 4096, device="cuda").half()
-    packed_linear(x, packed)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        y = packed_linear(x, packed)
-    for seed in range(5):
-        torch.manual_seed(seed)
-        x.copy_(torch.randn(16, 4096))
-        graph.replay()
-        assert error(y, x.double() @ matrix.T) < TOLERANCE[torch.float16]
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("bits,group,zeros", [(4, 128, False), (4, 32, True), (8, 0, False)])
 def test_fused_dequantization_on_device(bits, group, zeros, dtype):

@@ -187,20 +187,19 @@ def from_panels(words: Tensor, form: Format, n: int, k: int) -> Blocks:
     elif form.high:
         codes |= unpacked(slots(at, form.high), form.high) << form.low
         at += 128 * form.high
-    sub = kind(blocks, at, small, torch.uint8) if form.nested else None
-    sub_mins = kind(blocks, at + ROWS * small, small_mins, torch.uint8) if small_mins else None
-    if form.nibbles and form.minima:
-        sub, sub_mins = sub & 15, sub >> 4
-    elif form.nested:
-        sub = sub ^ 128
+    sub = sub_mins = None
+    if form.nested:
+        sub = kind(blocks, at, small, torch.uint8)[:, : k // form.group]
+        sub_mins = (
+            kind(blocks, at + ROWS * small, small_mins, torch.uint8)[:, : k // form.group] if small_mins else None
+        )
+        sub, sub_mins = (sub & 15, sub >> 4) if form.nibbles and form.minima else (sub ^ 128, sub_mins)
+        sub = sub.view(torch.int8)
     at += ROWS * (small + small_mins)
     large = kind(blocks, at, pairs, torch.float16) if pairs else kind(tail, 256 * (form.high == 1), 1, torch.float16)
     each = 2 if form.minima or not pairs else 1  # where a scale of 256 columns has no min, a zero stands in its place
     scales, *mins = (large[:, i : k // form.unit * each : each] for i in range(each))
-    sub, sub_mins = (None if t is None else t[:, : k // form.group] for t in (sub, sub_mins))
-    return Blocks(
-        codes, scales, mins[0] if form.minima else None, None if sub is None else sub.view(torch.int8), sub_mins
-    )
+    return Blocks(codes, scales, mins[0] if form.minima else None, sub, sub_mins)
 
 
 def matrix(words: Tensor, forms: Forms, n: int, k: int) -> Tensor:

@@ -23,20 +23,15 @@ from triton._C.libtriton import ir
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel, make_backend
 
-# Arguments that need not be multiples of 16.
-INDIVISIBLE = set("scale eps M T R ROWS SPLITS DIV arrivals".split())
 MATRIX = ("HMMA", "HGMMA", "IMMA", "WGMMA", "UTCHMMA")
 
 
 def as_launched(variant: Variant) -> ASTSource:
     """The source of the variant with its types, constants and divisible arguments, as a launch on a GPU would have it."""
     names = variant.kernel.arg_names
-    kinds = {name: "fp32" if name in ("scale", "eps") else "i32" for name in names} | variant.pointers
-    kinds |= dict.fromkeys(variant.constants, "constexpr")
+    kinds = variant.pointers | dict.fromkeys(variant.constants, "constexpr")
     signature = {name: kinds[name] for name in names}
-    places = [
-        (i,) for i, name in enumerate(names) if name not in variant.constants.keys() | INDIVISIBLE | set(variant.uneven)
-    ]
+    places = [(i,) for i, name in enumerate(names) if name not in {*variant.constants, *variant.uneven}]
     attributes = dict.fromkeys(places, [["tt.divisibility", 16]])
     return ASTSource(fn=variant.kernel, signature=signature, constexprs=variant.constants, attrs=attributes)
 

@@ -2,28 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import math
 from typing import NamedTuple
+from unittest import mock
 
 import fake_cuda
 import torch
-import triton.language as tl
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import eagle_draft
 import kernels
 from decoding import sampling, step, verify
 from kernels import choice, draft, experts, growing, kv, records
-from kernels.attention import attend_kernel, attention_tiles
-from kernels.experts import expert_kernel
-from kernels.linear import NO_HEADS, launch_tile, linear_kernel, planes_topk
+from kernels.formats import Format
+from kernels.linear import planes_linear, planes_topk
 from kernels.packing import panel_words
-from kernels.panels import kernel_forms, panels_bytes, triton_rows
-from kernels.tuned import SPLIT_M, linear_config, unsplit
+from kernels.panels import panels_bytes, triton_rows
+from kernels.projection import planes_linear_rope
+from kernels.tuned import linear_config
 from weights import mxfp4
 from weights.gguf_types import FORMATS
 
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 ARCHITECTURES = (86, 89, 90, 120)
 QUICK_ARCHITECTURES = (86, 90)  # of tests that run without --slow
 LIMITS = {8: 2.7, 16: 2.7, 32: 3.5}  # rows -> thread instructions per int4 weight, in these forms of fp16 layers:
@@ -90,107 +93,18 @@ class Variant(NamedTuple):
     uneven: tuple[str, ...] = ()  # more arguments that need not be multiples of 16
 
 
-def linear(bits: int, dtype: str, tokens: int, form: str, arch: int = 86) -> Variant:
-    """The kernel as `packed_linear` launches it for a 4096 x 4096 layer on sm_`arch`.
-
-    `form` holds words. experts: as `packed_experts` launches it; g64, g32: groups of so many weights instead of 128;
-    zeros: with zero points; gate-up: two matrices at once; fp16-acc: sums in fp16; ragged: sizes that do not divide the
-    tiles; narrow: a tile of 64 rows; top-10: an LM head that keeps 10 values; qkv: 16 heads
-    of queries and 8 of keys turned behind it; qk-norm: normed before; int8-cache: into such a cache.
-    """
-    words = form.split()
-    expert, zeros, gated, ragged, top = (w in words for w in ("experts", "zeros", "gate-up", "ragged", "top-10"))
-    group = next((int(word[1:]) for word in words if word in ("g64", "g32")), 128)
-    config = linear_config(4096, 4096, bits, capability=divmod(arch, 10))
-    if expert:
-        config = unsplit(config)
-    if "narrow" in words:
-        config = config._replace(block_n=64, warps=2, wide_n=0)
-    norms = "qk-norm" in words
-    block, tile, options = launch_tile(config, tokens, gated, group if bits == 4 else 0, zeros, bits, norms=norms)
-    act = f"*{dtype}"
-    pointers = {"x": act, "w": act if bits == 16 else "*i32", "s": "*fp32" if bits == 8 else "*fp16", "z": "*u8"}
-    pointers["out"] = "*fp32" if top else act
-    constants = dict(BITS=bits, GROUP=group, ZEROS=zeros, GATED=gated, FORMS=(), EVEN_K=not ragged)
-    constants |= dict(BN=block, BT=tile, ACC=tl.float16 if "fp16-acc" in words else tl.float32, NATIVE=True)
-    if expert:
-        pointers |= dict.fromkeys(("pairs", "used", "offsets"), "*i32")
-    else:
-        pointers |= dict(bias=act, residual=act, turned=act, ids="*i32", part="*fp32", count="*i32")
-        constants |= dict(BIAS=False, RESIDUAL=not gated and not top, SPLIT=4, SERIAL=tokens > SPLIT_M)
-        constants |= dict(TOPK=10 if top else 0)
-        pointers |= dict.fromkeys(("cos", "sin", "kv", "kv_scales", "slots", "q_weight", "k_weight", "arrived"), act)
-        constants |= NO_HEADS
-    if "qkv" in words:
-        int8 = "int8-cache" in words
-        pointers |= dict(cos="*fp32", sin="*fp32", slots="*i64", arrived="*i32")
-        pointers |= dict(kv="*i8", kv_scales="*fp32") if int8 else {}
-        constants |= dict(HQ=16, HKV=8, HD=128, LEVELS=7, QK_NORM=norms, INT8=int8, POOLED=True)
-        constants["RESIDUAL"] = False
-    name = f"{'experts' if expert else 'linear'} w{bits} {dtype} M<={tokens}" + f" g{group}" * (bits == 4)
-    name = " ".join([name, *(word for word in words if word not in ("experts", f"g{group}"))])
-    weights = block * 128 / (options["num_warps"] * 32) * (1 + gated)
-    main = bits == 4 and dtype == "fp16" and form in MAIN
-    # Hopper's own instructions for many rows are longer, and quicker.
-    wide = tokens <= 32 and config.on(tokens) != config
-    limit = LIMITS.get(32 if wide else tokens, math.inf) if main else math.inf
-    kernel = expert_kernel if expert else linear_kernel
-    return Variant(name, kernel, pointers, constants, options, weights, limit, bits < 16)
+def new(*shape: int, kind: torch.dtype = torch.int64) -> torch.Tensor:
+    """An empty tensor on the GPU."""
+    return torch.empty(shape, dtype=kind, device="cuda")
 
 
-def attention(
-    dtype: str, chain: bool = False, window: int = 0, int8: bool = False, dim: int = 128, arch: int = 86
-) -> Variant:  # fmt: skip
-    """The kernel as `tree_attention` launches it."""
-    act = f"*{dtype}"
-    pointers = dict(
-        q=act, kv="*i8" if int8 else act, kv_scales="*fp32" if int8 else act, segments="*i64", start="*i64", out=act
-    )
-    pointers |= dict(sinks=act, visible="*u8", positions="*i64", acc_part="*fp32", ml_part="*fp32", arrived="*i32")
-    label = f"{dtype}{' prompt' if chain else ''}{f' window {window}' if window else ''}"
-    label += " int8 cache" * int8 + f" hd {dim}" * (dim != 128)
-    tiles = attention_tiles(dim, 4, int8, chain, window, arch // 10 == 9)
-    constants = dict(HKV=8, HD=dim, HDP=dim, WINDOW=window, CHAIN=chain)
-    constants |= dict(INT8=int8, CAP=0.0, SINKS=False, POOLED=True)
-    constants |= {key: value for key, value in tiles.items() if key.isupper()} | dict(NATIVE=True)
-    options = {key: value for key, value in tiles.items() if key.islower()}
-    return Variant(f"attention {label}", attend_kernel, pointers, constants, options)
-
-
-# Weights with the types of a file: (dtype, numbers of tokens, forms). A form is types and words as `linear` takes them.
-PANELS = (
-    ("fp16", (16,), tuple(kind for kind in FORMATS if kind not in ("Q4_K", "Q6_K"))),
-    ("bf16", (16, 32, 64), ("Q4_K", "Q6_K", "Q5_K")),
-    ("bf16", (16, 64), ("MXFP4", "Q4_K gate-up", "Q4_K Q6_K", "Q5_K gate-up", "Q4_K norm", "Q4_K Q6_K qkv")),
-    ("fp16", (64,), ("Q3_K", "Q8_0", "IQ4_XS", "Q5_0 Q4_1 Q8_0 qkv", "Q6_K gate-up", "IQ4_XS gate-up")),
-    ("bf16", (512,), ("Q4_K", "Q6_K", "Q5_K gate-up", "MXFP4", "Q4_K Q6_K")),
-    ("fp16", (512,), ("Q3_K", "Q8_0", "Q5_1", "IQ4_XS gate-up")),
-    ("fp16", (32,), ("Q6_K top-10", "Q8_0 top-10")),
-    ("bf16", (16,), ("MXFP4 experts", "Q4_K experts gate-up", "Q6_K experts", "Q5_K experts gate-up")),
-)
-
-
-def panels(dtype: str, tokens: int, form: str, arch: int = 86) -> Variant:
-    """`linear` for a weight with the types that form begins with."""
-    types = FORMATS | {"MXFP4": mxfp4.FORM}
-    own, words = [], form.split()
-    while words and words[0] in types:
-        own.append((2048, *types[words.pop(0)].numbers()))
-    bits = max(low + high for _, low, high, *_ in own)
-    base = linear(4, dtype, tokens, " ".join(words), arch)
-    config = linear_config(4096, 4096, bits, capability=divmod(arch, 10))
-    config = unsplit(config) if "experts" in words else config
-    gated = base.constants["GATED"]
-    block, tile, options = launch_tile(
-        config, min(32, tokens) if "top-10" in words else tokens, gated, bits=bits, forms=True
-    )
-    constants = base.constants | dict(BITS=0, GROUP=0, FORMS=kernel_forms(tuple(own)), BN=block, BT=tile)
-    pointers = base.pointers | dict(s="*i16", z="*i32")
-    # With a single high bit decoded weights do go through shared memory.
-    quantized = all(high != 1 for _, _, high, *_ in own)
-    weights = block * 128 / (options["num_warps"] * 32) * (1 + gated)
-    name = f"{'experts' if 'experts' in words else 'linear'} {dtype} M<={tokens} {form}"
-    return Variant(name, base.kernel, pointers, constants, options, weights, quantized=quantized)
+@contextlib.contextmanager
+def fake_gpu(arch: int = 86):
+    """Inside, tensors on sm_`arch` are fake. Gives the list of the launches that are made."""
+    capability = mock.patch.object(torch.cuda, "get_device_capability", lambda device: divmod(arch, 10))
+    backend = kernels.KernelBackend("auto", "cuda").active()
+    with FakeTensorMode(), fake_cuda.Indexing(), capability, backend, fake_cuda.recorded() as launches:
+        yield launches
 
 
 KINDS = {
@@ -215,43 +129,123 @@ def of_launch(name: str, launch: fake_cuda.Launch) -> Variant:
     return Variant(name, launch.kernel, pointers, constants, launch.options, uneven=tuple(uneven))
 
 
+def linear(bits: int, dtype: str, tokens: int, form: str, arch: int = 86) -> Variant:
+    """The kernel as `packed_linear` launches it for a 4096 x 4096 layer on sm_`arch`, with sums in four parts.
+
+    `form` holds words. types of a file: the weight has 2048 rows of each, whatever `bits` says; experts: as
+    `packed_experts` launches it; g64, g32: groups of so many weights instead of 128; zeros: with zero points;
+    gate-up: two matrices at once; fp16-acc: sums in fp16; ragged: sizes that do not divide the tiles; narrow: a tile of
+    64 rows; top-10: an LM head that keeps 10 values; qkv: 16 heads of queries and 8 of keys turned behind it; qk-norm:
+    normed before; int8-cache: into such a cache.
+    """
+    words, half, types = form.split(), DTYPES[dtype], FORMATS | {"MXFP4": mxfp4.FORM}
+    forms = tuple((2048, *types[word].numbers()) for word in words if word in types)
+    bits = max((low + high for _, low, high, *_ in forms), default=bits)
+    expert, zeros, gated, ragged, top, qkv = (
+        word in words for word in ("experts", "zeros", "gate-up", "ragged", "top-10", "qkv")
+    )
+    group = 0 if bits != 4 or forms else next((int(word[1:]) for word in words if word in ("g64", "g32")), 128)
+    config = linear_config(4096, 4096, bits, capability=divmod(arch, 10))._replace(split_k=4)
+    if "narrow" in words:
+        config = config._replace(block_n=64, warps=2, wide_n=0)
+    if "fp16-acc" in words:
+        config = config._replace(accumulate="float16")
+    with fake_gpu(arch) as launches:
+        n, k, lead = 4096, 4112 if ragged else 4096, (8,) * expert
+        if forms:
+            size = sum(panels_bytes(Format.from_numbers(numbers), rows, k) // 4 for rows, *numbers in forms)
+            n, stored = 2048 * len(forms), new(*lead, size, kind=torch.int32)
+        elif bits == 16:
+            stored = new(*lead, n, k, kind=half)
+        else:
+            stored = new(*lead, n // 128, -(-k // 128), 4 * panel_words(bits, group, zeros), kind=torch.int32)
+        scales = new(*lead, n, kind=torch.float32) if bits == 8 and not forms else None
+        facts = dict(scales=scales, counters=new(64, kind=torch.int32), config=config, forms=forms)
+        weight = kernels.PackedWeight("planes", bits, group, n, k, stored, **facts).parts()
+        x = new(tokens, k, kind=half)
+        if expert:
+            integers = (new(size, kind=torch.int32) for size in (2 * tokens, 8, 9))
+            routes = experts.Routes(new(tokens, 2, kind=half), new(tokens, 2), *integers)
+            experts.expert_linear.triton(x, routes, *weight, int(gated))
+        elif top:
+            planes_topk.triton(x, *weight, 10)
+        elif qkv:
+            int8, norm = "int8-cache" in words, new(128, kind=half) if "qk-norm" in words else None
+            cache = new(2, 1, n // 512, 4096, 128 + 4 * int8, kind=torch.int8 if int8 else half)
+            angles = new(1, tokens, 64, kind=torch.float32), new(1, tokens, 64, kind=torch.float32)
+            turn = *angles, cache, new(1, tokens), norm, norm, 1e-5, False, False
+            planes_linear_rope.triton(x[None], *weight, None, 128, *turn)
+        else:
+            residual = None if gated else new(tokens, n, kind=half)
+            planes_linear.triton(x, *weight, None, residual, int(gated), False)
+    name = f"{'experts' if expert else 'linear'}{'' if forms else f' w{bits}'} {dtype} M<={tokens}"
+    name = " ".join([name, *([f"g{group}"] if group else []), *(w for w in words if w not in ("experts", f"g{group}"))])
+    variant = of_launch(name, launches[0])
+    weights = variant.constants["BN"] * 128 / (variant.options["num_warps"] * 32) * (1 + gated)
+    main = bits == 4 and dtype == "fp16" and form in MAIN
+    # Hopper's own instructions for many rows are longer, and quicker.
+    wide = tokens <= 32 and config.on(tokens) != config
+    limit = LIMITS.get(32 if wide else tokens, math.inf) if main else math.inf
+    # With a single high bit decoded weights do go through shared memory.
+    quantized = bits < 16 and all(high != 1 for _, _, high, *_ in forms)
+    return variant._replace(weights=weights, limit=limit, quantized=quantized)
+
+
+def attention(
+    dtype: str, chain: bool = False, window: int = 0, int8: bool = False, dim: int = 128, arch: int = 86
+) -> Variant:  # fmt: skip
+    """The kernel as `tree_attention` launches it."""
+    with fake_gpu(arch) as launches:
+        kind, T, S = DTYPES[dtype], 26, 4000
+        cache = new(2, 1, 8, S, dim + 4 * int8, kind=torch.int8 if int8 else kind)
+        case = new(1), new(1, T, T, kind=torch.bool), new(1, T), window, 0.3, None, 0.0, None, new(1, 2), S, chain
+        kernels.tree_attention.triton(new(1, 32, T, dim, kind=kind), cache, *case)
+    label = f"{dtype}{' prompt' if chain else ''}{f' window {window}' if window else ''}"
+    label += " int8 cache" * int8 + f" hd {dim}" * (dim != 128)
+    return of_launch(f"attention {label}", launches[0])
+
+
+# Weights with the types of a file: (dtype, numbers of tokens, forms). A form is types and words as `linear` takes them.
+PANELS = (
+    ("fp16", (16,), tuple(kind for kind in FORMATS if kind not in ("Q4_K", "Q6_K"))),
+    ("bf16", (16, 32, 64), ("Q4_K", "Q6_K", "Q5_K")),
+    ("bf16", (16, 64), ("MXFP4", "Q4_K gate-up", "Q4_K Q6_K", "Q5_K gate-up", "Q4_K norm", "Q4_K Q6_K qkv")),
+    ("fp16", (64,), ("Q3_K", "Q8_0", "IQ4_XS", "Q5_0 Q4_1 Q8_0 qkv", "Q6_K gate-up", "IQ4_XS gate-up")),
+    ("bf16", (512,), ("Q4_K", "Q6_K", "Q5_K gate-up", "MXFP4", "Q4_K Q6_K")),
+    ("fp16", (512,), ("Q3_K", "Q8_0", "Q5_1", "IQ4_XS gate-up")),
+    ("fp16", (32,), ("Q6_K top-10", "Q8_0 top-10")),
+    ("bf16", (16,), ("MXFP4 experts", "Q4_K experts gate-up", "Q6_K experts", "Q5_K experts gate-up")),
+)
+
+
 def recorded_launches() -> list[Variant]:
     """The kernels of the small work of a step, for the largest vocabulary and trees and for a batch, of norms and rotary
     positions, and of weights that are written out."""
     found = []
-    with torch._subclasses.fake_tensor.FakeTensorMode(), fake_cuda.Indexing():
-        for B, V, K, N, half in ((1, 128256, 10, 60, torch.bfloat16), (4, 32000, 8, 24, torch.float16)):
-            with fake_cuda.recorded() as launches:
-                launch_small_work(B, V, K, N, half)
-                launch_norms_and_rows(B, half)
-            found += [of_launch(f"{x.kernel.__name__} {i} batch {B}", x) for i, x in enumerate(launches)]
+    for B, V, K, N, half in ((1, 128256, 10, 60, torch.bfloat16), (4, 32000, 8, 24, torch.float16)):
+        with fake_gpu() as launches:
+            launch_small_work(B, V, K, N, half)
+            launch_norms_and_rows(B, half)
+        found += [of_launch(f"{x.kernel.__name__} {i} batch {B}", x) for i, x in enumerate(launches)]
     return found
 
 
 def recurrent(dtype: str) -> list[Variant]:
     """The kernels of a recurrent layer with 32 heads of 128, for texts as for trees."""
     kind, K, D, heads, dim = getattr(torch, dtype), 4, 8, 32, 128
-    row = 2 * heads * dim + 2 * heads
-
-    def new(*shape, kind=kind):
-        return torch.empty(shape, dtype=kind, device="cuda")
-
-    with torch._subclasses.fake_tensor.FakeTensorMode(), fake_cuda.Indexing(), fake_cuda.recorded() as launches:
-        counts = [new(1, kind=kind) for kind in (torch.int64, torch.bool, torch.int64)]
-        memory = new(1, heads, dim, dim, kind=torch.float32), new(1, K + D, row), new(1, 26, row)
-        weights, walk = (new(row - 2 * heads, 1, K), new(heads), new(heads)), new(1, 26, 3, kind=torch.int64)
-        read = kernels.delta_rule.triton(new(1, 26, row), *weights, records.Memory(*memory, *counts), walk)
-        kernels.gated_norm.triton(read, new(1, 26, row)[..., : heads * dim], new(dim), 1e-6)
+    row, of = 2 * heads * dim + 2 * heads, functools.partial(new, kind=kind)
+    with fake_gpu() as launches:
+        counts = new(1), new(1, kind=torch.bool), new(1)
+        memory = new(1, heads, dim, dim, kind=torch.float32), of(1, K + D, row), of(1, 26, row)
+        weights = of(row - 2 * heads, 1, K), of(heads), of(heads)
+        read = kernels.delta_rule.triton(of(1, 26, row), *weights, records.Memory(*memory, *counts), new(1, 26, 3))
+        kernels.gated_norm.triton(read, of(1, 26, row)[..., : heads * dim], of(dim), 1e-6)
     return [of_launch(f"{launch.kernel.__name__} {dtype}", launch) for launch in launches]
 
 
 def launch_small_work(B: int, V: int, K: int, N: int, half: torch.dtype) -> None:
     """Launch these kernels on empty tensors as their operators do, in every mode of sampling. V: of the vocabulary; K:
     children of a node; N: nodes of the tree."""
-
-    def new(*shape, kind=torch.int64):
-        return torch.empty(shape, dtype=kind, device="cuda")
-
     wide, flag, D, S, H = torch.float32, torch.bool, 9, 4096, 4096
     settings = choice.Settings(new(B, 1, 1, kind=wide), new(B, 1, 1), *(new(B, 1, 1, kind=wide) for _ in "pm"))
     ids, noise, drafted = new(V), new(B, D + 1, V, kind=wide), new(B, 1, V, kind=wide)
@@ -308,27 +302,24 @@ def launch_small_work(B: int, V: int, K: int, N: int, half: torch.dtype) -> None
 
 def launch_norms_and_rows(B: int, half: torch.dtype) -> None:
     """The same for norms, rotary positions, and the rows or the whole of a matrix."""
-
-    def new(*shape, kind=half):
-        return torch.empty(shape, dtype=kind, device="cuda")
-
-    kernels.rms_norm.triton(new(B, 4096), new(4096), 1e-5)
-    angles, slots = [new(B, 26, 64, kind=torch.float32)] * 2, new(B, 26, kind=torch.int64)
-    for kind, norms in ((half, (None, None)), (half, (new(128), new(128))), (torch.int8, (None, None))):
-        cache = new(2, 1, 8, 4096, 132 if kind == torch.int8 else 128, kind=kind)
-        kernels.rope_write_kv.triton(new(B, 26, 48, 128), *angles, cache, slots, *norms, 1e-5, False, False)
+    of = functools.partial(new, kind=half)
+    kernels.rms_norm.triton(of(B, 4096), of(4096), 1e-5)
+    angles, slots = [of(B, 26, 64, kind=torch.float32)] * 2, of(B, 26, kind=torch.int64)
+    for kind, norms in ((half, (None, None)), (half, (of(128), of(128))), (torch.int8, (None, None))):
+        cache = of(2, 1, 8, 4096, 132 if kind == torch.int8 else 128, kind=kind)
+        kernels.rope_write_kv.triton(of(B, 26, 48, 128), *angles, cache, slots, *norms, 1e-5, False, False)
     for dim, shares in itertools.product((256, 512), (False, True)):  # heads of Gemma 4
-        wide = [new(B, 26, dim // 2, kind=torch.float32)] * 2, new(2, 1, 1, 4096, dim), slots
-        qkv, norms = new(B, 26, 8 if shares else 10, dim), (new(dim), None if shares else new(dim))
+        wide = [of(B, 26, dim // 2, kind=torch.float32)] * 2, of(2, 1, 1, 4096, dim), slots
+        qkv, norms = of(B, 26, 8 if shares else 10, dim), (of(dim), None if shares else of(dim))
         kernels.rope_write_kv.triton(qkv, *wide[0], *wide[1:], *norms, 1e-5, True, shares)
     for bits, group, zeros in ((4, 128, False), (4, 32, True), (8, 0, False)):
-        words = new(32, 32, 4 * panel_words(bits, group, zeros), kind=torch.int32)
-        scales = new(4096, kind=torch.float32) if bits == 8 else None
+        words = of(32, 32, 4 * panel_words(bits, group, zeros), kind=torch.int32)
+        scales = of(4096, kind=torch.float32) if bits == 8 else None
         weight = kernels.PackedWeight("planes", bits, group, 4096, 4096, words, scales)
         kernels.dequantize(weight, half, fused=True)
     for form in FORMATS.values():
-        words, facts = new(panels_bytes(form, 4096, 4096) // 4, kind=torch.int32), ((4096, *form.numbers()),)
-        for ids in (None, new(26, kind=torch.int64)):
+        words, facts = of(panels_bytes(form, 4096, 4096) // 4, kind=torch.int32), ((4096, *form.numbers()),)
+        for ids in (None, of(26, kind=torch.int64)):
             triton_rows(words, facts, 4096, 4096, ids, half)
 
 
@@ -341,7 +332,7 @@ def variants(quick: bool = False, arch: int = 86) -> list[Variant]:
     found = [
         linear(bits, dtype, m, form, arch) for bits, dtype, tokens, forms in LINEARS for form in forms for m in tokens
     ]
-    found += [panels(dtype, m, form, arch) for dtype, tokens, forms in PANELS for form in forms for m in tokens]
+    found += [linear(0, dtype, m, form, arch) for dtype, tokens, forms in PANELS for form in forms for m in tokens]
     for int8, dim in itertools.product((False, True), (64, 128, 256, 512)):
         found += [attends("bf16", int8=int8, dim=dim), attends("fp16", window=4096, int8=int8, dim=dim)]
         if dim > 64:

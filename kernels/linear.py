@@ -19,12 +19,11 @@ from kernels.choice import merge_topk
 from kernels.norm_rope import turn_rows
 from kernels.packing import PackedTensors, PackedWeight, decode, dequantize, from_parts, kernel_views, panel_words
 from kernels.panels import kernel_forms, panel_sums
-from kernels.tuned import SMALL_M, SPLIT_M, TILE_M, LinearConfig
+from kernels.tuned import SMALL_M, SPLIT_M, TILE_M
 
 # What may gate a product whose second half is multiplied with an activation of the first: its number in the kernels.
 # The third is gpt-oss's, of which no kernel is the epilogue.
 GATES = {"silu": 1, "gelu_tanh": 2, "swiglu_clamped": 3}
-NO_HEADS = dict(HQ=0, HKV=0, HD=0, LEVELS=0, QK_NORM=False, INT8=False, POOLED=False)  # of a linear that turns no heads
 
 
 @jit
@@ -321,13 +320,11 @@ def linear_kernel(
 def no_rope(x: Tensor) -> dict:
     """The arguments of `linear_kernel` for rotary positions, where there are none."""
     names = "cos sin kv kv_scales slots q_weight k_weight arrived".split()
-    return dict.fromkeys(names, x) | dict.fromkeys(("T", "S", "v_offset", "arrivals"), 1) | NO_HEADS
+    constants = dict.fromkeys(("HQ", "HKV", "HD", "LEVELS"), 0) | dict.fromkeys(("QK_NORM", "INT8", "POOLED"), False)
+    return dict.fromkeys(names, x) | dict.fromkeys(("T", "S", "v_offset", "arrivals"), 1) | constants
 
 
-def launch_tile(
-    config: LinearConfig, tokens: int, gated: int, group: int = 0, zeros: bool = False, bits: int = 4,
-    forms: bool = False, norms: bool = False,
-) -> tuple[int, int, dict]:  # fmt: skip
+def launch_tile(weight: PackedWeight, tokens: int, gated: int, norms: bool) -> tuple[int, int, dict]:
     """(output columns BN and tokens BT of a program, compiler options) of a launch on `tokens` rows.
 
     A gate-up layer halves BN, because an output column takes two weight rows. A program has 32 weight rows or more
@@ -336,33 +333,31 @@ def launch_tile(
     tokens would spill even with all 255 registers. On Hopper 32 tokens are the quickest in any case.
     norms: heads are normed behind the product.
     """
-    config = config.on(tokens)
+    config, group, zeros, forms = weight.config.on(tokens), weight.group_size, weight.has_zeros, bool(weight.forms)
+    warps, small_groups = config.warps, 0 < group < 128
     if tokens > SPLIT_M:
-        return _prompt_tile(config, gated, group, zeros, forms)
-    block_n = max(config.block_n, 32 * config.warps if zeros else 32) // (1 + (gated > 0))
-    small_groups = 0 < group < 128
-    many = small_groups or config.warps < 4 or bits == 8 or forms or config.wide_n
-    tile = min(32 if many else TILE_M, max(8, triton.next_power_of_2(tokens)))
-    # With 64 tokens a fourth stage takes so much shared memory that a multiprocessor runs one program less.
-    stages = min(config.stages, 3) if tile == 64 else config.stages
-    options = dict(num_warps=config.warps, num_stages=stages, maxnreg=None, **EXACT)
-    # Without a number, ptxas would rather spill than use more than 128 registers.
-    if (forms or norms) and tile <= 16:
-        options["maxnreg"] = 255 if forms and config.wide_n else 168
-    elif tile == 32 or small_groups:
-        options["maxnreg"] = 255 if small_groups or bits != 4 or forms else 168
-    elif tile == 16 and config.warps < 4:
-        options["maxnreg"] = 168
-    return block_n, tile, options
-
-
-def _prompt_tile(config: LinearConfig, gated: int, group: int, zeros: bool, forms: bool) -> tuple[int, int, dict]:
-    """`launch_tile` for the rows of a prompt. A program also keeps the sum of its parts, so it has eight warps. On Hopper
-    128 tokens are the quickest. Groups of 32, zero points and the types of a file leave registers for 32 or 16."""
-    rows, tile, warps = 128, 32 if group == 32 else 128 if config.wide_n and group != 64 else 64, 8
-    if zeros or forms:
-        rows, tile, warps = max(config.block_n, 32 * config.warps), 16 if zeros and group == 32 else 32, config.warps
-    options = dict(num_warps=warps, num_stages=min(config.stages, 3), maxnreg=255, **EXACT)
+        # For the rows of a prompt a program also keeps the sum of its parts, so it has eight warps. On Hopper 128 tokens
+        # are the quickest. Groups of 32, zero points and the types of a file leave registers for 32 or 16.
+        rows, tile, warps = 128, 32 if group == 32 else 128 if config.wide_n and group != 64 else 64, 8
+        if zeros or forms:
+            warps = config.warps
+            rows, tile = max(config.block_n, 32 * warps), 16 if zeros and group == 32 else 32
+        stages, registers = min(config.stages, 3), 255
+    else:
+        rows = max(config.block_n, 32 * warps if zeros else 32)
+        many = small_groups or warps < 4 or weight.bits == 8 or forms or config.wide_n
+        tile = min(32 if many else TILE_M, max(8, triton.next_power_of_2(tokens)))
+        # With 64 tokens a fourth stage takes so much shared memory that a multiprocessor runs one program less.
+        stages = min(config.stages, 3) if tile == 64 else config.stages
+        # Without a number, ptxas would rather spill than use more than 128 registers.
+        registers = None
+        if (forms or norms) and tile <= 16:
+            registers = 255 if forms and config.wide_n else 168
+        elif tile == 32 or small_groups:
+            registers = 255 if small_groups or weight.bits != 4 or forms else 168
+        elif tile == 16 and warps < 4:
+            registers = 168
+    options = dict(num_warps=warps, num_stages=stages, maxnreg=registers, **EXACT)
     return rows // (1 + (gated > 0)), tile, options
 
 
@@ -373,17 +368,15 @@ def launch_arguments(
 
     tokens: for how many rows the tile is chosen. norms: as of `launch_tile`.
     """
-    config, zeros = weight.config, weight.has_zeros
-    kind = weight.group_size, zeros, weight.bits, bool(weight.forms), norms
-    block_n, tile, options = launch_tile(config, tokens, gated, *kind)
+    block_n, tile, options = launch_tile(weight, tokens, gated, norms)
     n_out = weight.n // 2 if gated else weight.n
-    split = config.split_k if tokens <= SPLIT_M else 1
+    split = weight.config.split_k if tokens <= SPLIT_M else 1
     grid = triton.cdiv(x.shape[0], tile), triton.cdiv(n_out, block_n), split
     room = math.prod(grid) * (1 + (gated > 0)) * block_n * tile if split > 1 else 0
     partial = x.new_empty(room, dtype=torch.float32)
-    half = config.accumulate == "float16" and x.dtype == torch.float16
+    half = weight.config.accumulate == "float16" and x.dtype == torch.float16
     constants = dict(
-        BITS=0 if weight.forms else weight.bits, GROUP=weight.group_size, ZEROS=zeros, GATED=gated,
+        BITS=0 if weight.forms else weight.bits, GROUP=weight.group_size, ZEROS=weight.has_zeros, GATED=gated,
         FORMS=kernel_forms(weight.forms), EVEN_K=weight.k % 128 == 0, BN=block_n, BT=tile,
         ACC=tl.float16 if half else tl.float32, NATIVE=native(x.dtype),
     )  # fmt: skip

@@ -278,10 +278,8 @@ def launch_small_work(B: int, V: int, K: int, N: int, half: torch.dtype) -> None
         kernels.convolve.triton(slots, delta, base, int(residual is not None), residual)
     short = new(B, 15, 16, kind=wide), new(B, 15, 16)
     codebook, mixed = new(V, 256, kind=half), new(B, 15, 256, kind=half)
-    for soft, known in (
-        (None, (new(B, K, 256, kind=half), None, None, None)),
-        (settings.temperature, (None, new(B, K), codebook, mixed)),
-    ):
+    given = (new(B, K, 256, kind=half), None, None, None), (None, new(B, K), codebook, mixed)
+    for soft, known in zip((None, settings.temperature), given, strict=True):
         kernels.follow.triton(*short, kernels.Parents(codebook, *known), soft, 3, K)
     growing.best_prefixes.triton(new(B, 15, K), new(B, 15, K, kind=wide), new(B), N)
     verify.accept.triton(*(new(B, N) for _ in range(3)), new(B, N, N, kind=flag), new(B, N, kind=flag), new(B, N), D)

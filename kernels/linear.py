@@ -459,11 +459,11 @@ def beyond_a_step(x: Tensor) -> bool:
     return x.dim() > 2 and x.shape[-2] > SMALL_M
 
 
-def _triton_linear(out, x, tensors, numbers, bias, residual, gated, wide) -> Tensor | None:
+def _triton_linear(out, x, tensors, numbers, bias, residual, gated, wide) -> None:
     weight = from_parts(tensors, numbers)
     if beyond_a_step(x):
-        y = x @ dequantize(weight, x.dtype, fused=True).mT
-        return _widened(epilogue(y, bias, residual, gated), wide)
+        out.copy_(epilogue(x @ dequantize(weight, x.dtype, fused=True).mT, bias, residual, gated))
+        return
     rows = x.reshape(-1, weight.k).contiguous()
     added = rows if residual is None else residual.contiguous()
     parts = (t.view(len(rows), -1).split(SMALL_M) for t in (rows, added, out))
@@ -475,7 +475,6 @@ def _triton_linear(out, x, tensors, numbers, bias, residual, gated, wide) -> Ten
             RESIDUAL=residual is not None, TOPK=0, SPLIT=weight.config.split_k,
             SERIAL=grid[2] < weight.config.split_k, **constants, **no_rope(own),
         )  # fmt: skip
-    return None
 
 
 def _linear_shapes(x, tensors, numbers, bias, residual, gated, wide) -> Tensor:

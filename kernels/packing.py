@@ -257,19 +257,20 @@ def dequantize(weight: PackedWeight, dtype: torch.dtype, fused: bool = False) ->
         return torch.stack([dequantize(weight.expert(e), dtype) for e in range(len(weight.weight))])
     if weight.layout == "tiles":
         return packed_rows(weight, torch.arange(weight.n), dtype)
-    if weight.forms and fused:
-        return panels.triton_rows(weight.weight, weight.forms, weight.n, weight.k, None, dtype)
-    if weight.forms:
-        return panels.matrix(weight.weight, weight.forms, weight.n, weight.k).to(dtype)
     if weight.layout == "dense" or weight.bits == 16:
         return weight.weight.to(dtype)
     if fused:
         out = weight.weight.new_empty(weight.n, weight.k, dtype=dtype)
-        dequantize_kernel[triton.cdiv(weight.n, 32), triton.cdiv(weight.k, 128)](
-            *kernel_views(weight), out, weight.n, weight.k, BITS=weight.bits, GROUP=weight.group_size,
-            ZEROS=weight.has_zeros, NATIVE=native(dtype), num_warps=4,
-        )  # fmt: skip
+        if weight.forms:
+            panels.triton_rows(out, weight.weight, weight.forms, None)
+        else:
+            dequantize_kernel[triton.cdiv(weight.n, 32), triton.cdiv(weight.k, 128)](
+                *kernel_views(weight), out, weight.n, weight.k, BITS=weight.bits, GROUP=weight.group_size,
+                ZEROS=weight.has_zeros, NATIVE=native(dtype), num_warps=4,
+            )  # fmt: skip
         return out
+    if weight.forms:
+        return panels.matrix(weight.weight, weight.forms, weight.n, weight.k).to(dtype)
     wide = torch.promote_types(dtype, torch.float32)
     if weight.layout == "planes":
         words, scales, zeros = _from_panels(weight)
@@ -488,10 +489,9 @@ def packed_rows(weight: PackedWeight, ids: Tensor, dtype: torch.dtype = torch.fl
     return _stored_rows(weight, ids).to(dtype)
 
 
-def _triton_rows(_out, ids, tensors, numbers, dtype) -> Tensor:
+def _triton_rows(out, ids, tensors, numbers, dtype) -> None:
     weight = from_parts(tensors, numbers)
-    rows = panels.triton_rows(weight.weight, weight.forms, weight.n, weight.k, ids.reshape(-1).contiguous(), dtype)
-    return rows.view(*ids.shape, weight.k)
+    panels.triton_rows(out.view(-1, weight.k), weight.weight, weight.forms, ids.reshape(-1).contiguous())
 
 
 def _row_shapes(ids, tensors, numbers, dtype) -> Tensor:

@@ -189,10 +189,10 @@ def from_panels(words: Tensor, form: Format, n: int, k: int) -> Blocks:
         at += 128 * form.high
     sub = sub_mins = None
     if form.nested:
-        sub = kind(blocks, at, small, torch.uint8)[:, : k // form.group]
-        sub_mins = (
-            kind(blocks, at + ROWS * small, small_mins, torch.uint8)[:, : k // form.group] if small_mins else None
-        )
+        groups = k // form.group
+        sub = kind(blocks, at, small, torch.uint8)[:, :groups]
+        if small_mins:
+            sub_mins = kind(blocks, at + ROWS * small, small_mins, torch.uint8)[:, :groups]
         sub, sub_mins = (sub & 15, sub >> 4) if form.nibbles and form.minima else (sub ^ 128, sub_mins)
         sub = sub.view(torch.int8)
     at += ROWS * (small + small_mins)
@@ -420,11 +420,9 @@ def panel_rows_kernel(
         tl.store(at, value.to(out.dtype.element_ty), mask=ok[:, None] & (k < K)[None, :])
 
 
-def triton_rows(words: Tensor, forms: Forms, n: int, k: int, ids: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """`matrix` [n, k] in `dtype` by our kernel, or the rows ids [M] of it."""
-    count = n if ids is None else len(ids)
-    out = words.new_empty(count, k, dtype=dtype)
-    facts, at, first = kernel_forms(forms), 0, 0
+def triton_rows(out: Tensor, words: Tensor, forms: Forms, ids: Tensor | None) -> None:
+    """Write `matrix` [n, k] in the dtype of `out` by our kernel, or the rows ids [M] of it."""
+    (count, k), facts, at, first = out.shape, kernel_forms(forms), 0, 0
     block = 32 if ids is None else 4
     for i, (rows, *numbers) in enumerate(forms):
         own = words[at:]
@@ -434,4 +432,3 @@ def triton_rows(words: Tensor, forms: Forms, n: int, k: int, ids: Tensor | None,
         )  # fmt: skip
         at += panels_bytes(Format.from_numbers(numbers), rows, k) // 4
         first += rows
-    return out

@@ -318,7 +318,7 @@ def launch_norms_and_rows(B: int, half: torch.dtype) -> None:
     for form in FORMATS.values():
         words, facts = of(panels_bytes(form, 4096, 4096) // 4, kind=torch.int32), ((4096, *form.numbers()),)
         for ids in (None, of(26, kind=torch.int64)):
-            triton_rows(words, facts, 4096, 4096, ids, half)
+            triton_rows(of(4096 if ids is None else len(ids), 4096), words, facts, ids)
 
 
 def variants(quick: bool = False, arch: int = 86) -> list[Variant]:

@@ -120,11 +120,8 @@ def test_routes_and_their_sum_on_device(experts, count):
 def test_attention_on_device(dtype, window, heads, dim, start):
     """Tree attention agrees with float64, and decoding a committed path plainly gives the bits of the tree's rows."""
     slots, T = 2100, 26
-    parent = torch.tensor([max(0, (i - 1) // 3) for i in range(T)])
-    tree, depth = torch.eye(T, dtype=torch.bool), torch.zeros(T, dtype=torch.int64)
-    for i in range(1, T):
-        tree[i] |= tree[parent[i]]
-        depth[i] = depth[parent[i]] + 1
+    tree = test_delta.random_tree(T, seed=2)
+    depth = tree.sum(1) - 1
     q = torch.randn(1, heads[0], T, dim, device="cuda").to(dtype)
     kv = torch.randn(2, 1, heads[1], slots, dim, device="cuda").to(dtype)
     n, scale = torch.tensor([start], device="cuda"), dim**-0.5

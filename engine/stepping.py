@@ -28,9 +28,8 @@ from model import Transformer
 LAG = 2  # steps that run ahead of the host on a GPU
 KV_DTYPES = {"float16": torch.float16, "int8": torch.int8}  # of options.KV_CACHES; the others are the model's
 ASKED_FOR = "asked for"  # why speculation stays on: the user wants it
-Call = tuple[
-    tuple, Callable[[], Any]
-]  # a step, or a half of one: the key of its graph, and a function without arguments
+# A step, or a half of one: the key of its graph, and a function without arguments.
+Call = tuple[tuple, Callable[[], Any]]
 
 
 @dataclass(frozen=True)

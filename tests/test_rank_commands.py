@@ -46,7 +46,7 @@ def test_what_does_not_go_with_several_processes_is_refused_at_once(words, messa
 def test_groups_that_would_be_split_are_named_before_quantizing():
     """A model that is quantized for hours and then cannot be split."""
     quantize.check_split(config_of(), QuantSpec("int4", group_size=32), 4)
-    with pytest.raises(UsageError, match=r"layers.0.attention.o.scales has 2 rows, .* among 4 .* --group-size"):
+    with pytest.raises(UsageError, match=r"layers.0.attention.o.scales has 2 rows, .* 4 processes .* --group-size"):
         quantize.check_split(config_of(), QuantSpec("int4", group_size=64), 4)
 
 

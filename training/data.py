@@ -273,11 +273,11 @@ def tokenise(tokenizer: Tokenizer, conversations: list, texts: list[str]) -> tup
     return TokenData.from_rows(rows), left_out
 
 
-def groups(count: int, size: int) -> Iterator[range]:
-    """The numbers of `count` texts in groups of `size`, with a progress bar."""
+def groups(count: int, size: int, title: str = "regenerated", first: int = 0) -> Iterator[range]:
+    """The numbers from `first` up to `count` in groups of `size`, with a progress bar."""
     with contextlib.closing(Progress()) as progress:
-        for start in range(0, count, size):
-            progress(start / count, f"regenerated {start} of {count}")
+        for start in range(first, count, size):
+            progress(start / count, f"{title} {start} of {count}")
             yield range(start, min(start + size, count))
 
 

@@ -39,6 +39,7 @@ from engine.stepping import EngineConfig
 from engine.streams import Driver
 from model import Transformer
 from support.errors import INTERNAL, UsageError, UserError, one_line
+from support.interrupts import held_back
 from text.tokenizer import Tokenizer
 from weights.shards import ExchangeFailed, exchanging
 
@@ -429,17 +430,12 @@ def interrupts_wait() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    came: list[int] = []
-    usual = signal.signal(signal.SIGINT, lambda number, frame: came.append(number))
-    try:
-        yield
-    except RankLost:
-        if not came:  # else the alarm has ended the others
-            raise
-    finally:
-        signal.signal(signal.SIGINT, usual)
-    if came:
-        raise KeyboardInterrupt
+    with held_back(signal.SIGINT) as came:
+        try:
+            yield
+        except RankLost:
+            if not came:  # else the alarm has ended the others
+                raise
 
 
 def follow(engine: RankedEngine, ranks: Ranks) -> None:

@@ -44,6 +44,7 @@ from bench.records import environment
 from bench.suites import find_model
 from support.errors import UsageError, at_least, command_parser, run_command
 from support.files import write_json, written_whole
+from support.interrupts import held_back
 
 ROOT = Path(__file__).resolve().parent.parent
 FILES = ("safetensors", "sentencepiece")  # read the demo model
@@ -170,7 +171,8 @@ class Visit:
                     if why := self._obstacle(part, until):
                         self._note(part, phase, *why)
                     else:
-                        running.append(self._start(part, phase, until))
+                        with held_back(signal.SIGINT, signal.SIGTERM):  # until the part is among those to be ended
+                            running.append(self._start(part, phase, until))
                 for one in [one for one in running if one.process.poll() is not None or time.monotonic() > one.until]:
                     running.remove(one)
                     self._finish([one], phase)

@@ -68,6 +68,23 @@ def as_exceptions() -> Iterator[list[int]]:
         signal.signal(signal.SIGINT, leave)
 
 
+@contextlib.contextmanager
+def held_back(*numbers: int) -> Iterator[list[int]]:
+    """Let signals with these numbers wait for the end of the block. Only the main thread may call this.
+
+    Yields a list of those that came. A process that is started inside has them as usual.
+    """
+    came: list[int] = []
+    usual = {number: signal.signal(number, lambda number, frame: came.append(number)) for number in numbers}
+    try:
+        yield came
+    finally:
+        for number, handler in usual.items():
+            signal.signal(number, handler)
+    for number in came:
+        signal.raise_signal(number)
+
+
 def finish(code: int) -> int:
     """The exit code of a command that has said all it has to say. From here on Ctrl-C changes nothing.
 

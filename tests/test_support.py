@@ -535,4 +535,5 @@ def test_a_cpu_is_named_with_what_its_kernels_use(monkeypatch, flags, named):
     """The name ends with the vector extension that the kernels use, if there is one."""
     lines = ["processor : 0", "model name\t: AMD EPYC", f"flags\t\t: {flags}"]
     monkeypatch.setattr(machine, "_lines_of", lambda file: lines)
+    monkeypatch.delenv("EAGLET_ISA", raising=False)
     assert machine.describe_device(torch.device("cpu")).startswith(named)

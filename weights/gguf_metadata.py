@@ -273,7 +273,8 @@ def tokenizer_files(metadata: Mapping[str, Any], where: str) -> dict[str, Any]:
     if model == "gpt2":
         pre = metadata.get(f"{KEY}pre", "default")
         if pre not in SPLITS:
-            raise ValueError(f"{where}: pre-tokenizer {pre!r:.60} is not known; known: {', '.join(SPLITS)}.")
+            problem = f"pre-tokenizer {pre!r:.60} is not known; known are those of common models, such as llama-bpe"
+            raise ValueError(f"{where}: {problem}. Use the model's Hugging Face folder, or --prompt-ids.")
         begins = pre in BEGINS if flags["add_bos_token"] is None else flags["add_bos_token"]
         ends = flags["add_eos_token"]
         around = [config.get("bos_token") if begins else None, config.get("eos_token") if ends else None]

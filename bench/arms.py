@@ -54,9 +54,10 @@ SUITES = {  # what every head is measured with: its trees, and the ways to draft
 # ---- what runs --------------------------------------------------------------------------------------------
 
 
-# of requests that run together: when each of their tokens came, in seconds after the start
+# When each token of each request came that ran together with others, in seconds after the start.
 Arrivals = list[list[float]]
-Together = Callable[[Sequence[list[int]], SamplingParams], Arrivals]  # decodes prompts together, from empty caches
+# Decodes prompts together, from empty caches.
+Together = Callable[[Sequence[list[int]], SamplingParams], Arrivals]
 
 
 @dataclass

@@ -1,5 +1,5 @@
 // Draft trees on x86 CPUs with AVX2. kernels/cpu.py builds this file. Static trees of an EAGLE head take one call with all
-// forwards of the head: what it computes is said in plain PyTorch in drafters/tree_drafter.py and eagle_draft.py, and has the
+// forwards of the head: what it computes is said in plain PyTorch in drafters/trees.py and eagle_draft.py, and has the
 // same bits. The tree of a block head takes one call behind its forward (block_draft.py).
 
 #include "cpu.h"

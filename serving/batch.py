@@ -88,7 +88,6 @@ class _Run:
 
     def __init__(self, engine: Intake, settings: ServeSettings, output: Path, quiet: bool):
         self.engine = engine
-
         self.output = output
         self.progress = Progress(quiet)
         self.scheduler = Scheduler(engine, settings)

@@ -86,14 +86,16 @@ def test_what_lies_at_out_is_not_replaced_unasked(kind, files, tmp_path, capsys)
     main = KINDS[kind][1].main
     out = tmp_path / "out"
     out.mkdir()
+    (out / "notes").mkdir()
     (out / "thesis.txt").write_text("years of work")
     assert main(options(kind, files, out, steps=1)) == 2
     assert "cannot be compared" in capsys.readouterr().err
     assert main(options(kind, files, out, "--force", steps=60)) == 0
-    good = (out / "CARD.json").read_bytes()
+    good, names = (out / "CARD.json").read_bytes(), {path.name for path in out.iterdir()}
     worse = ["--work", tmp_path / "other", "--lr", "0.001"]
     assert main(options(kind, files, out, *worse, steps=1)) == 1
     said = capsys.readouterr().err
     assert "is better" in said and "kept it" in said and (out / "CARD.json").read_bytes() == good
     assert main(options(kind, files, out, *worse, "--force", steps=1)) == 0
     assert (out / "CARD.json").read_bytes() != good and (out / "thesis.txt").read_text() == "years of work"
+    assert {path.name for path in out.iterdir()} == names >= {"notes", "thesis.txt", "CARD.json"}

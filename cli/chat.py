@@ -87,6 +87,8 @@ class Answered:
         for text in texts:
             yield self._sort(self._splitter.push(text))
         yield self._sort(self._splitter.finish())
+        if self.thought and not self.text:
+            say("(it ended while thinking, without an answer)")
 
     def _sort(self, pieces: Iterable[Piece]) -> str:
         before = self.text

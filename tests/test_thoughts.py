@@ -218,7 +218,7 @@ def test_marks_that_are_special_tokens_are_seen(tmp_path, monkeypatch):
 
 def test_the_terminal_folds_thoughts_away(engine, template, monkeypatch, capsys):
     """A thought that is printed as the answer, one that cannot be looked at, and one that stays in the next prompt
-    although the template leaves it out."""
+    although the template leaves it out. An empty answer without a word why, where all tokens went into the thought."""
     template(MAYBE)
     made = script(monkeypatch, engine, SAID)
     conversation = Conversation(engine, {}, None, Report(quiet=True), False)
@@ -230,3 +230,6 @@ def test_the_terminal_folds_thoughts_away(engine, template, monkeypatch, capsys)
     assert conversation.messages[-1] == {"role": "assistant", "content": "Hello.", "thought": THOUGHT}
     conversation.take("Again")
     assert engine.tokenizer.decode(made[1].prompt) == "<user>Hi<assistant>Hello.<user>Again<assistant>"
+    script(monkeypatch, engine, SAID.partition("</think>")[0])
+    conversation.take("Hm")
+    assert "without an answer" in capsys.readouterr().err

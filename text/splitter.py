@@ -82,7 +82,6 @@ class Splitter:
         forms = self._dialect.calls if self._tools else ()
         begins = {mark: form for form in forms for mark in (form.begin, form.section[0]) if mark}
         if thoughts and not self._begun:
-            yield from self._skip()
             opened = yield from self._accept(thoughts.begin)
             if not opened:
                 self._restore()
@@ -93,12 +92,10 @@ class Splitter:
                 if (yield from self._try(self._calls(begins[mark], mark), THOUGHT)):
                     break  # a call ends a thought, too
             self._mark()
-            yield from self._skip()
             if thoughts.around[0] and (yield from self._accept(thoughts.around[0])):
                 end = thoughts.around[1]
             self._mark()
         if any(form.bare for form in forms):
-            yield from self._skip()
             if (yield from self._next()) == "{":
                 yield from self._try(self._calls(forms[0]))
             self._restore()
@@ -146,7 +143,6 @@ class Splitter:
     def _calls(self, form: Calls, mark: str = "") -> Reading:
         """The calls behind a mark."""
         if mark and mark == form.section[0]:
-            yield from self._skip()
             yield from self._expect(form.begin)
         while True:
             if isinstance(form.body, Tags):
@@ -158,10 +154,8 @@ class Splitter:
             else:
                 yield from self._named(form.end)
             for end in dict.fromkeys(["```" if "```" in form.written else "", form.end]):
-                yield from self._skip()
                 yield from self._accept(end)
             self._mark()
-            yield from self._skip()
             if not (yield from self._accept(form.begin)):
                 break
         yield from self._accept(form.section[1])
@@ -171,15 +165,12 @@ class Splitter:
 
     def _named(self, end: str) -> Reading:
         """JSON behind a name, or one or several objects with names."""
-        yield from self._skip()
         listed = yield from self._accept("[")
-        yield from self._skip()
         if listed or (yield from self._next()) == "{":
             while True:
                 yield from self._object()
                 self._mark()
-                yield from self._skip(SPACE + ",;")
-                if (yield from self._next()) != "{":
+                if (yield from self._next(SPACE + ",;")) != "{":
                     break
             yield from self._accept("]" if listed else "")
             return
@@ -195,11 +186,8 @@ class Splitter:
         yield from self._expect("{")
         depth, name, given = 1, None, None
         while depth:
-            yield from self._skip()
             key = yield from self._json()
-            yield from self._skip()
             yield from self._expect(":")
-            yield from self._skip()
             inside = (yield from self._next()) == "{"
             if key == "function" and inside:
                 yield from self._expect("{")
@@ -215,11 +203,8 @@ class Splitter:
                 name = value if key in ("name", "function") else name
             else:
                 raise _NoCall
-            yield from self._skip()
             while depth and (yield from self._accept("}")):
                 depth -= 1
-                if depth:
-                    yield from self._skip()
             if depth:
                 yield from self._expect(",")
         if self.in_call:
@@ -250,7 +235,7 @@ class Splitter:
             before = ", "
             if is_text(properties.get(key)):
                 self._emit(ARGUMENTS, '"')
-                yield from self._accept("\n")
+                yield from self._accept("\n", space="")
                 mark = yield from self._must(QUOTED, f"\n{tags.end}", tags.end)
                 self._emit(ARGUMENTS, '"')
             else:
@@ -324,7 +309,7 @@ class Splitter:
     def _name(self, *marks: str, then: int = DROP) -> Reading:
         """The name of a function up to the first of the marks, and that mark. A name holds no space and no end of a
         thought, so that what a text says about marks is soon a text again."""
-        yield from self._skip()
+        yield from self._next()
         no_name = [" ", self._dialect.thoughts.end] if self._dialect.thoughts else [" "]
         name, mark = yield from self._read(*marks, *no_name, then=LEAVE)
         if mark in no_name:
@@ -353,21 +338,18 @@ class Splitter:
                 return ""
             yield
 
-    def _next(self) -> Reading:
-        """The next character, which stays; "" at the end of the answer."""
-        while not self._waiting and not self._ended:
-            yield
-        return self._waiting[:1]
-
-    def _skip(self, characters: str = SPACE) -> Reading:
+    def _next(self, space: str = SPACE) -> Reading:
+        """The next character behind white space, or whatever else is skipped. It stays. "" at the end of the answer."""
         while True:
-            self._take(len(self._waiting) - len(self._waiting.lstrip(characters)), None)
+            self._take(len(self._waiting) - len(self._waiting.lstrip(space)), None)
             if self._waiting or self._ended:
-                return
+                return self._waiting[:1]
             yield
 
-    def _accept(self, mark: str) -> Reading:
-        """Take a mark if it comes next, or the half of it that a limit left. Returns whether the mark came."""
+    def _accept(self, mark: str, space: str = SPACE) -> Reading:
+        """Take a mark if it comes next, behind white space, or the half of it that a limit left. Returns whether the mark
+        came."""
+        yield from self._next(space)
         while len(self._waiting) < len(mark) and mark.startswith(self._waiting) and not self._ended:
             yield
         there = self._waiting.startswith(mark)

@@ -49,7 +49,7 @@ class Node:
 
 @dataclass(frozen=True)
 class StepView:
-    """A step as it is drawn. Without a draft, the nodes are the root and the target's own token."""
+    """A step as it is drawn. `drawings.js` has it as JSON. Without a draft, the nodes are the root and the own token."""
 
     nodes: list[Node]
     kept: list[str]  # the text that each token of the step added; "" for a part of a character
@@ -60,10 +60,6 @@ class StepView:
     def accepted(self) -> int:
         """How many drafted tokens the step added to the text."""
         return len(self.kept) - self.own
-
-    def to_dict(self) -> dict[str, Any]:
-        """The object that the drawing functions of `drawings.js` read."""
-        return asdict(self)
 
 
 class StepRecorder(Observer):
@@ -237,7 +233,7 @@ def page_data(recorder: StepRecorder, prompt_ids: Sequence[int]) -> dict[str, An
         "scores": recorder.meaning(result.temperature),
         "first": recorder.first,
         "tau": result.tau,
-        "steps": [view.to_dict() for view in recorder.views],
+        "steps": [asdict(view) for view in recorder.views],
     }
 
 

@@ -96,7 +96,7 @@ def _chat_ids(
 def _told(tokenizer: Tokenizer, ask: Ask) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """The messages and the tools as the chat template takes them."""
     messages, tools = ask.messages, ask.tools
-    if not tokenizer.takes_tools and (tools or any(message.keys() & TOOL_KEYS for message in messages)):
+    if "tools" not in tokenizer.chat_template and (tools or any(message.keys() & TOOL_KEYS for message in messages)):
         return as_text(messages, tools), []
     if "tool_calls" not in tokenizer.chat_template:
         messages = [with_calls(message, tokenizer.dialect.calls[0]) for message in messages]
@@ -124,7 +124,7 @@ def _begin(tokenizer: Tokenizer, ask: Ask, ids: list[int], begun: str) -> list[i
         marks, opened = thoughts.begin, True
     thinks = (opened or thoughts.begin in begun) and thoughts.end not in begun
     ask.begun = THOUGHT if thinks else TEXT if marks or begun else ""
-    return ids + tokenizer.mark_ids(marks) + written
+    return ids + tokenizer.encode(marks, continuation=True, control=True) + written
 
 
 def settings_of(tokenizer: Tokenizer, ask: Ask) -> dict[str, Any]:
@@ -140,7 +140,8 @@ def settings_of(tokenizer: Tokenizer, ask: Ask) -> dict[str, Any]:
     if thoughts and may and (constrained or ask.budget is not None):
         gap = "<|start|>assistant" if dialect.harmony and ask.forced else thoughts.gap + thoughts.around[0]
         begin = "" if ask.begun else thoughts.begin
-        ids = [tuple(tokenizer.mark_ids(text)) for text in (begin, gap, f"\n{thoughts.end}{gap}")]
+        marks = (begin, gap, f"\n{thoughts.end}{gap}")
+        ids = [tuple(tokenizer.encode(text, continuation=True, control=True)) for text in marks]
         found["thought"] = Thought(ids[0], thoughts.end, ids[1], ids[2], ask.budget)
     return found
 

@@ -10,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -230,7 +230,7 @@ async def is_set(event: asyncio.Event, seconds: float) -> bool:
 def _seen(recorder: StepRecorder, result: GenerationResult) -> dict[str, Any]:
     """What a stream says of its last step, for those who draw the trees."""
     if recorder.views:
-        return {"steps": [recorder.views[-1].to_dict()]}
+        return {"steps": [asdict(recorder.views[-1])]}
     return {"first": recorder.first, "scores": recorder.meaning(result.temperature), "steps": []}
 
 

@@ -209,9 +209,10 @@ def test_marks_that_are_special_tokens_are_seen(tmp_path, monkeypatch):
         assert forced.finish_reason == "tool_calls" and not forced.message.content and forced.message.reasoning_content
         assert json.loads(forced.message.tool_calls[0].function.arguments)["a"] <= 99
         made = script(monkeypatch, engine, "x")
-        ids = tokenizer.mark_ids(said)
+        encode = tokenizer.encode
+        ids = encode(said, continuation=True, control=True)
         assert ids[0] == 3 and ids.count(4) == 2
-        monkeypatch.setattr(tokenizer, "encode", lambda text, add_bos=True, continuation=False: ids)
+        monkeypatch.setattr(tokenizer, "encode", lambda text, **how: ids if text == "x" else encode(text, **how))
         message = chat(client).choices[0].message
         assert made and (message.content, message.reasoning_content) == ("Hello.", "Hm.")
 

@@ -139,19 +139,19 @@ def _exchange(child: subprocess.Popen, line: bytes, seconds: float) -> bytes:
 
 def _end(child: subprocess.Popen) -> None:
     child.kill()
-    child.wait()
-    with contextlib.suppress(OSError):
-        child.stdin.close()
-    child.stdout.close()
+    with contextlib.suppress(OSError), child:  # which closes the pipes and waits
+        pass
 
 
-def _limit_cpu() -> None:
-    """Allow this process RENDER_CPU_SECONDS more."""
+def _limit() -> None:
+    """Allow this process RENDER_CPU_SECONDS more, and RENDER_MEMORY in all."""
     with contextlib.suppress(ImportError, ValueError, OSError):
         import resource
 
         most = math.ceil(time.process_time()) + RENDER_CPU_SECONDS
         resource.setrlimit(resource.RLIMIT_CPU, (most, resource.getrlimit(resource.RLIMIT_CPU)[1]))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        resource.setrlimit(resource.RLIMIT_AS, (RENDER_MEMORY, RENDER_MEMORY))
 
 
 def _sandbox():
@@ -197,14 +197,9 @@ def _render(compiled, request: dict) -> list[str]:
 
 def serve() -> None:
     """The child process: read a request a line, write a reply a line, until the parent goes away."""
-    with contextlib.suppress(ImportError, ValueError, OSError):
-        import resource
-
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        resource.setrlimit(resource.RLIMIT_AS, (RENDER_MEMORY, RENDER_MEMORY))
     compiled = functools.lru_cache(8)(_sandbox().from_string)
     for line in iter(sys.stdin.readline, ""):
-        _limit_cpu()
+        _limit()
         try:
             answer = {"prompts": _render(compiled, json.loads(line))} if line.strip() else {}
         except Exception as failure:  # A template may raise anything, and the parent reports it.

@@ -314,10 +314,6 @@ class Tokenizer:
         split = self._control_pattern.split(text)
         return [self._control[part] if i % 2 else part for i, part in enumerate(split) if part]
 
-    def mark_ids(self, marks: str) -> list[int]:
-        """The ids of a text of marks that goes on from other text."""
-        return self._piece_ids([marks], goes_on=True)
-
     @property
     def dialect(self) -> Dialect:
         """What the model writes beside its answers, as its template and its tokens tell."""
@@ -339,11 +335,6 @@ class Tokenizer:
         """The source of the template in use; "" for a built-in one or none."""
         return self.chat_templates.get(self._template, "")
 
-    @property
-    def takes_tools(self) -> bool:
-        """Whether the chat template in use has a place for tools."""
-        return "tools" in self.chat_template
-
     def check_variables(self, variables: Mapping[str, Any]) -> None:
         """Refuse variables of a template that it would be given in any case, and control tokens in them."""
         given = {"messages", "add_generation_prompt", "raise_exception", "strftime_now", *self._files.named}
@@ -353,7 +344,7 @@ class Tokenizer:
 
     def check_tools(self, messages: list[dict], tools: list[dict] | None) -> None:
         """Refuse tools that no template would write, and control tokens where the template writes them unmarked."""
-        if tools and not self.takes_tools:
+        if tools and "tools" not in self.chat_template:
             raise ValueError("this model's chat template takes no tools. Leave them out, or use another model.")
         self._refuse_control([messages, tools], "a tool, or a message's tool call,")
 

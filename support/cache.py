@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import importlib.util
 import json
 import os
 import re
@@ -138,7 +137,7 @@ def _traced_sources() -> list[Path]:
 
 def _version(package: str) -> str:
     try:
-        return version(package) if importlib.util.find_spec(package) else ""
+        return version(package)
     except PackageNotFoundError:
         return ""
 

@@ -146,7 +146,11 @@ def directory_written_whole(path: Path, keep: bool = False) -> Iterator[Path]:
             unfinished.mkdir(parents=True)
             yield unfinished
             if keep and real.exists():
-                _keep_others(real, unfinished)
+                made = os.listdir(unfinished)
+                shutil.copytree(
+                    real, unfinished, symlinks=True, dirs_exist_ok=True, copy_function=_link,
+                    ignore=lambda folder, names: made if folder == str(real) else [],
+                )  # fmt: skip
             for place in (*unfinished.rglob("*"), unfinished):
                 if not place.is_symlink():
                     _to_disk(place)
@@ -156,19 +160,8 @@ def directory_written_whole(path: Path, keep: bool = False) -> Iterator[Path]:
         shutil.rmtree(unfinished, ignore_errors=True)
 
 
-def _keep_others(old: Path, new: Path) -> None:
-    """Give the directory `new` what `old` has under names that `new` lacks, without copying the files where possible."""
-    for entry in old.iterdir():
-        target = new / entry.name
-        if os.path.lexists(target):
-            continue
-        if entry.is_dir() and not entry.is_symlink():
-            shutil.copytree(entry, target, symlinks=True, copy_function=_link)
-        else:
-            _link(entry, target)
-
-
-def _link(source: str | Path, target: str | Path) -> None:
+def _link(source: str, target: str) -> None:
+    """Give a file a second name, or copy it."""
     try:
         os.link(source, target, follow_symlinks=False)
     except OSError:  # this file system has no hard links

@@ -143,12 +143,9 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def copy_bandwidth(device: torch.device, size: int | None = None) -> float:
-    """Bytes per second, read plus written, of copying `size` bytes: the best of five copies.
-
-    The default size is 1 GiB on a GPU and 64 MiB on a CPU, far more than the caches there hold.
-    """
-    source = _source(device, size)
+def copy_bandwidth(device: torch.device) -> float:
+    """Bytes per second, read plus written, of copying: the best of five copies."""
+    source = _source(device)
     target = torch.empty_like(source)
     return 2 * source.nbytes / min(seconds(lambda: target.copy_(source), device) for _ in range(5))
 
@@ -162,9 +159,9 @@ def read_bandwidth(device: torch.device) -> float:
     return source.nbytes / min(seconds(source.sum, device) for _ in range(20))
 
 
-def _source(device: torch.device, size: int | None = None) -> Tensor:
-    size = size or ((1 << 30) if device.type == "cuda" else (1 << 26))
-    return torch.zeros(size // 4, device=device)
+def _source(device: torch.device) -> Tensor:
+    """1 GiB on a GPU and 64 MiB on a CPU, far more than the caches there hold."""
+    return torch.zeros(1 << (28 if device.type == "cuda" else 24), device=device)
 
 
 def seconds(work: Callable[[], object], device: torch.device) -> float:

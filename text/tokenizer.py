@@ -254,7 +254,7 @@ class Tokenizer:
     def render_chat(self, messages: list, add_generation_prompt: bool = True) -> str:
         """Prompt text of `messages`, which are dicts of `role` and `content`. Failures are one-line ValueErrors."""
         _check_messages(messages)
-        return self._render([messages], add_generation_prompt)[0]
+        return self._render([messages], {"add_generation_prompt": add_generation_prompt})[0]
 
     def encode_chat(
         self, messages: list, add_generation_prompt: bool = True, suffix: str = "", tools: list[dict] | None = None,
@@ -273,9 +273,9 @@ class Tokenizer:
         """
         _check_messages(messages)
         self.check_tools([{k: m[k] for k in m.keys() & TOOL_KEYS} for m in messages], tools)
-        more = {**(variables or {}), "tools": tools}
-        self.check_variables(more)
-        pieces, _ = self._template_and_contents(messages, add_generation_prompt, more)
+        self.check_variables(variables or {})
+        given = {**(variables or {}), "tools": tools, "add_generation_prompt": add_generation_prompt}
+        pieces, _ = self._template_and_contents(messages, given)
         ids = self._piece_ids([*pieces[:-1], pieces[-1] + suffix])
         return self._prefix + ids if self._template in BUILTIN_SYSTEM else ids
 
@@ -288,8 +288,8 @@ class Tokenizer:
         """
         _check_messages(messages)
         reply = len(messages) - 2
-        prompt, _ = self._template_and_contents(messages[:reply], True)
-        pieces, numbers = self._template_and_contents(messages, True)
+        prompt, _ = self._template_and_contents(messages[:reply], {"add_generation_prompt": True})
+        pieces, numbers = self._template_and_contents(messages, {"add_generation_prompt": True})
         if numbers.count(reply) == 1:
             at = 2 * numbers.index(reply) + 1
             if "".join(pieces[:at]).rstrip() == "".join(prompt).rstrip():  # a space may belong to the reply
@@ -340,7 +340,7 @@ class Tokenizer:
         given = {"messages", "add_generation_prompt", "raise_exception", "strftime_now", *self._files.named}
         if taken := given & {*variables}:
             raise ValueError(f"{min(taken)!r} is set by the server and cannot be chosen.")
-        self._refuse_control({name: value for name, value in variables.items() if name != "tools"}, "a variable")
+        self._refuse_control(dict(variables), "a variable")
 
     def check_tools(self, messages: list[dict], tools: list[dict] | None) -> None:
         """Refuse tools that no template would write, and control tokens where the template writes them unmarked."""
@@ -355,9 +355,7 @@ class Tokenizer:
             if json.dumps(control, ensure_ascii=False)[1:-1] in written:
                 raise ValueError(f"{what} holds the text of a control token: {control!r:.60}. Remove it.")
 
-    def _template_and_contents(
-        self, messages: list[dict], add_generation_prompt: bool, more: Mapping[str, Any] | None = None
-    ) -> tuple[list[str], list[int]]:
+    def _template_and_contents(self, messages: list[dict], given: dict[str, Any]) -> tuple[list[str], list[int]]:
         """The rendered prompt in pieces: the template's text at even places, message contents at odd ones.
 
         Also the numbers of the messages whose contents stand at the odd places, [] if the template edits contents.
@@ -375,7 +373,7 @@ class Tokenizer:
         for number, ((i, key), body) in enumerate(zip(places, bodies, strict=True)):
             if body:
                 hidden[i][key] = hidden[i][key].replace(body, f"{mark}{number}\ue001")
-        real, opaque = self._render([messages, hidden], add_generation_prompt, more)
+        real, opaque = self._render([messages, hidden], given)
         pieces = re.split(f"{mark}([0-9]+)\ue001", opaque)
         numbers = [int(i) for i in pieces[1::2]]
         pieces[1::2] = [bodies[i] for i in numbers]
@@ -407,25 +405,22 @@ class Tokenizer:
                 spelled += [vocab.get(name, self._unk_id) for name in names]
         return [i for i in spelled if i is not None]
 
-    def _render(
-        self, variants: list[list[dict]], add_generation_prompt: bool, more: Mapping[str, Any] | None = None
-    ) -> list[str]:
-        """One prompt per list of messages, all of which have the same roles."""
+    def _render(self, variants: list[list[dict]], given: dict[str, Any]) -> list[str]:
+        """One prompt per list of messages, all of which have the same roles. given: variables of the template, of which
+        a built-in one knows add_generation_prompt alone."""
         name = self._template
         builtins = ", ".join(BUILTIN_SYSTEM)
         if name in BUILTIN_SYSTEM:
-            return [builtin_prompt(name, messages, add_generation_prompt) for messages in variants]
+            return [builtin_prompt(name, messages, given["add_generation_prompt"]) for messages in variants]
         if name not in self.chat_templates:
             why = "this model has no chat template."
             raise advised(ValueError(why), f"Use --prompt or a built-in one: {builtins}.")
         roles = ", ".join(m["role"] for m in variants[0])
         where = f"chat template ({self.chat_template_source}) failed for roles [{roles:.60}]"
         with _one_line_errors(where, f"Send the roles it expects, or use a built-in template: {builtins}."):
-            variables = {**self._files.named, "tools": None, **(more or {})}
-            variables["add_generation_prompt"] = add_generation_prompt
             place = self.dialect.placed
             variants = [[place(message) for message in messages] for messages in variants]
-            return self.worker.render(self.chat_templates[name], variants, variables)
+            return self.worker.render(self.chat_templates[name], variants, self._files.named | given)
 
 
 class StreamDecoder:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import io
+import itertools
 import json
 import os
 import platform
@@ -95,14 +96,11 @@ def test_an_error_is_one_line_and_its_exit_code(kind, capsys, monkeypatch):
     assert caught.value is error and capsys.readouterr().err == ""
 
 
-def test_a_command_that_ends_well_returns_its_code():
-    """The body's code is returned, and None counts as 0."""
-    assert [run_command(lambda code=code: code) for code in (None, 0, 1)] == [0, 0, 1]
-    assert all(type(run_command(lambda code=code: code)) is int for code in (None, 0, 1))
-
-
-def test_a_command_that_reads_files_says_so_with_its_exit_code():
-    """Inside `bad_files` a plain ValueError has exit code 3; a usage error stays 2."""
+def test_the_code_of_a_command():
+    """The body's code is returned, and None counts as 0. Inside `bad_files` a plain ValueError has exit code 3; a usage
+    error stays 2."""
+    codes = [run_command(lambda code=code: code) for code in (None, 0, 1)]
+    assert codes == [0, 0, 1] and all(type(code) is int for code in codes)
     for error, code in ((ValueError("no tensors"), BAD_FILE), (UsageError("--x"), USAGE)):
         assert run_command(bad_files()(raising(error))) == code
 
@@ -237,18 +235,6 @@ def test_a_folder_that_is_missing_is_named_before_the_work(tmp_path):
         files.check_folder("--json", tmp_path / "none" / "f.json")
 
 
-def test_a_directory_is_exchanged_in_one_step(tmp_path, monkeypatch):
-    """On Linux two names are swapped without a moment at which one is missing."""
-    if sys.platform != "linux":
-        pytest.skip("Linux alone swaps two names")
-    path = tmp_path / "model"
-    fill(path, "old")
-    monkeypatch.setattr(files.os, "replace", lambda *names: pytest.fail(f"two renames: {names}"))
-    with files.directory_written_whole(path) as unfinished:
-        fill(unfinished, "new")
-    assert held(tmp_path) == {"model/sub/a": "new"}
-
-
 def test_a_file_that_cannot_be_written_is_an_error(tmp_path):
     """The OSError names the path that the user gave."""
     files.write_text(tmp_path / "f.txt", "old")
@@ -275,14 +261,17 @@ def held(directory: Path) -> dict[str, str]:
     return {p.relative_to(directory).as_posix(): p.read_text() for p in directory.rglob("*") if p.is_file()}
 
 
-def test_a_directory_appears_whole(tmp_path):
-    """Until the block ends the old directory is there; afterwards the new one, with none of the old files."""
+def test_a_directory_appears_whole(tmp_path, monkeypatch):
+    """Until the block ends the old directory is there; afterwards the new one, with none of the old files. On Linux two
+    names are swapped without a moment at which one is missing."""
     path = tmp_path / "out" / "model"
     with files.directory_written_whole(path) as unfinished:
         fill(unfinished, "one")
         assert not path.exists() and unfinished.parent == path.parent
     assert held(tmp_path) == {"out/model/sub/a": "one"}
     (path / "stale").write_text("x")
+    if sys.platform == "linux":
+        monkeypatch.setattr(files.os, "replace", lambda *names: pytest.fail(f"two renames: {names}"))
     with files.directory_written_whole(path) as unfinished:
         fill(unfinished, "two")
         assert held(path) == {"sub/a": "one", "stale": "x"}
@@ -313,31 +302,24 @@ def test_a_failure_between_the_two_renames_brings_the_old_directory_back(error, 
 
 
 def test_json_lines_come_back_in_order(tmp_path):
-    """Appended values are read back in order, a missing folder is made, and what JSON cannot hold changes nothing."""
+    """Appended values are read back in order, a missing folder is made, and what JSON cannot hold changes nothing. A last
+    line without its end is not read, and is cut off before the next one is written."""
     path = tmp_path / "new" / "runs.jsonl"
     assert files.read_json_lines(path) == []
     runs = [{"i": 0, "text": "a\nb é"}, {"i": 1}, {}]
-    for number, run in enumerate(runs):
+    torn = (b"", b'{"i": 9, "te', b'{"i": 9}', b"\xc3", b"{}" * 9)
+    for number, (run, rest) in enumerate(itertools.product(runs, torn), 1):
         files.append_json_lines(path, run)
-        assert files.read_json_lines(path) == runs[: number + 1]
+        with open(path, "ab") as file:
+            file.write(rest)
+        found = files.read_json_lines(path)
+        assert found[-1] == run and len(found) == number
     with pytest.raises(TypeError):
         files.append_json_lines(path, {"a": object()})
+    assert files.read_json_lines(path) == found
+    path.write_bytes(torn[1])
+    files.append_json_lines(path, *runs)
     assert files.read_json_lines(path) == runs and path.read_bytes().count(b"\n") == 3
-
-
-@pytest.mark.parametrize("torn", (b'{"i": 9, "te', b'{"i": 9}', b"\xc3", b"{}" * 9))
-@pytest.mark.parametrize("before", ([], [{"i": 0}], [{"i": 0}, {"i": 1}]))
-def test_a_torn_last_line_counts_for_nothing(torn, before, tmp_path):
-    """A last line without its end is not read, and is cut off before the next one is written."""
-    path = tmp_path / "runs.jsonl"
-    path.touch()
-    for run in before:
-        files.append_json_lines(path, run)
-    with open(path, "ab") as file:
-        file.write(torn)
-    assert files.read_json_lines(path) == before
-    files.append_json_lines(path, {"i": 2})
-    assert files.read_json_lines(path) == [*before, {"i": 2}]
 
 
 @pytest.mark.parametrize("bad", ("{", "[1]", "3", "null", '{"a": 1} x', "\ud800"))

@@ -6,9 +6,7 @@ import io
 import json
 import math
 import re
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 from tiny import PROMPT, TREES, PieceTokenizer, Terminal, V, eagle_engine, fake_clock, tiny_head, tiny_model
@@ -167,31 +165,23 @@ def test_the_page_says_what_the_numbers_are(tmp_path):
     assert "No model scored" in StepRecorder(Engine(head.target)).meaning(0.0)
 
 
-def along(own: Sequence[float]) -> Any:
-    """The products of the probabilities along a path."""
-    return pytest.approx([math.prod(own[: i + 1]) for i in range(4)], rel=1e-5)
-
-
-def test_probabilities_on_the_page_are_the_draft_s_own():
-    """With multi-round the scores are the products of the draft's probabilities along the path."""
-    engine, taken = eagle_engine(tiny_head(tiny_model()), TREES["chain4"], multi_round="without"), []
-    real = engine.drafter.draft
-    engine.drafter.draft = lambda inputs: taken.append(real(inputs)) or taken[-1]
-    for step, draft in zip(followed(engine, 1.0).steps, taken, strict=True):
-        assert step.score[1:] == along([float(draft.q[0, i, step.tokens[i + 1]]) for i in range(4)])
-
-
-def test_a_static_tree_s_probabilities_are_without_the_noise_and_change_nothing():
-    """The scores are the products of the draft's softmax, and the viewer changes no token."""
-    (plain, engine), probabilities = (engine_of("chain4") for _ in range(2)), []
+@pytest.mark.parametrize("multi_round", [False, True])
+def test_probabilities_on_the_page_are_the_draft_s_own(multi_round):
+    """The scores are the products of the draft's probabilities along the path, without the shared noise of a static tree,
+    and the viewer changes no token."""
+    how, taken = {"multi_round": "without"} if multi_round else {}, []
+    plain, engine = (eagle_engine(tiny_head(tiny_model()), TREES["chain4"], **how) for _ in range(2))
     unseen = plain.generate(PROMPT, SamplingParams(1.0, seed=2, max_new_tokens=12)).run()[0]
-    predict = engine.drafter.predict
-    engine.drafter.predict = lambda output: probabilities.append(predict(output).softmax(-1)[0, 0]) or predict(output)
+    drafter, draft, predict = engine.drafter, engine.drafter.draft, engine.drafter.predict
+    if multi_round:
+        drafter.draft = lambda inputs: taken.extend((found := draft(inputs)).q[0, :4]) or found
+    else:
+        drafter.predict = lambda output: taken.append((found := predict(output)).softmax(-1)[0, 0]) or found
     recorder = followed(engine, 1.0, 12)
     assert recorder.result.tokens_per_step == unseen.tokens_per_step
     for at, step in enumerate(recorder.steps):
-        drafted = zip(probabilities[4 * at :], step.tokens[1:], strict=False)
-        assert step.score[1:] == along([float(p[token]) for p, token in drafted])
+        own = [float(p[token]) for p, token in zip(taken[4 * at :], step.tokens[1:], strict=False)]
+        assert step.score[1:] == pytest.approx([math.prod(own[: i + 1]) for i in range(4)], rel=1e-5)
 
 
 HOSTILE = "</script><img src=x onerror=alert(1)><!--\u2028%data%\033[2J"
@@ -222,9 +212,10 @@ def test_the_page_names_what_ran_and_not_where_it_lies():
     assert str(DEMO.parent) not in json.dumps(data)
 
 
-@pytest.mark.parametrize("name", ["paper25", "dynamic", "ngrams"])
+@pytest.mark.parametrize("name", ["paper25", "dynamic", "ngrams", "root"])
 def test_a_step_s_picture_is_its_tree_and_the_model_s_own_token(name):
-    """Every valid node is drawn below its parent with its kind, and the target's own token where it was kept."""
+    """Every valid node is drawn below its parent with its kind, and the target's own token where it was kept. A step
+    without a draft has these two alone, and its line says so."""
     engine = engine_of("chain4" if name == "ngrams" else name)
     if name == "ngrams":
         engine = Engine(engine.model, drafter=WithNGrams(engine.drafter, 6))
@@ -249,6 +240,9 @@ def test_a_step_s_picture_is_its_tree_and_the_model_s_own_token(name):
         assert bool(own) == view.own == (len(ids) == len(step.emitted))
         for k in own:
             assert drawn(k) == [step.tokens[0], *step.emitted] and view.accepted == len(ids) - 1
+    TreeWriter(out := io.StringIO()).step(recorder.views[0], "")
+    assert ("1 token (no draft, the model's own)" in out.getvalue()) == (name == "root")
+    assert recorder.views[0].nodes[0].text == recorder.first, "not the token that the step itself wrote there"
 
 
 def test_the_time_of_a_step_is_without_its_readers(monkeypatch):
@@ -333,12 +327,3 @@ def test_colours_are_for_terminals_that_want_them(monkeypatch):
     narrow.encoding = "ascii"
     TreeWriter(narrow).step(view, "a")
     assert narrow.getvalue().isascii() and "+-* _c" in re.sub(r"\033\[[\d;]+m", "", narrow.getvalue())
-
-
-def test_a_step_without_a_draft_says_so():
-    """A step of plain decoding has the root and the own token as its nodes, and its line says "no draft"."""
-    recorder, out = followed(engine_of("root"), tokens=3), io.StringIO()
-    TreeWriter(out).step(recorder.views[0], "")
-    assert [node.kind for node in recorder.views[0].nodes] == ["root", "own"]
-    assert recorder.views[0].nodes[0].text == recorder.first, "not the token that the step itself wrote there"
-    assert "1 token (no draft, the model's own)" in out.getvalue()

@@ -34,13 +34,23 @@ def filled() -> Path:
     return folder
 
 
-def test_folder_is_keyed_by_versions_device_and_source(monkeypatch):
-    """The folder's name has the versions of torch and triton, the device, and a digest of our sources."""
+def test_folder_is_keyed_by_versions_device_and_source(tmp_path, monkeypatch):
+    """The folder's name has the versions of torch and triton, the device, and a digest of our sources. A folder that the
+    user chose stays; torch's own default in /tmp does not count as chosen."""
     folder, found = cache.use("a CPU, 4 threads")
     assert found == "new" and folder.parent == cache.root() and "a_CPU_4_threads" in folder.name
     assert cache.use("a CPU, 4 threads") == (folder, "found")
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(folder / "inductor")
     assert cache.use("NVIDIA X")[0] != folder
+    for chosen, state in (
+        (str(tmp_path / "mine"), "set by $TORCHINDUCTOR_CACHE_DIR"),
+        ("/tmp/torchinductor_x", "found"),
+    ):
+        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", chosen)
+        place, found = cache.use("NVIDIA X")
+        assert found == state and (place == Path(chosen)) == (state != "found")
+        assert (os.environ["TORCHINDUCTOR_CACHE_DIR"] == chosen) == (state != "found")
+    assert len(cache.entries()) == 2
     monkeypatch.setattr(cache, "version", lambda package: "99.0")
     assert cache.use("a CPU, 4 threads")[0] != folder
 
@@ -71,15 +81,6 @@ def test_all_that_a_compiled_step_runs_is_in_the_key(tmp_path, monkeypatch):
     used = {path.as_posix() for path in ran if not {"tests", ".venv"} & set(path.parts)}
     assert {"decoding/step.py", "model.py", "kernels/growing.py", "kernels/attention.py", "drafters/ngram.py"} <= used
     assert used <= {path.relative_to(ROOT).as_posix() for path in cache._traced_sources()}
-
-
-def test_folders_that_the_user_chose_are_kept(tmp_path, monkeypatch):
-    """TORCHINDUCTOR_CACHE_DIR stays as the user set it; torch's own default in /tmp does not count as set."""
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "mine"))
-    assert cache.use("cpu") == (tmp_path / "mine", "set by $TORCHINDUCTOR_CACHE_DIR")
-    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "mine") and cache.entries() == []
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/tmp/torchinductor_someone")
-    assert cache.use("cpu")[1] == "new"
 
 
 def test_show_and_clear(capsys, tmp_path):

@@ -173,20 +173,17 @@ def test_the_installed_command_decodes_in_two_processes(installed, tmp_path, cap
     assert text.strip() and two.stdout == text
 
 
-def test_a_wrong_command_is_one_line(capsys):
-    """A traceback, or a help text of fifty lines, for a misspelt command."""
-    assert command.main(["generat"]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("error  'generat' is no command; there are generate, chat,") and error.count("\n") == 1
-
-
-def test_commands_run_what_they_name(monkeypatch):
-    """`eaglet chat` that decodes once, and an argument that gets lost on its way."""
+def test_commands_run_what_they_name(monkeypatch, capsys):
+    """`eaglet chat` that decodes once, an argument that gets lost on its way, and a traceback, or a help text of fifty
+    lines, for a misspelt command."""
     called = []
     monkeypatch.setattr(sys, "argv", ["eaglet"])
     monkeypatch.setattr(generate, "main", lambda argv: called.append(argv) or 0)
     assert command.main(["chat", "--checkpoint", "x"]) == 0 == command.main(["generate", "-p", "y"])
     assert called == [["--chat", "--checkpoint", "x"], ["-p", "y"]]
+    assert command.main(["generat"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error  'generat' is no command; there are generate, chat,") and error.count("\n") == 1
 
 
 # ------------------------------------------------------------------ types

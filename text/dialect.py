@@ -10,7 +10,7 @@ import functools
 import json
 import re
 from collections.abc import Callable, Container, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 
@@ -27,8 +27,7 @@ class Thoughts:
     around: tuple[str, str] = ("", "")
 
 
-@dataclass(frozen=True)
-class Tags:
+class Tags(NamedTuple):
     """Arguments that stand between tags: `key` KEY `then` VALUE `end`. The name goes up to `named`, or to the first tag.
 
     line: what stands before and behind a value.
@@ -91,7 +90,7 @@ def _braces(begin: str, end: str, quote: str) -> Calls:
 
 XML = Tags("<parameter=", ">", "</parameter>", named=">")
 XML_CALL = "<function=", "</function>", "NAME>\nARGUMENTS"
-QWEN_CODER = _section("<tool_call>\n", "\n</tool_call>", *XML_CALL, replace(XML, line="\n"))
+QWEN_CODER = _section("<tool_call>\n", "\n</tool_call>", *XML_CALL, XML._replace(line="\n"))
 SEED_OSS = _section("<seed:tool_call>\n", "\n</seed:tool_call>", *XML_CALL, XML)
 INVOKE = Tags('<parameter name="', '">', "</parameter>", named='">')
 INVOKE_CALL = '<invoke name="', "</invoke>", 'NAME">\nARGUMENTS'
@@ -170,11 +169,7 @@ class Dialect:
         if self.harmony:
             found += ["<|constrain|>", "<|call|>", "<|return|>"]
         for form in self.calls if tools else ():
-            found += [form.written, form.begin, form.end, *form.section]
-            if isinstance(form.body, Tags):
-                found += [form.body.key, form.body.then, form.body.end]
-            elif isinstance(form.body, Quotes):
-                found += [form.body.mark]
+            found += [form.written, form.begin, form.end, *form.section, *(form.body or ())]
         return found
 
     def placed(self, message: dict[str, Any]) -> dict[str, Any]:

@@ -9,7 +9,6 @@ import json
 import os
 import re
 import shutil
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -185,11 +184,9 @@ def _replace_directory(new: Path, path: Path) -> None:
 
 def _exchange(a: Path, b: Path) -> bool:
     """Swap two names in one step. Returns False where the system cannot."""
-    if sys.platform != "linux":
-        return False
     try:
         renameat2 = ctypes.CDLL(None).renameat2
-    except (OSError, AttributeError):  # an older C library
+    except (OSError, AttributeError, TypeError):  # another system than Linux, or an older C library
         return False
     here, swap = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
     return renameat2(here, os.fsencode(a), here, os.fsencode(b), swap) == 0

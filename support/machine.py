@@ -75,11 +75,9 @@ def release_threads() -> None:
     GNU's OpenMP no longer lets them wait busily, and decoding was measured at a third of its speed. Other OpenMP
     libraries than GNU's have no such rule, so nothing is done there.
     """
-    if sys.platform != "linux":
-        return
     try:
         library = ctypes.CDLL("libgomp.so.1", mode=os.RTLD_NOLOAD | os.RTLD_NOW)  # the one that torch has loaded
-    except OSError:
+    except (OSError, AttributeError):
         return
     library.omp_pause_resource_all(1)  # 1: omp_pause_soft, which keeps the settings
 

@@ -7,6 +7,7 @@ import os
 import re
 from pathlib import Path
 
+import llguidance
 import pytest
 
 from engine.grammar_text import checked_grammar
@@ -185,14 +186,19 @@ def family(name: str):
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_family_is_read_however_its_answer_is_cut(name):
-    """A mark in the text, a thought in the answer, a call that is lost, pieces that depend on where a stream is cut."""
+    """A mark in the text, a thought in the answer, a call that is lost, pieces that depend on where a stream is cut; a
+    call of a function that the client does not have, and marks that vanish from a text about them."""
     dialect, text, begun = family(name)
     shown, thought, calls = split(dialect, [text], begun)
     assert shown == ("" if name == "llama, no mark" else "Let me see.")
     assert thought == ("I think." if dialect.thoughts else "")
     assert [(called, json.loads(given)) for called, given in calls] == [("weather", GIVEN), ("now", {})]
+    unknown = split(dialect, [text], begun, {"other": {}})
+    if not dialect.harmony:  # whose message to an unknown function is text without its header
+        assert unknown[1:] == (thought, []) and "weather" in unknown[0] and CITY[:8] in unknown[0]
     for pieces in cuts(text):
         assert split(dialect, pieces, begun) == (shown, thought, calls), pieces
+        assert split(dialect, pieces, begun, {"other": {}}) == unknown, pieces
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -211,19 +217,6 @@ def test_an_answer_that_ends_early_loses_nothing_before_its_end(name):
             assert complete.startswith((said.rstrip(), said.removesuffix(half).rstrip())), (at, said)
         for (called, given), (expected, complete) in zip(calls, whole[2], strict=False):
             assert called == expected and complete.startswith(given), at
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_what_names_no_tool_of_the_request_stays_text(name):
-    """A call of a function that the client does not have, and marks that vanish from a text about them."""
-    dialect, text, begun = family(name)
-    if dialect.harmony:
-        pytest.skip("a message to an unknown function is text without its header")
-    shown, thought, calls = split(dialect, [text], begun, {"other": {}})
-    assert not calls and thought == split(dialect, [text], begun)[1]
-    assert "weather" in shown and CITY[:8] in shown
-    for pieces in cuts(text):
-        assert split(dialect, pieces, begun, {"other": {}}) == (shown, thought, [])
 
 
 @pytest.mark.parametrize("template, text, expected", [
@@ -290,7 +283,6 @@ def test_pieces_come_as_soon_as_they_are_certain():
 def test_a_forced_call_is_written_in_the_form_of_the_family(name):
     """A grammar whose calls the family's own reader does not read, a call that may end before it is whole, and arguments
     that do not follow the schema."""
-    package = pytest.importorskip("llguidance")
     dialect, _, _ = family(name)
     functions = [{"name": called, "parameters": schema} for called, schema in TOOLS.items()]
     grammar = checked_grammar(dialect.call_grammar(functions, quoted))
@@ -300,13 +292,13 @@ def test_a_forced_call_is_written_in_the_form_of_the_family(name):
         values = (("city", "Rome"), ("days", 3))
         given = "".join(f"{tags.key}{k}{tags.then}{tags.line}{v}{tags.line}{tags.end}\n" for k, v in values)
     text = form.replace("NAME", "weather").replace("ARGUMENTS", given)
-    matcher = package.LLMatcher(package.LLTokenizer("byte"), grammar, log_level=0)
+    matcher = llguidance.LLMatcher(llguidance.LLTokenizer("byte"), grammar, log_level=0)
     for byte in text.encode():
         assert not matcher.is_accepting() and matcher.consume_token(byte), matcher.get_error()
     assert matcher.is_accepting()
     ((called, arguments),) = split(dialect, [text])[2]
     assert (called, json.loads(arguments)) == ("weather", {"city": "Rome", "days": 3})
-    matcher = package.LLMatcher(package.LLTokenizer("byte"), grammar, log_level=0)
+    matcher = llguidance.LLMatcher(llguidance.LLTokenizer("byte"), grammar, log_level=0)
     assert not matcher.consume_tokens([*text.replace("3", "x").encode()])
 
 

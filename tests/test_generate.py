@@ -218,7 +218,6 @@ def test_prompt_ids_need_no_tokenizer(tmp_path, capsys):
         (["--slots", "-1"], 2, "--slots: '-1'; allowed: 0 or more."),
         (["--threads", "two"], 2, "--threads: 'two'; allowed: 1 or more."),
         (["--prompt", "", "-p=b"], 2, "-p is given twice; give one prompt"),
-        (["-f", "x", "--prompt-file", "-"], 2, "--prompt-file is given twice; give one prompt"),
     ],
 )
 def test_errors_are_one_line_with_the_right_exit_code(flags, code, says, capsys):

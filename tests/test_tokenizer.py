@@ -366,17 +366,9 @@ def test_streaming_cost_is_linear(spm_dir):
     """Bug: re-decoding the whole reply for every token makes long generations quadratic."""
     ours = tk.load_tokenizer(spm_dir)
     stream, ids = ours.stream(), ours.encode("x = y\n" * 20_000)
-
-    class Counted(dict):
-        lookups = 0
-
-        def get(self, *key):
-            self.lookups += 1
-            return super().get(*key)
-
-    stream._pieces = Counted(stream._pieces)
+    stream._pieces = mock.Mock(get=mock.Mock(side_effect=ours.pieces.get))
     text = "".join([stream.push([i]) for i in ids])
-    assert text == "x = y\n" * 20_000 and 0 < stream._pieces.lookups <= len(ids)
+    assert text == "x = y\n" * 20_000 and 0 < stream._pieces.get.call_count <= len(ids)
 
 
 # ---- chat --------------------------------------------------------------------------------------------------
@@ -575,7 +567,8 @@ def test_bad_messages_and_missing_template(json_dir):
 
 
 def test_builtin_prompts_are_fastchats():
-    """Bug: a benchmark prompt that differs from the paper's by a space makes its numbers incomparable."""
+    """Bug: a benchmark prompt that differs from the paper's by a space makes its numbers incomparable, or a conversation
+    in the wrong order is rendered as if somebody else had spoken."""
     system = tk.LLAMA2_SYSTEM
     assert len(system) == 508
     digest = "d52c188a3c969c4ece4e68846b15aaf27ef75639b76c08bdd71f062e52c7b9fc"
@@ -594,14 +587,10 @@ def test_builtin_prompts_are_fastchats():
     short = [{"role": "system", "content": "S"}, *turns[:1]]
     assert tk.builtin_prompt("llama-2-chat", short) == "[INST] <<SYS>>\nS\n<</SYS>>\n\nq1 [/INST]"
     assert tk.builtin_prompt("vicuna", short) == "S USER: q1 ASSISTANT:"
-
-
-@pytest.mark.parametrize("kind", ["user user", "assistant", "system", "user assistant", "user system user", ""])
-def test_builtin_roles(kind):
-    """Bug: a conversation in the wrong order is rendered as if somebody else had spoken."""
-    for name in tk.BUILTIN_SYSTEM:
-        with refused("roles", ", ".join(kind.split())):
-            tk.builtin_prompt(name, [{"role": role, "content": "x"} for role in kind.split()])
+    for kind in ("user user", "assistant", "system", "user assistant", "user system user", ""):
+        for name in tk.BUILTIN_SYSTEM:
+            with refused("roles", ", ".join(kind.split())):
+                tk.builtin_prompt(name, [{"role": role, "content": "x"} for role in kind.split()])
 
 
 @pytest.mark.parametrize("name", ["vicuna", "llama-2-chat", "mixtral"])

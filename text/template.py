@@ -87,9 +87,7 @@ class TemplateWorker:
         """One prompt per list of messages. Raises ValueError for a template that fails or runs over a limit."""
         if len(template) > TEMPLATE_CHARACTERS:
             raise ValueError(f"the template is longer than {TEMPLATE_CHARACTERS} characters")
-        tools = len(json.dumps(variables.get("tools")))
-        limit = 2**20 + 8 * (tools + sum(len(m["content"]) for m in variants[0]))  # characters of a prompt
-        request = {"template": template, "variants": variants, "variables": variables, "limit": limit}
+        request = {"template": template, "variants": variants, "variables": variables}
         with self._lock:
             reply = self._ask(json.dumps(request).encode())
         if "error" in reply:
@@ -182,15 +180,15 @@ def _sandbox():
     return sandbox
 
 
-def _render(compiled, request: dict) -> list[str]:
-    """The prompts, in the child process."""
+def _render(compiled, request: dict, limit: int) -> list[str]:
+    """The prompts, in the child process. limit: characters of each."""
     template = compiled(request["template"])
     prompts = []
     for messages in request["variants"]:
         prompts.append("")
         for chunk in template.generate({"tools": None, "documents": None, **request["variables"]}, messages=messages):
             prompts[-1] += chunk
-            if len(prompts[-1]) > request["limit"]:
+            if len(prompts[-1]) > limit:
                 raise ValueError("the prompt is far longer than the messages")
     return prompts
 
@@ -201,7 +199,7 @@ def serve() -> None:
     for line in iter(sys.stdin.readline, ""):
         _limit()
         try:
-            answer = {"prompts": _render(compiled, json.loads(line))} if line.strip() else {}
+            answer = {"prompts": _render(compiled, json.loads(line), 2**20 + 8 * len(line))} if line.strip() else {}
         except Exception as failure:  # A template may raise anything, and the parent reports it.
             kind = "" if isinstance(failure, ValueError) else f"{type(failure).__name__} "
             answer = {"error": f"{kind}{failure}"}

@@ -13,7 +13,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from cli.prompt import read_line
 from cli.report import Report, Request
 from cli.steps import StepRecorder
 from cli.tree_text import coloured, wants_colour
@@ -33,7 +32,7 @@ from text.tokenizer import Tokenizer
 def chat(conversation: Conversation) -> int:
     """Answer what the user types until the input ends."""
     at_terminal = sys.stdin.isatty() and sys.stdout.isatty()
-    read = terminal_reader() if at_terminal else read_line
+    read = terminal_reader() if at_terminal else lambda: next(sys.stdin.buffer).decode()
     if at_terminal:
         conversation.report.line("\n/help lists the commands, Ctrl-D leaves.")
     while True:
@@ -43,7 +42,7 @@ def chat(conversation: Conversation) -> int:
                 return 0
             if text:
                 conversation.take(text)
-        except EOFError:
+        except (EOFError, StopIteration):  # the end of a terminal, or of a pipe
             return 0
         except UnicodeDecodeError as error:
             say(f"error  not UTF-8: {error}")

@@ -64,11 +64,3 @@ def read_stdin() -> str:
     if os.name == "posix" and not select.select([sys.stdin], [], [], 1)[0]:
         print("note    waiting for a prompt on stdin (-p TEXT gives one; Ctrl-D ends it)", file=sys.stderr, flush=True)
     return sys.stdin.buffer.read().decode()
-
-
-def read_line() -> str:
-    """The next line of stdin. Raises EOFError at its end, and UnicodeDecodeError for a line that is not UTF-8."""
-    line = sys.stdin.buffer.readline()
-    if not line:
-        raise EOFError
-    return line.decode()

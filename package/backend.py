@@ -57,19 +57,16 @@ def rewritten(source: str, names: set[str]) -> str:
 def contents() -> Iterator[tuple[str, bytes]]:
     """The files of the package, by their names in the wheel."""
     names = rooms()
-    code = [ROOT / "package" / name for name in SHIPPED_HERE] + sorted(ROOT.glob("*.py"))
-    data: list[Path] = []
+    files = [ROOT / "package" / name for name in SHIPPED_HERE] + sorted(ROOT.glob("*.py"))
     for folder in sorted(names | set(DATA)):
-        files = sorted(path for path in (ROOT / folder).rglob("*") if path.is_file() and path.suffix not in LEFT_OUT)
-        code += [path for path in files if path.suffix == ".py"]
-        data += [path for path in files if path.suffix != ".py"]
-    for path in code:
+        files += sorted(path for path in (ROOT / folder).rglob("*") if path.is_file() and path.suffix not in LEFT_OUT)
+    for path in files:
         if path.parent.name == "scripts" and path.stem in IN_THE_REPOSITORY:
             continue
         inside = path.relative_to(ROOT / "package" if path.parent.name == "package" else ROOT)
-        yield f"{PACKAGE}/{inside.as_posix()}", rewritten(path.read_text(encoding="utf-8"), names).encode()
-    for path in data:
-        yield f"{PACKAGE}/{path.relative_to(ROOT).as_posix()}", path.read_bytes()
+        data = path.read_bytes()
+        data = rewritten(data.decode(), names).encode() if path.suffix == ".py" else data
+        yield f"{PACKAGE}/{inside.as_posix()}", data
     yield f"{PACKAGE}/py.typed", b""
 
 
@@ -103,9 +100,7 @@ def _about(project: dict) -> dict[str, bytes]:
     return files | {"licenses/LICENSE": (ROOT / "LICENSE").read_bytes()}
 
 
-def build_wheel(
-    wheel_directory: str, config_settings: dict | None = None, metadata_directory: str | None = None
-) -> str:
+def build_wheel(wheel_directory: str, config_settings: object = None, metadata_directory: object = None) -> str:
     """Write the wheel into a folder and return its name. pip calls this."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     stem = f"{project['name'].replace('-', '_')}-{version()}"

@@ -91,39 +91,36 @@ def _braces(begin: str, end: str, quote: str) -> Calls:
 XML = Tags("<parameter=", ">", "</parameter>", named=">")
 XML_CALL = "<function=", "</function>", "NAME>\nARGUMENTS"
 QWEN_CODER = _section("<tool_call>\n", "\n</tool_call>", *XML_CALL, XML._replace(line="\n"))
-SEED_OSS = _section("<seed:tool_call>\n", "\n</seed:tool_call>", *XML_CALL, XML)
 INVOKE = Tags('<parameter name="', '">', "</parameter>", named='">')
 INVOKE_CALL = '<invoke name="', "</invoke>", 'NAME">\nARGUMENTS'
-MINIMAX = _section("<minimax:tool_call>\n", "\n</minimax:tool_call>", *INVOKE_CALL, INVOKE)
 GLM_TAGS = Tags("<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>")
-GLM = Calls(HERMES.begin, HERMES.end, "<tool_call>NAME\nARGUMENTS</tool_call>", body=GLM_TAGS)
 DEEPSEEK = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
 DEEPSEEK_R1 = _section(*DEEPSEEK, "function<｜tool▁sep｜>NAME\n```json\nARGUMENTS\n```")
-DEEPSEEK_V3 = _section(*DEEPSEEK, "NAME<｜tool▁sep｜>ARGUMENTS")
 KIMI = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "<|tool_call_begin|>", "<|tool_call_end|>"
-KIMI_K2 = _section(*KIMI, "functions.NAME:0<|tool_call_argument_begin|>ARGUMENTS")
-GEMMA_4 = _braces("<|tool_call>", "<tool_call|>", '<|"|>')
-FUNCTION_GEMMA = _braces("<start_function_call>", "<end_function_call>", "<escape>")
 GRANITE = Calls("<|tool_call|>", "<|/tool_call|>", f"<|tool_call|>[{OBJECT}]")
 PHI = Calls("functools", "", f"functools[{OBJECT}]")
-HUNYUAN = Calls("<tool_calls>", "</tool_calls>", f"<tool_calls>[{OBJECT}]</tool_calls>")
 # Rows: the texts that a template or a vocabulary must have, and the forms of calls. The first row that fits counts.
 CALLS: tuple[tuple[tuple[str, ...], tuple[Calls, ...]], ...] = (
     (("<|channel|>", "<|message|>"), (GPT_OSS,)),
-    (("<|tool_call>",), (GEMMA_4,)),
-    (("<start_function_call>",), (FUNCTION_GEMMA,)),
-    (("<seed:tool_call>",), (SEED_OSS,)),
+    (("<|tool_call>",), (_braces("<|tool_call>", "<tool_call|>", '<|"|>'),)),  # Gemma 4
+    # FunctionGemma
+    (("<start_function_call>",), (_braces("<start_function_call>", "<end_function_call>", "<escape>"),)),
+    (("<seed:tool_call>",), (_section("<seed:tool_call>\n", "\n</seed:tool_call>", *XML_CALL, XML),)),  # Seed-OSS
     (("<function=", "<parameter="), (QWEN_CODER,)),  # and Qwen3.5
-    (("<arg_key>",), (GLM,)),
-    (("<minimax:tool_call>",), (MINIMAX,)),
+    # GLM
+    (("<arg_key>",), (Calls(HERMES.begin, HERMES.end, "<tool_call>NAME\nARGUMENTS</tool_call>", body=GLM_TAGS),)),
+    # MiniMax
+    (("<minimax:tool_call>",), (_section("<minimax:tool_call>\n", "\n</minimax:tool_call>", *INVOKE_CALL, INVOKE),)),
     (("<｜tool▁sep｜>", "```json"), (DEEPSEEK_R1,)),
-    (("<｜tool▁sep｜>",), (DEEPSEEK_V3,)),
-    (("<|tool_call_begin|>",), (KIMI_K2,)),
+    (("<｜tool▁sep｜>",), (_section(*DEEPSEEK, "NAME<｜tool▁sep｜>ARGUMENTS"),)),  # DeepSeek V3
+    # Kimi K2
+    (("<|tool_call_begin|>",), (_section(*KIMI, "functions.NAME:0<|tool_call_argument_begin|>ARGUMENTS"),)),
     (("[TOOL_CALLS]", "[ARGS]"), (Calls("[TOOL_CALLS]", "", "[TOOL_CALLS]NAME[ARGS]ARGUMENTS"),)),  # Mistral since 2025
     (("[TOOL_CALLS]",), (Calls("[TOOL_CALLS]", "", f"[TOOL_CALLS][{OBJECT}]"),)),  # Mistral before
     (("<tool_call>",), (HERMES,)),  # Qwen 2.5 and 3, EXAONE 4, SmolLM3, Granite 4, Hermes
     (("<|tool_call|>",), (GRANITE, PHI)),  # Granite 3, Phi-4-mini
-    (("<tool_calls>",), (HUNYUAN,)),
+    # Hunyuan
+    (("<tool_calls>",), (Calls("<tool_calls>", "</tool_calls>", f"<tool_calls>[{OBJECT}]</tool_calls>"),)),
     (("python_tag",), (LLAMA,)),
     (('"parameters"',), (LLAMA,)),
 )

@@ -92,18 +92,26 @@ def test_files_that_the_pages_name_exist():
             assert (ROOT / "scripts" / f"{script}.py").exists(), f"{page.name}: scripts.{script}"
 
 
-def test_the_worked_example_runs_and_keeps_the_promise(capsys):
-    """The drafter in docs/extending.md gives the tokens of plain decoding, and some of its drafts are accepted."""
-    text = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
-    define, use = re.findall(r"^```python\n(.*?)^```", text.split("## A model family")[0], re.S | re.M)
+def test_the_examples_run_and_keep_the_promise(capsys, monkeypatch):
+    """The drafter in docs/extending.md gives the tokens of plain decoding, and some of its drafts are accepted. The
+    README's Python prints the text of its result, and accepts drafted tokens."""
+    monkeypatch.chdir(ROOT)
     torch.set_num_threads(1)
-    names: dict = {}
-    exec(compile(define, "docs/extending.md", "exec"), names)
-    exec(compile(use.replace('"demo"', repr(str(ROOT / "demo"))), "docs/extending.md", "exec"), names)
-    assert names["b"].tau > 1 and capsys.readouterr().out.startswith("tau ")  # the block asserts the tokens itself
+
+    def run(page: str) -> tuple[dict, str]:
+        """The names that the Python of a page defines, and what it prints."""
+        names: dict = {}
+        for code in re.findall(r"^```python\n(.*?)^```", page, re.S | re.M):
+            exec(compile(code, "a page", "exec"), names)
+        return names, capsys.readouterr().out
+
+    names, said = run((ROOT / "docs" / "extending.md").read_text(encoding="utf-8").split("## A model family")[0])
+    assert names["b"].tau > 1 and said.startswith("tau ")  # the block asserts the tokens itself
     greedy = names["SamplingParams"](max_new_tokens=24)
     a, b = (names[name].generate(names["prompt"], greedy).run()[0] for name in ("plain", "fast"))
     assert a.token_ids == b.token_ids and b.tau > 1
+    names, said = run((ROOT / "README.md").read_text(encoding="utf-8"))
+    assert names["stream"].result.text in said and names["stream"].result.tau > 1.5
 
 
 def test_tables_are_the_committed_records():
@@ -127,15 +135,6 @@ def test_a_page_explains_the_report(capsys, monkeypatch):
     assert generate.main(["--eagle", "demo/eagle3", "--tree", "chain:1", "--device", "cpu"]) == 0
     assert labels(sample) == labels(capsys.readouterr().err)
     assert re.findall(r"^\| `([\w ]+)` \|", page, re.M) == labels(sample)
-
-
-def test_the_python_of_the_readme_runs(capsys, monkeypatch):
-    """The README's Python example runs, prints the text of its result, and accepts drafted tokens."""
-    monkeypatch.chdir(ROOT)
-    (code,) = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(encoding="utf-8"), re.S | re.M)
-    names: dict = {}
-    exec(compile(code, "README.md", "exec"), names)
-    assert names["stream"].result.text in capsys.readouterr().out and names["stream"].result.tau > 1.5
 
 
 def test_the_servers_page_has_every_metric_and_default():

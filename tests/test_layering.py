@@ -78,9 +78,14 @@ SOURCES = {module_of(path): path.read_text(encoding="utf-8") for path in FILES}
 
 @pytest.mark.parametrize("name", SOURCES)
 def test_a_file_imports_only_rooms_above_it(name):
-    """A layer that reaches up: the model that knows the loop, the loop that knows HTTP, also inside a function."""
+    """A layer that reaches up: the model that knows the loop, the loop that knows HTTP, also inside a function; a module
+    up to the engine that imports a test helper or the library that it is compared with; a command that is a library."""
     assert room(name) in ORDER, f"{name} has no place in the order of docs/extending.md"
     assert not upward(name, SOURCES[name])
+    others = imported(SOURCES[name])
+    if ORDER.index(room(name)) < ORDER.index("cli"):
+        assert not {room(other) for other in others} & {"tests", "conftest", "transformers"}
+    assert not [other for other in others & SOURCES.keys() if room(other) == "scripts" and other != "scripts"]
 
 
 def test_an_import_upward_inside_a_function_is_caught():
@@ -95,19 +100,6 @@ def test_there_are_no_circles():
     assert circle(graph_of(SOURCES)) == []
     mutant = SOURCES | {"weights.files": SOURCES["weights.files"] + "\n\ndef f():\n    import weights.hf\n"}
     assert {"weights.files", "weights.hf"} <= set(circle(graph_of(mutant)))
-
-
-def test_scripts_are_not_imported():
-    """A command that is a library for another one."""
-    for name in (name for name in SOURCES if room(name) == "scripts"):
-        users = [other for other, source in SOURCES.items() if other != name and name in imported(source)]
-        assert not users, f"{users} import {name}"
-
-
-def test_no_layer_below_the_commands_knows_tests_or_transformers():
-    """A module up to the engine that imports a test helper or the library that it is compared with."""
-    for name in (name for name in SOURCES if room(name) in ORDER[: ORDER.index("cli")]):
-        assert not {room(other) for other in imported(SOURCES[name])} & {"tests", "conftest", "transformers"}
 
 
 def test_nothing_happens_at_import():

@@ -241,16 +241,13 @@ def test_a_type_checker_knows_the_public_names(installed, tmp_path):
 
 
 def test_the_keywords_of_load_are_its_options():
-    """An option that the command line has and a type checker refuses, or one whose type differs."""
+    """An option that the command line has and a type checker refuses, or one whose type differs; a misspelt one that is a
+    TypeError about a constructor that the user never called."""
     described = {f.name: f.type for f in fields(LoadOptions) if f.name != "checkpoint"}
     assert {name: hint.__forward_arg__ for name, hint in LoadKeywords.__annotations__.items()} == described | {
         name: described[name].replace("str |", "str | Path |", 1)
         for name in ("lora", "eagle", "draft_checkpoint", "medusa", "draft_vocab_text")
     }
-
-
-def test_a_misspelt_option_is_one_line():
-    """A TypeError about a constructor that the user never called."""
     with pytest.raises(TypeError, match="load has no option 'eagel'; did you mean 'eagle'"):
         generate.load(eagel="demo/eagle1")
     with pytest.raises(TypeError, match="load has no option 'xyzzy'; allowed: sha256, slots, ctx"):

@@ -456,9 +456,18 @@ def test_report_and_json_say_when_speculation_does_not_pay(capsys, monkeypatch):
 
 def test_the_widest_part_of_a_prompt_is_what_memory_has_room_for(monkeypatch):
     """Parts that do not fit beside what the plan holds, ranks that read parts of different widths, and a plan without
-    them. A CPU keeps to narrow ones."""
+    them. A CPU keeps to narrow ones. The plan has memory for graphs only with --compile on a GPU, and as many times more
+    as the step has rows."""
     checkpoint, options = Checkpoint.open(DEMO), LoadOptions(ctx=256, device="cuda")
     config, plan = checkpoint.config, plan_memory(checkpoint, DraftFiles(), options)
+
+    def graphs(**options) -> int:
+        return plan_memory(checkpoint, DraftFiles(), LoadOptions(ctx=256, **options)).graphs
+
+    assert graphs(compile=True, device="cpu") == graphs(device="cuda") == 0
+    assert graphs(compile=True, device="cuda", compile_mode="reduce-overhead") == 0
+    one, many = graphs(compile=True, device="cuda"), graphs(compile=True, device="cuda", drafter="ngram")
+    assert one >= 4 * config.vocab_size and many == 26 * one  # paper25: as many rows of logits
 
     def widest(room: int, options: LoadOptions = options, ranks: object = None) -> int:
         monkeypatch.setattr("engine.load.free_memory", lambda device: plan.total + room)
@@ -471,16 +480,3 @@ def test_the_widest_part_of_a_prompt_is_what_memory_has_room_for(monkeypatch):
     others = SimpleNamespace(size=2, heard=lambda own: [own, 512])
     assert widest(needed, ranks=others) == 512
     assert widest(8 * needed, LoadOptions(ctx=256, device="cpu")) == 256
-
-
-def test_plan_counts_the_graphs_where_there_are_any():
-    """The plan has memory for graphs only with --compile on a GPU, and as many times more as the step has rows."""
-    checkpoint = Checkpoint.open(DEMO)
-
-    def graphs(**options) -> int:
-        return plan_memory(checkpoint, DraftFiles(), LoadOptions(ctx=256, **options)).graphs
-
-    assert graphs(compile=True, device="cpu") == graphs(device="cuda") == 0
-    assert graphs(compile=True, device="cuda", compile_mode="reduce-overhead") == 0
-    one, many = graphs(compile=True, device="cuda"), graphs(compile=True, device="cuda", drafter="ngram")
-    assert one >= 4 * checkpoint.config.vocab_size and many == 26 * one  # paper25: as many rows of logits

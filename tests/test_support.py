@@ -17,22 +17,8 @@ import pytest
 import torch
 from tiny import Terminal
 
-from support import files, machine
-from support.errors import (
-    BAD_FILE,
-    INTERNAL,
-    INTERRUPTED,
-    MEMORY,
-    USAGE,
-    BadFileError,
-    NotEnoughMemory,
-    Parser,
-    UsageError,
-    UserError,
-    bad_files,
-    one_line,
-    run_command,
-)
+from support import errors, files, machine
+from support.errors import BAD_FILE, INTERNAL, MEMORY, USAGE, BadFileError, UsageError, bad_files, one_line, run_command
 from support.machine import freed_memory_returns, zeros
 from support.progress import Progress
 from support.startup import without_collector
@@ -60,8 +46,8 @@ def noted(error: BaseException, *notes: str) -> BaseException:
 ENDS = {
     "usage": (UsageError("--x is 1"), USAGE, "error  --x is 1"),
     "a bad file": (BadFileError("f: cut off"), BAD_FILE, "error  f: cut off"),
-    "a plan that does not fit": (NotEnoughMemory("needs 9 GB"), MEMORY, "error  needs 9 GB"),
-    "another user error": (UserError("no"), USAGE, "error  no"),
+    "a plan that does not fit": (errors.NotEnoughMemory("needs 9 GB"), MEMORY, "error  needs 9 GB"),
+    "another user error": (errors.UserError("no"), USAGE, "error  no"),
     "wrong input": (ValueError("top_p is 2"), USAGE, "error  top_p is 2"),
     "wrong text": (UnicodeDecodeError("utf-8", b"\xff", 0, 1, "bad"), USAGE, "error  'utf-8' codec"),
     "no such file": (FileNotFoundError(2, "No such file", "x.html"), BAD_FILE, "error  x.html: No such file"),
@@ -107,18 +93,20 @@ def test_the_code_of_a_command():
 
 def test_ctrl_c_ends_with_130_and_says_what_is_kept(capsys):
     """Ctrl-C is one line with the notes of the KeyboardInterrupt, and the code is 130."""
-    assert run_command(raising(KeyboardInterrupt())) == INTERRUPTED == 130
+    assert run_command(raising(KeyboardInterrupt())) == errors.INTERRUPTED == 130
     assert capsys.readouterr().err == "interrupted\n"
-    assert run_command(raising(noted(KeyboardInterrupt(), "step 7 is saved")), interrupted="stopped") == INTERRUPTED
+    assert (
+        run_command(raising(noted(KeyboardInterrupt(), "step 7 is saved")), interrupted="stopped") == errors.INTERRUPTED
+    )
     assert capsys.readouterr().err == "stopped step 7 is saved\n"
-    assert run_command(raising(KeyboardInterrupt()), debug=True) == INTERRUPTED
+    assert run_command(raising(KeyboardInterrupt()), debug=True) == errors.INTERRUPTED
     assert "Traceback" not in capsys.readouterr().err
 
 
 def test_an_option_that_cannot_be_read_is_one_line(capsys):
     """A bad value or an unknown option is one line on stderr, which names the nearest option where one is near, and exit
     code 2; abbreviations still work."""
-    parser = Parser(usage="short")
+    parser = errors.Parser(usage="short")
     parser.add_argument("--temperature", type=float)
     for words, says in (
         (["--temperature=x"], "argument --temperature"),

@@ -28,10 +28,7 @@ def read_bytes(path: str | Path, limit: int = -1) -> bytes:
 
 def read_json(path: str | Path, limit: int = JSON_LIMIT) -> dict[str, Any]:
     """Read a JSON object. Raises BadFileError for a missing, oversized, malformed or other file."""
-    value = parse_json(read_bytes(path, limit + 1), path, limit)
-    if not isinstance(value, dict):
-        raise refusal(path, f"expected a JSON object, found {type(value).__name__}.")
-    return value
+    return check(parse_json(read_bytes(path, limit + 1), path, limit), {}, path, "the JSON")
 
 
 @contextlib.contextmanager

@@ -133,9 +133,7 @@ class ConfigReader:
     """
 
     def __init__(self, config: Any, where: str, defaults: dict[str, Any] | None = None):
-        self.config, self.where, self.defaults = config, where, defaults or {}
-        if not isinstance(config, dict):
-            raise self.error(f"expected a JSON object, found {type(config).__name__}.")
+        self.config, self.where, self.defaults = check(config, {}, where, "the JSON"), where, defaults or {}
 
     def error(self, text: str) -> BadFileError:
         """The error to raise for something wrong in this file."""

@@ -286,7 +286,6 @@ class Tokenizer:
         begins with them, so what a cache holds of them stays valid. The reply's text might be encoded to other ids.
         Where the template now writes the earlier messages differently, the result is that of `encode_chat`.
         """
-        _check_messages(messages)
         reply = len(messages) - 2
         prompt, _ = self._template_and_contents(messages[:reply], {"add_generation_prompt": True})
         pieces, numbers = self._template_and_contents(messages, {"add_generation_prompt": True})

@@ -47,6 +47,7 @@ HIDDEN = [byte for byte in range(256) if byte not in SHOWN]
 ALPHABET = {256 + i: byte for i, byte in enumerate(HIDDEN)} | dict.fromkeys(HIDDEN, "\ue000")
 Reader = Callable[[str], Any]  # the contents of a file by its name, None if there is no such file
 TOOL_KEYS = {"tool_calls", "tool_call_id", "name", "tools"}  # what a message may have beside its role and content
+MESSAGE = {"role": str, "content": str, "thought?": str, "*": ()} | {f"{key}?": object for key in TOOL_KEYS}
 BUILTIN_SYSTEM = {"vicuna": VICUNA_SYSTEM, "llama-2-chat": LLAMA2_SYSTEM, "mixtral": ""}
 # What paper benchmarks pass to encode_chat as `suffix`.
 PAPER_SUFFIX = {"vicuna": "", "llama-2-chat": " ", "mixtral": ""}
@@ -591,12 +592,9 @@ def _one_line_errors(what: str, fix: str) -> Iterator[None]:
 
 
 def _check_messages(messages: list[dict]) -> None:
-    if not isinstance(messages, list) or not messages:
+    if not check(messages, [MESSAGE], "the chat", "messages"):
         raise ValueError("messages must be a non-empty list of {role, content}")
     for i, m in enumerate(messages):
-        kinds = {k: type(v) for k, v in m.items() if k not in TOOL_KEYS} if isinstance(m, dict) else {}
-        if kinds.pop("thought", str) is not str or kinds != {"role": str, "content": str}:
-            raise ValueError(f"message {i} must have exactly the keys role and content, both text")
         # A role that is not a plain word could hold control tokens.
         if not re.fullmatch("[A-Za-z_-]{1,32}", m["role"]):
             raise ValueError(f"message {i} has role {m['role'][:40]!r}, expected a plain word such as user")

@@ -274,7 +274,10 @@ class MLP(nn.Module):
 
 
 class Experts(SelfCounting):
-    """A sparse feed-forward: a router in float32, the top-k experts with their weights, and a shared expert."""
+    """A sparse feed-forward: a router in float32, the top-k experts with their weights, and a shared expert.
+
+    `gate_up` and `down` are parameters, or packed linears (`weights.quantized.QuantLinear`) in their place.
+    """
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -293,20 +296,54 @@ class Experts(SelfCounting):
         self.normalised = config.norm_topk_prob
         self.gate = kernels.GATES[config.activation]
 
+    @property
+    def is_packed(self) -> bool:
+        """Whether the kernels hold the matrices of the experts."""
+        return isinstance(self.gate_up, nn.Module)
+
+    def logits(self, x: Tensor) -> Tensor:
+        """x [M, H] -> the logits [M, E] of the router, whose softmax weighs the experts.
+
+        Where a sigmoid weighs them and a correction is added for the choice, the others get -inf, and the chosen ones
+        the logarithms of their sigmoids.
+        """
+        logits = self.router(x)
+        if self.correction is None:
+            return logits
+        scores = logits.float().sigmoid() + self.correction
+        others = scores.sort(dim=-1, descending=True, stable=True).indices[:, self.per_token :]
+        return F.logsigmoid(logits).scatter(-1, others, -math.inf)
+
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x [M, H] -> expert weights [M, k] in x.dtype, expert ids [M, k]."""
-        weight, index = kernels.choose_experts(router_logits(self, x), self.per_token, self.normalised)
-        return weighed(self, weight, index), index
+        weight, index = kernels.choose_experts(self.logits(x), self.per_token, self.normalised)
+        return self.weighed(weight, index), index
+
+    def weighed(self, weights: Tensor, ids: Tensor) -> Tensor:
+        """The weights of chosen experts, times the factors that a model has for them."""
+        weights = weights if self.factors is None else weights * self.factors[ids]
+        return weights if self.multiplier == 1 else weights * self.multiplier
 
     def forward(self, x: Tensor, residual: Tensor | None = None, routed: Tensor | None = None) -> Tensor:
         """As `MLP.forward`. routed [..., H]: what the router reads, if it is not x."""
-        out, residual = self.mixture(x.flatten(0, -2), routed), add_shared(self, x, residual)
-        out = out.view(x.shape)
-        return out if residual is None else residual + out
+        if self.shared is not None:
+            added = self.shared(x)
+            if self.shared_gate is not None:
+                added = kernels.sigmoid(self.shared_gate(x)) * added
+            residual = added if residual is None else residual + added
+        rows, residual, routed = (None if t is None else t.reshape(-1, x.shape[-1]) for t in (x, residual, routed))
+        routed = rows if routed is None else routed
+        if self.is_packed:
+            routes = kernels.route(self.logits(routed), self.per_token, self.normalised)
+            routes = routes._replace(weights=self.weighed(routes.weights, routes.ids))
+            packed = self.gate_up.pack(x.dtype), self.down.pack(x.dtype)
+            biases = self.gate_up_bias, self.down_bias
+            return kernels.packed_experts(rows, routes, *packed, residual, self.gate, biases).view(x.shape)
+        out = self.mixture(rows, *self.route(routed))
+        return (out if residual is None else residual + out).view(x.shape)
 
-    def mixture(self, x: Tensor, routed: Tensor | None) -> Tensor:
-        """The weighted sum of the routed experts, [M, H] -> [M, H]."""
-        weight, index = self.route(x if routed is None else routed.reshape(x.shape))
+    def mixture(self, x: Tensor, weight: Tensor, index: Tensor) -> Tensor:
+        """The sum of the experts `index` [M, k] times `weight` [M, k], [M, H] -> [M, H]."""
         # With few rows, read only the experts that the rows use.
         if index.numel() < self.router.out_features:
             up, down = (0 if b is None else b[index] for b in (self.gate_up_bias, self.down_bias))
@@ -329,39 +366,8 @@ class Experts(SelfCounting):
 
     def weight_bytes_read(self, nodes: int) -> float:
         """Expected bytes of the experts that `nodes` rows are routed to. The router is a module of its own."""
-        E = self.router.out_features
-        touched = E * (1 - (1 - self.per_token / E) ** nodes) / E
-        return touched * sum(t.numel() * t.element_size() for t in (self.gate_up, self.down))
-
-
-def router_logits(experts: nn.Module, x: Tensor) -> Tensor:
-    """x [M, H] -> the logits [M, E] of the router of `Experts` or its like, whose softmax weighs the experts.
-
-    Where a sigmoid weighs them and a correction is added for the choice, the others get -inf, and the chosen ones the
-    logarithms of their sigmoids.
-    """
-    logits = experts.router(x)
-    if experts.correction is None:
-        return logits
-    scores = logits.float().sigmoid() + experts.correction
-    others = scores.sort(dim=-1, descending=True, stable=True).indices[:, experts.per_token :]
-    return F.logsigmoid(logits).scatter(-1, others, -math.inf)
-
-
-def weighed(experts: nn.Module, weights: Tensor, ids: Tensor) -> Tensor:
-    """The weights of chosen experts, times the factors that a model has for them."""
-    weights = weights if experts.factors is None else weights * experts.factors[ids]
-    return weights if experts.multiplier == 1 else weights * experts.multiplier
-
-
-def add_shared(experts: nn.Module, x: Tensor, residual: Tensor | None) -> Tensor | None:
-    """The residual with what the shared expert of `Experts` or its like adds to it."""
-    if experts.shared is None:
-        return residual
-    added = experts.shared(x)
-    if experts.shared_gate is not None:
-        added = kernels.sigmoid(experts.shared_gate(x)) * added
-    return added if residual is None else residual + added
+        touched = 1 - (1 - self.per_token / self.router.out_features) ** nodes
+        return touched * sum(t.nbytes for t in self.parameters(recurse=False))
 
 
 def normed_by(norm: RMSNorm | None, x: Tensor) -> Tensor:

@@ -48,7 +48,8 @@ def is_bitwise(engine: Engine) -> bool:
         return True
     if model.device.type != "cuda" or engine.compiled or any(kind != "triton" for kind, _ in backend.table.values()):
         return False
-    linears = [m for m in model.modules() if isinstance(m, QuantLinear | nn.Linear | Experts)]
+    kinds = QuantLinear | nn.Linear
+    linears = [m for m in model.modules() if isinstance(m, kinds) or (isinstance(m, Experts) and not m.is_packed)]
     packed = all(isinstance(m, QuantLinear) and m.packed and m.packed.layout == "planes" for m in linears)
     return packed and model.lm_head is not None
 

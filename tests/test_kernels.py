@@ -1049,8 +1049,8 @@ def test_interpreted_linear_runs_the_float_layers_of_a_model(more, monkeypatch):
     want, out = model.logits(x), mlp(x, x)
     storage = model.embed_tokens.weight.data_ptr()
     weights_quantized.pack_(model, torch.float16)
-    kinds = (torch.nn.Linear, Experts)
-    assert not [name for name, m in model.named_modules() if isinstance(m, kinds)]
+    assert not [m for m in model.modules() if isinstance(m, torch.nn.Linear)]
+    assert all(m.is_packed for m in model.modules() if isinstance(m, Experts))
     packed = [m.packed for m in model.modules() if isinstance(m, weights_quantized.QuantLinear)]
     assert all((p.layout, p.bits) == ("planes", 16) for p in packed)
     assert not more.get("tie_word_embeddings") or model.lm_head.packed.weight.data_ptr() == storage

@@ -34,7 +34,7 @@ from support.errors import NotEnoughMemory, UsageError
 from support.files import write_json
 from weights import checkpoint, hf, quantizer, rounding
 from weights.heads import EagleConfig, read_eagle, save_eagle, save_quantized
-from weights.quantized import QuantExperts, QuantLinear, QuantSpec, adopt_, empty_tensors, held_bytes, pack_
+from weights.quantized import QuantLinear, QuantSpec, adopt_, empty_tensors, held_bytes, pack_
 from weights.rounding import Tally, quantize_gptq, quantize_rtn
 
 CONFIG = ModelConfig(
@@ -299,7 +299,7 @@ def test_quant_experts_route_and_multiply_like_experts(mode):
     model = tiny(MIXTRAL)
     block = model.layers[0]
     rounding.quantize_(block, QuantSpec(mode, 32))
-    assert isinstance(block.mlp, QuantExperts) and isinstance(block.mlp.router, nn.Linear)
+    assert block.mlp.is_packed and isinstance(block.mlp.router, nn.Linear)
     plain = Experts(MIXTRAL)
     plain.router = block.mlp.router
     plain.gate_up.data, plain.down.data = block.mlp.gate_up.dequantize(), block.mlp.down.dequantize()

@@ -36,7 +36,7 @@ from weights.files import (
     pickle_entries,
     write_safetensors,
 )
-from weights.quantized import QuantExperts, QuantLinear, TiedEmbedding, set_tensor
+from weights.quantized import QuantLinear, TiedEmbedding, set_tensor
 
 EMBEDDING = "model.embed_tokens.weight"
 QKV = "q_proj", "k_proj", "v_proj"
@@ -125,7 +125,8 @@ def unpacked(model: Transformer) -> Transformer:
         parent, _, leaf = name.rpartition(".")
         owner = model.get_submodule(parent)
         owner = model.lm_head if isinstance(owner, TiedEmbedding) else owner
-        owner = owner.get_submodule(leaf) if isinstance(owner, QuantExperts) else owner
+        held = getattr(owner, leaf, None)
+        owner = held if isinstance(held, QuantLinear) else owner
         packed = isinstance(owner, QuantLinear) and leaf != "bias"
         set_tensor(plain, name, owner.dequantize(model.dtype) if packed else model.get_parameter(name))
     plain.rotary = model.rotary

@@ -25,7 +25,7 @@ from torch import Tensor
 
 import kernels
 from kernels.tuned import counters_of
-from model import Experts, SelfCounting, Transformer, add_shared, router_logits, weighed
+from model import Experts, SelfCounting, Transformer
 from support.errors import BadFileError, UsageError
 from support.reader import check
 from weights.files import Destination
@@ -312,30 +312,6 @@ def lm_head_rows(model: Transformer, ids: Tensor | None = None) -> Tensor:
     return head.dequantize() if ids is None else head.rows(ids)
 
 
-class QuantExperts(nn.Module):
-    """`model.Experts` with quantized matrices. The router and the routing are the same."""
-
-    def __init__(self, experts: Experts, gate_up: nn.Module, down: nn.Module):
-        super().__init__()
-        self.router, self.per_token, self.normalised = experts.router, experts.per_token, experts.normalised
-        self.shared, self.shared_gate, self.gate = experts.shared, experts.shared_gate, experts.gate
-        self.correction, self.factors, self.multiplier = experts.correction, experts.factors, experts.multiplier
-        self.gate_up_bias, self.down_bias = experts.gate_up_bias, experts.down_bias
-        self.gate_up = gate_up
-        self.down = down
-
-    def forward(self, x: Tensor, residual: Tensor | None = None, routed: Tensor | None = None) -> Tensor:
-        """As `model.Experts.forward`."""
-        given = x, add_shared(self, x, residual), routed
-        rows, residual, routed = (None if t is None else t.reshape(-1, x.shape[-1]) for t in given)
-        logits = router_logits(self, rows if routed is None else routed)
-        routes = kernels.route(logits, self.per_token, self.normalised)
-        routes = routes._replace(weights=weighed(self, routes.weights, routes.ids))
-        packed = self.gate_up.pack(x.dtype), self.down.pack(x.dtype)
-        biases = self.gate_up_bias, self.down_bias
-        return kernels.packed_experts(rows, routes, *packed, residual, self.gate, biases).view(x.shape)
-
-
 def pack_(module: nn.Module, dtype: torch.dtype) -> None:
     """Pack all weights for the active kernel backend. Call this before tracing.
 
@@ -351,9 +327,9 @@ def pack_(module: nn.Module, dtype: torch.dtype) -> None:
     for name, child in list(module.named_modules()):
         if isinstance(child, nn.Linear) and (packed := kernels.pack_float(child.weight)):
             replace_module(module, name, FloatLinear(packed, child.bias))
-        elif isinstance(child, Experts) and (packed := kernels.pack_float(child.gate_up)):
-            both = [FloatLinear(p, None, child.per_token) for p in (packed, kernels.pack_float(child.down))]
-            replace_module(module, name, QuantExperts(child, *both))
+        elif isinstance(child, Experts) and not child.is_packed and (packed := kernels.pack_float(child.gate_up)):
+            for leaf, weight in {"gate_up": packed, "down": kernels.pack_float(child.down)}.items():
+                replace_module(child, leaf, FloatLinear(weight, None, child.per_token))
     if model and model.lm_head is None and (packed := kernels.pack_float(model.embed_tokens.weight)):
         model.lm_head = FloatLinear(packed)
         if packed.layout == "tiles":  # the embedding's own layout is gone
@@ -457,17 +433,17 @@ def held_bytes(
     return total
 
 
-def quantizable(module: nn.Module, spec: QuantSpec) -> Iterator[tuple[str, nn.Module, dict[str, Tensor], int]]:
-    """(name, module, its weights by full name, bits) of every linear and experts module that `spec` quantizes."""
+def quantizable(module: nn.Module, spec: QuantSpec) -> Iterator[tuple[nn.Module, dict[str, Tensor], int]]:
+    """(module, its weights by full name, bits) of every linear and experts module that `spec` quantizes."""
     for name, child in list(module.named_modules()):
         weights = {}
-        if isinstance(child, Experts):
+        if isinstance(child, Experts) and not child.is_packed:
             weights = {f"{name}.gate_up": child.gate_up, f"{name}.down": child.down}
         elif isinstance(child, nn.Linear):
             weights = {name: child.weight}
         bits = min((spec.bits(full, w.shape[-1]) for full, w in weights.items()), default=16)
         if bits < 16:
-            yield name, child, weights, bits
+            yield child, weights, bits
 
 
 def apply_spec_(module: nn.Module, spec: QuantSpec, names: Collection[str] = ()) -> nn.Module:
@@ -479,15 +455,12 @@ def apply_spec_(module: nn.Module, spec: QuantSpec, names: Collection[str] = ())
     """
     if isinstance(module, Transformer) and module.lm_head is None and spec.lm_head != "fp16":
         untie_(module)
-    for name, child, weights, bits in quantizable(module, spec):
-        experts = isinstance(child, Experts)
-        bias, per_token = (None, child.per_token) if experts else (child.bias, 0)
-        new = []
+    for child, weights, bits in quantizable(module, spec):
+        bias, per_token = (None, child.per_token) if isinstance(child, Experts) else (child.bias, 0)
         for full, weight in weights.items():
             extra = [leaf for leaf in ("zeros", "perm") if f"{full}.{leaf}" in names]
             empty = empty_tensors(weight.shape, bits, spec.group_size, extra)
-            new.append(QuantLinear(empty, bias, per_token))
-        replace_module(module, name, QuantExperts(child, *new) if experts else new[0])
+            replace_module(module, full, QuantLinear(empty, bias, per_token))
     return module
 
 
@@ -512,9 +485,11 @@ def row_parts(linears: Sequence[nn.Linear | QuantLinear], first: int) -> nn.Line
 
 
 def replace_module(module: nn.Module, name: str, new: nn.Module) -> None:
-    """Put `new` in the place of the submodule called `name`."""
+    """Put `new` in the place of the submodule called `name`, or of the experts' parameter."""
     parent, _, leaf = name.rpartition(".")
-    setattr(module.get_submodule(parent), leaf, new)
+    owner = module.get_submodule(parent)
+    owner._parameters.pop(leaf, None)
+    setattr(owner, leaf, new)
 
 
 def set_tensor(module: nn.Module, name: str, tensor: Tensor) -> None:
@@ -537,12 +512,7 @@ def install_(
         kind, weight = QuantLinear, {leaf: tensor.to(to.device) for leaf, tensor in weight.items()}
     name = parameter.removesuffix(".weight")
     if len(size) == 3:
-        block = parameter.rpartition(".")[0]
-        experts = model.get_submodule(block)
-        if isinstance(experts, Experts):
-            experts = QuantExperts(experts, nn.Module(), nn.Module())
-            replace_module(model, block, experts)
-        new = kind(weight, None, experts.per_token)
+        new = kind(weight, None, model.get_submodule(name.rpartition(".")[0]).per_token)
     elif isinstance(old := model.get_submodule(name), nn.Embedding):
         new = QuantEmbedding(weight, to.dtype)
     else:

@@ -258,7 +258,7 @@ class _Run:
         spec = spec or self.spec
         finished = cache.sealed(path)  # a file that no longer is what was written is made again
         known = _tensors_in(path) if finished else {}
-        for _, child, weights, bits in quantizable(module, spec):
+        for child, weights, bits in quantizable(module, spec):
             for full, weight in weights.items():
                 key = prefix + full
                 if f"{key}.qweight" in known:
@@ -323,7 +323,7 @@ def rounded_activations(module: nn.Module, spec: QuantSpec) -> Iterator[None]:
         scale = blocks.abs().amax(-1, keepdim=True).clamp(min=1e-30) / 127
         return ((blocks / scale).round() * scale).flatten(-2)
 
-    linears = (child for _, child, _, _ in quantizable(module, spec) if isinstance(child, nn.Linear))
+    linears = (child for child, _, _ in quantizable(module, spec) if isinstance(child, nn.Linear))
     fitting = [linear for linear in linears if kernels.cpu_fits(*linear.weight.shape, 0)]
     hooks = [linear.register_forward_pre_hook(round_) for linear in fitting]
     try:

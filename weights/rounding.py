@@ -182,7 +182,7 @@ def quantize_(module: nn.Module, spec: QuantSpec, feed: Callable[[], None] | Non
     """
     errors, rounded = {}, {}
     tied = isinstance(module, Transformer) and module.lm_head is None
-    for _, child, weights, bits in quantizable(module, spec):
+    for child, weights, bits in quantizable(module, spec):
         for full, weight in weights.items():
             rounded[full] = round_weight(child, full, weight, bits, spec, feed)
             restored = QuantLinear(rounded[full]).dequantize()
@@ -216,7 +216,7 @@ def fill_rounded(model: Transformer, entries: Entries, spec: QuantSpec, where: s
     if model.lm_head is None and spec.lm_head != "fp16":  # the rounded copy of a tied head
         untie_(model)
         sources["lm_head.weight"] = embedding
-    bits = {full: bits for _, _, weights, bits in quantizable(model, spec) for full in weights}
+    bits = {full: bits for _, weights, bits in quantizable(model, spec) for full in weights}
     halves = {name: entry._replace(read=lambda entry=entry: entry.read().to(half)) for name, entry in entries.items()}
 
     def packed(ours: str, names: list[str], slot: Tensor) -> Stored | None:

@@ -17,7 +17,7 @@ from decoding.params import SamplingParams
 from decoding.step import DecodeState, draft_input
 from drafters.block import BlockDrafter
 from loading.drafting import build_head
-from weights.block_heads import BlockFile, block_tensors, is_block_head, read_block, read_head, save_block
+from weights.block_heads import BlockConfig, block_tensors, read_head, save_block
 
 LAYOUTS = layouts()
 MODEL = target()
@@ -89,7 +89,7 @@ def test_a_head_is_written_as_it_is_published(tmp_path, name):
     """An export that another program, or this one, reads as another head."""
     config, tensors, file = read_layout(tmp_path, name)
     save_block(file.config, file.tensors, tmp_path / "again")
-    again = read_block(tmp_path / "again", MODEL.config)
+    again = read_head(tmp_path / "again", MODEL.config)
     assert again.config == replace(file.config, layer=again.config.layer)
     same = ("windows", "rope", "rms_norm_eps", "head_dim", "num_hidden_layers", "num_key_value_heads", "vocab_size")
     assert all(vars(again.config.layer)[key] == vars(file.config.layer)[key] for key in same)
@@ -165,10 +165,10 @@ def test_a_folder_says_itself_what_kind_it_is(tmp_path):
     """--eagle that takes a block head for an EAGLE head, or the other way round, by the name of its folder."""
     config = LAYOUTS["dflash"]
     folder = write_layout(tmp_path / "eagle3", config, random_tensors(config))
-    assert is_block_head(folder) and is_block_head(folder / "model.safetensors")
-    assert isinstance(read_head(folder / "model.safetensors", MODEL.config), BlockFile.__origin__)
-    (folder / "config.json").write_text(json.dumps({"model_type": "llama"}))
-    assert not is_block_head(folder)
+    for path in (folder, folder / "model.safetensors"):
+        assert isinstance(read_head(path, MODEL.config).config, BlockConfig)
+    (folder / "config.json").write_text(json.dumps({"model_type": ["llama"]}))
+    one_line(lambda: read_head(folder, MODEL.config), "one decoder layer")
 
 
 def test_values_can_be_set_on_the_command_line(tmp_path):

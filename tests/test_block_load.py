@@ -21,7 +21,7 @@ from engine.ranks import Ranks
 from loading.options import DEMO, LoadOptions
 from scripts import convert
 from support.errors import UsageError
-from weights.block_heads import BlockConfig, is_block_head, read_block, save_block
+from weights.block_heads import BlockConfig, read_head, save_block
 from weights.checkpoint import Checkpoint
 from weights.hf import build_model
 
@@ -132,8 +132,8 @@ def test_block_heads_are_rounded(heads, tmp_path, monkeypatch, mode, algorithm, 
     monkeypatch.setattr(quantize, "CALIBRATION_WINDOWS", 4)
     monkeypatch.setattr(quantize, "WINDOW", 96)
     assert quantize.main([*argv, "--group-size", "32", "--algorithm", algorithm]) == 0
-    file, (config, tensors) = read_block(out, TARGET), weights(kind)
-    assert is_block_head(out) and file.config.kind == config.kind
+    file, (config, tensors) = read_head(out, TARGET), weights(kind)
+    assert isinstance(file.config, BlockConfig) and file.config.kind == config.kind
     floats = file.floats()
     limit = {"int8": 0.01, "int4": 0.2}[mode]
     for name, t in tensors.items():
@@ -152,7 +152,7 @@ def test_a_head_is_converted_and_found_beside_its_model(heads, tmp_path, capsys)
     """scripts.convert that writes an EAGLE head of it, and a benchmark that does not find the head of a model."""
     assert convert.main(["--eagle", str(heads / "dspark"), "--target", str(DEMO), str(tmp_path / "eagle")]) == 0
     config, tensors = weights("dspark")
-    again = read_block(tmp_path / "eagle", TARGET)
+    again = read_head(tmp_path / "eagle", TARGET)
     assert all(torch.equal(again.tensors[name], t) for name, t in tensors.items())
     arms = default_arms(tmp_path, TARGET, False)
     assert [options for _, options in arms if options.get("eagle") == "eagle"] == [

@@ -19,7 +19,7 @@ from training.blocks import KINDS, BlockTraining, TrainBlockHead, draw_anchors, 
 from training.data import Batch
 from training.drafters import train
 from training.losses import TargetRows
-from weights.block_heads import read_block
+from weights.block_heads import read_head
 
 LAYOUTS = layouts()
 NAMES = [name for name in LAYOUTS if "speculators" not in name]  # the trainer shares the target's LM head
@@ -30,7 +30,7 @@ def read_into_training(tmp_path, name):
     """(config, published tensors, head in training) of a layout."""
     config = LAYOUTS[name]
     tensors = random_tensors(config)
-    file = read_block(write_layout(tmp_path / "head", config, tensors), MODEL.config)
+    file = read_head(write_layout(tmp_path / "head", config, tensors), MODEL.config)
     head = TrainBlockHead(file.config, MODEL, False).double()
     head.load_state_dict(file.tensors)
     head.rotary.build("cpu", 200)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 
@@ -12,7 +11,6 @@ from families.config import ModelConfig
 from support.errors import UsageError
 from support.files import read_json
 from support.reader import ConfigReader
-from weights.files import local_path, tensor_files
 from weights.heads import EagleConfig, EagleFile, HeadReader, Table
 from weights.hf import EMBEDDING, as_computed, build_model, hf_views, parameter_sources
 
@@ -38,23 +36,15 @@ def check_written(config: object) -> None:
         raise UsageError("an assistant stays as it is published, and is rounded while it is read (--head-quant).")
 
 
-def is_assistant(path: str | Path) -> bool:
-    """Whether a folder holds such an assistant."""
-    file = local_path(path) / "config.json"
-    return file.is_file() and read_json(file).get("model_type") in ASSISTANTS
+class AssistantReader(HeadReader):
+    """An assistant: its config in parts, its tensors under Hugging Face's names."""
 
-
-def read_assistant(path: str | Path, target: ModelConfig, overrides: Mapping[str, str]) -> EagleFile:
-    """Read an assistant for this target. Raises ValueError in one line if it is damaged or made for another one."""
-    return _AssistantReader(local_path(path), target, overrides).read()
-
-
-class _AssistantReader(HeadReader):
     kind = "an assistant"
     overrides = ()
     prefixes: Mapping[str, str] = {}
 
     def read(self) -> EagleFile:
+        """The whole assistant. Raises ValueError in one line if it is damaged or made for another target."""
         read = ConfigReader(read_json(self.path / "config.json"), str(self.path / "config.json"))
         text = read.config.get("text_config")
         if not isinstance(text, dict):
@@ -90,7 +80,7 @@ class _AssistantReader(HeadReader):
         self.misfit(f"its layer {i} reads {heads} heads of {size}, which this model lacks")
 
     def _tensors(self, config: AssistantConfig) -> dict[str, torch.Tensor]:
-        self.name_entries(tensor_files(self.path))
+        self.name_entries()
         c, model = config.layer, build_model(config.layer)
         self.entries = as_computed(self.entries, c)
         if EMBEDDING in self.entries:  # it embeds with the target's table

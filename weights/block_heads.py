@@ -18,9 +18,10 @@ from torch import Tensor
 from families.config import ModelConfig
 from support.files import read_json
 from support.reader import ConfigReader, is_a
-from weights.assistant import is_assistant, read_assistant
-from weights.files import few_names, local_path, tensor_files
-from weights.heads import MTP, HeadFile, HeadReader, Table, mtp_head, published_parts, read_eagle, read_quantized
+from weights import heads
+from weights.assistant import ASSISTANTS, AssistantReader
+from weights.files import few_names, local_path
+from weights.heads import HeadFile, HeadReader, Table, layer_tensors, published_parts
 from weights.hf import config_to_hf, write_directory
 
 SLOT0 = ("Qwen3DSparkModel", "DSparkDraftModel", "DSparkSpeculator")  # of these, slot 0 drafts, too
@@ -89,25 +90,13 @@ BlockFile = HeadFile[BlockConfig]
 
 def block_tensors(config: BlockConfig) -> Table:
     """The one table of a head's tensors, for reading and for writing."""
-    c, r = config.layer, config.rank
-    H, I, hd = c.hidden_size, c.intermediate_size, c.head_dim
-    q, kv = c.num_attention_heads * hd, c.num_key_value_heads * hd
+    c, r, H = config.layer, config.rank, config.layer.hidden_size
     table = {"fc.weight": {"fc.weight": (H, len(config.taps) * config.target_hidden_size)}}
     table |= {f"{name}.weight": {f"{name}.weight": (H,)} for name in ("hidden_norm", "norm")}
     for i in range(c.num_hidden_layers):
         at = f"layers.{i}."
-        parts = {
-            "input_norm": {"input_layernorm": (H,)},
-            "post_norm": {"post_attention_layernorm": (H,)},
-            "attention.q_norm": {"self_attn.q_norm": (hd,)},
-            "attention.k_norm": {"self_attn.k_norm": (hd,)},
-            "attention.qkv": {f"self_attn.{x}_proj": (q if x == "q" else kv, H) for x in "qkv"},
-            "attention.o": {"self_attn.o_proj": (H, q)},
-            "mlp.gate_up": {"mlp.gate_proj": (I, H), "mlp.up_proj": (I, H)},
-            "mlp.down": {"mlp.down_proj": (H, I)},
-        }
-        for ours, theirs in parts.items():
-            table[f"{at}{ours}.weight"] = {f"{at}{name}.weight": shape for name, shape in theirs.items()}
+        table |= layer_tensors(c, H, f"layers.{i}", f"layers.{i}")
+        table[f"{at}input_norm.weight"] = {f"{at}input_layernorm.weight": (H,)}
         for conv in ("attention_conv", "mlp_conv") if config.conv_taps else ():
             rows = 2 * config.conv_taps * (H // config.conv_group)
             table[f"{at}{conv}.base"] = {f"{at}{conv}.base_kernel": (2, config.conv_taps, H)}
@@ -139,44 +128,31 @@ def context_rows(file: BlockFile) -> dict[str, Tensor]:
     }
 
 
-def is_block_head(path: str | Path) -> bool:
-    """Whether a folder, or the folder of a file, has the config.json of a block head."""
-    path = local_path(path)
-    where = (path if path.is_dir() else path.parent) / "config.json"
-    if not where.is_file():
-        return False
-    raw = read_json(where)
-    names = raw.get("architectures")
-    known = isinstance(names, list) and any(name in ARCHITECTURES for name in names)
-    return known or "eaglet_block" in raw or raw.get("speculators_model_type") in list(SPECULATORS)
-
-
 def read_head(path: str | Path, target: ModelConfig, overrides: Mapping[str, str] | None = None) -> HeadFile:
-    """Read a draft head of any kind, which its own files say. The arguments are those of `read_eagle`, or MTP as path."""
-    if path == MTP:
-        return mtp_head(target)
-    if is_assistant(path):
-        return read_assistant(path, target, overrides or {})
-    return read_block(path, target, overrides) if is_block_head(path) else read_eagle(path, target, overrides)
-
-
-def read_block(path: str | Path, target: ModelConfig, overrides: Mapping[str, str] | None = None) -> BlockFile:
-    """Read a block head: a published one, in one file or in shards, or one that quantize.py wrote.
+    """Read a draft head of any kind, which its own files say: a published one, or one that quantize.py wrote.
 
     Args:
-        path: a folder, or a file with a config.json beside it, or `org/name` in the Hugging Face cache.
+        path: a folder, or a file with a config.json beside it, or `org/name` in the Hugging Face cache, or `heads.MTP`.
         target: the model that the head shall draft for.
-        overrides: config keys (`_BlockReader.overrides`) to replace, with values as JSON text.
+        overrides: config keys (`HeadReader.overrides`) to replace, with values as JSON text.
 
     Raises:
         ValueError: one line, if the head is damaged, does not fit the target, or has a setting that is not understood.
     """
-    path = local_path(path)
+    if path == heads.MTP:
+        return heads.mtp_head(target)
+    path, given = local_path(path), overrides or {}
     folder = path if path.is_dir() else path.parent
-    raw = read_json(folder / "config.json")
-    if "eaglet_quant" in raw:
-        return read_quantized(folder, BlockConfig, block_tensors, target)
-    return _BlockReader(path, raw, target, overrides or {}).read()
+    raw = read_json(folder / "config.json") if (folder / "config.json").is_file() else {}
+    if BlockConfig.key in raw:
+        return heads.read_quantized(folder, BlockConfig, block_tensors, target)
+    if str(raw.get("model_type")) in ASSISTANTS:
+        return AssistantReader(path, target, given).read()
+    names = raw.get("architectures")
+    known = isinstance(names, list) and any(name in ARCHITECTURES for name in names)
+    if known or raw.get("speculators_model_type") in list(SPECULATORS):
+        return _BlockReader(path, raw, target, given).read()
+    return heads.read_eagle(path, target, overrides)
 
 
 def save_block(
@@ -226,10 +202,7 @@ class _BlockReader(HeadReader):
 
     def __init__(self, path: Path, raw: dict[str, Any], target: ModelConfig, overrides: Mapping[str, str]):
         super().__init__(path, target, overrides)
-        files = [path] if path.is_file() else tensor_files(path)
-        if not files:
-            self.fail("no head here: expected model.safetensors, pytorch_model.bin or shards of one of them.")
-        self.name_entries(files)
+        self.name_entries()
         nested = raw.get("dflash_config") or {}
         layer = raw.get("transformer_layer_config", raw)
         if not isinstance(nested, dict) or not isinstance(layer, dict):
@@ -262,7 +235,7 @@ class _BlockReader(HeadReader):
             self.fail(f"{where}{other[0]:.60} = {config[other[0]]!r:.60} is not understood, so this head is not read.")
 
     def read(self) -> BlockFile:
-        """The whole head. Raises ValueError as `read_block` does."""
+        """The whole head. Raises ValueError as `read_head` does."""
         target, flags = self.target, self.flags
         ids, order = self._taps()
         draft_ids = self.draft_ids("lm_head.weight" in self.entries)

@@ -111,38 +111,48 @@ def default_taps(layers: int) -> tuple[int, ...]:
     return (2, layers // 2, layers - 3) if layers > 6 else tuple(range(min(layers, 2) + 1))
 
 
+def layer_tensors(c: ModelConfig, columns: int, ours: str, theirs: str) -> Table:
+    """The weights of a decoder layer, whose attention reads so many columns, at these places here and in files."""
+    H, I, hd = c.hidden_size, c.intermediate_size, c.head_dim
+    q, kv = c.num_attention_heads * hd, c.num_key_value_heads * hd
+    parts = {
+        "post_norm": {"post_attention_layernorm": (H,)},
+        "attention.qkv": {f"self_attn.{x}_proj": (q if x == "q" else kv, columns) for x in "qkv"},
+        "attention.o": {"self_attn.o_proj": (H, q)},
+        "mlp.gate_up": {"mlp.gate_proj": (I, H), "mlp.up_proj": (I, H)},
+        "mlp.down": {"mlp.down_proj": (H, I)},
+    }
+    if c.qk_norm:
+        parts |= {f"attention.{x}_norm": {f"self_attn.{x}_norm": (hd,)} for x in "qk"}
+    return {
+        f"{ours}.{name}.weight": {f"{theirs}.{part}.weight": shape for part, shape in held.items()}
+        for name, held in parts.items()
+    }
+
+
 def head_tensors(config: EagleConfig) -> Table:
     """The one table of a head's tensors, for reading and for writing. The published names are those of EAGLE-1."""
     c, third, taps = config.layer, config.version == 3, len(config.taps)
-    H, I, hd = c.hidden_size, c.intermediate_size, c.head_dim
-    q, kv = c.num_attention_heads * hd, c.num_key_value_heads * hd
+    H = c.hidden_size
     width = taps * config.target_hidden_size if third else 2 * H
-    # our name -> rows of the published tensors, columns, whether there is a bias
-    linears = {"fc": ({"fc": H}, width, config.fc_bias)}
-    qkv = {f"{ATTENTION}{x}_proj": q if x == "q" else kv for x in "qkv"}
-    linears["layer.attention.qkv"] = (qkv, 2 * H if third else H, c.qkv_bias)
-    linears["layer.attention.o"] = ({f"{ATTENTION}o_proj": H}, q, c.o_bias)
-    linears["layer.mlp.gate_up"] = ({f"layers.0.mlp.{x}_proj": I for x in ("gate", "up")}, H, False)
-    linears["layer.mlp.down"] = ({"layers.0.mlp.down_proj": H}, I, False)
+    parts: dict[str, tuple[str, tuple[int, ...]]] = {"fc": ("fc", (H, width))}
     if config.has_embed:
-        linears["embed_tokens"] = ({"embed_tokens": config.target_vocab_size}, H, False)
+        parts["embed_tokens"] = "embed_tokens", (config.target_vocab_size, H)
     if config.has_lm_head:
-        linears["lm_head"] = ({"lm_head": c.vocab_size}, H, False)
-    norms = {"layer.post_norm": ("layers.0.post_attention_layernorm", H)}
+        parts["lm_head"] = "lm_head", (c.vocab_size, H)
     if third:
-        norms |= {"layer.input_norm": ("layers.0.input_layernorm", H), "norm": ("norm", H)}
-        norms["layer.hidden_norm"] = ("layers.0.hidden_norm", H)
-    if c.qk_norm:
-        norms |= {f"layer.attention.{x}_norm": (f"{ATTENTION}{x}_norm", hd) for x in "qk"}
+        parts |= {"layer.input_norm": ("layers.0.input_layernorm", (H,)), "norm": ("norm", (H,))}
+        parts["layer.hidden_norm"] = "layers.0.hidden_norm", (H,)
     if config.fc_norm:
-        norms |= {f"fc_norms.{i}": (f"fc_norm.{i}", config.target_hidden_size) for i in range(taps)}
+        parts |= {f"fc_norms.{i}": (f"fc_norm.{i}", (config.target_hidden_size,)) for i in range(taps)}
     if config.norm_before_fc:
-        norms["input_norm"] = ("input_norm", width)
-    table = {f"{ours}.weight": {f"{name}.weight": (size,)} for ours, (name, size) in norms.items()}
-    for ours, (parts, columns, bias) in linears.items():
-        table[f"{ours}.weight"] = {f"{name}.weight": (rows, columns) for name, rows in parts.items()}
-        if bias:
-            table[f"{ours}.bias"] = {f"{name}.bias": (rows,) for name, rows in parts.items()}
+        parts["input_norm"] = "input_norm", (width,)
+    table = layer_tensors(c, 2 * H if third else H, "layer", "layers.0")
+    table |= {f"{ours}.weight": {f"{name}.weight": shape} for ours, (name, shape) in parts.items()}
+    biases = {"fc": config.fc_bias, "layer.attention.qkv": c.qkv_bias, "layer.attention.o": c.o_bias}
+    for ours in (ours for ours, there in biases.items() if there):
+        weights = table[f"{ours}.weight"].items()
+        table[f"{ours}.bias"] = {f"{name.removesuffix('weight')}bias": shape[:1] for name, shape in weights}
     return table
 
 
@@ -366,8 +376,16 @@ class HeadReader:
     def misfit(self, what: str) -> NoReturn:
         raise _misfit(self.path, what)
 
-    def name_entries(self, files: Sequence[Path]) -> None:
-        """Fill self.entries with what the files hold."""
+    def name_entries(self) -> None:
+        """Fill self.entries with what the file holds, or those of the folder."""
+        path = self.path
+        if not path.exists():
+            self.fail("no such folder or file.")
+        if path.is_file() and path.suffix not in (".safetensors", ".bin", ".pth", ".pt"):
+            self.fail("expected a .safetensors, .bin or .pth file, or a folder.")
+        files = [path] if path.is_file() else tensor_files(path) or sorted(path.glob("*.pth"))
+        if not files:
+            self.fail("no head here: expected model.safetensors, pytorch_model.bin or a .pth file.")
         for name, entry in read_entries(files).items():
             for pattern, prefix in {WRAPPERS: "", **self.prefixes}.items():
                 name = re.sub(pattern, prefix, name)
@@ -447,20 +465,13 @@ class _EagleReader(HeadReader):
 
     def _open(self) -> dict[str, Any]:
         """Fill self.entries. Returns the head's config, or {} if it has none."""
+        self.name_entries()
         path, folder = self.path, self.path if self.path.is_dir() else self.path.parent
-        if not path.exists():
-            self.fail("no such folder or file.")
-        if path.is_file() and path.suffix not in (".safetensors", ".bin", ".pth", ".pt"):
-            self.fail("expected a .safetensors, .bin or .pth file, or a folder.")
-        files = [path] if path.is_file() else tensor_files(path) or sorted(path.glob("*.pth"))
-        if not files:
-            self.fail("no head here: expected model.safetensors, pytorch_model.bin or a .pth file.")
         raw = read_json(folder / "config.json") if (folder / "config.json").exists() else {}
         known = raw.keys() & {"speculators_model_type", "draft_vocab_size", "eagle_config", "eaglet_eagle"}
         if raw and not known and path.is_file() and raw.get("num_hidden_layers") != 1:
             self.notes.append(f"{folder / 'config.json'} describes a whole model, not this head: ignored")
             raw = {}
-        self.name_entries(files)
         for name in self.entries:
             if re.match(r"layers\.[1-9]", name):
                 if "fc.weight" not in self.entries:

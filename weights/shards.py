@@ -123,26 +123,24 @@ class Shard(NamedTuple):
         whole = name == "lm_head.weight" and config.tie_word_embeddings or module == "embed_tokens"
         if (whole and not self.embedding) or not (whole or by_inputs or module in BY_OUTPUTS):
             return None
-        if leaf == "bias":
-            if by_inputs:  # it is added once, in the first rank
-                return None if self.rank == 0 else torch.zeros_like
-            return self._slice(name, shape, len(shape) - 1, module, config, where)
+        if leaf == "bias" and by_inputs:  # it is added once, in the first rank
+            return None if self.rank == 0 else torch.zeros_like
         if leaf == "weight_shape":
             axis = 1 if by_inputs else 0
             return lambda t: t.clone().index_copy_(0, torch.tensor([axis]), t[axis : axis + 1] // self.ranks)
-        if leaf in GROUP_NUMBERS:
-            return self._slice(name, shape, 0, "", config, where) if by_inputs else None
-        if leaf == "perm":
-            if by_inputs:
-                raise UsageError(f"{where}: {name}: act-order mixes columns of all ranks; --tp needs one without it.")
+        if leaf == "perm" and by_inputs:
+            raise UsageError(f"{where}: {name}: act-order mixes columns of all ranks; --tp needs one without it.")
+        axes: tuple[int | None, int | None] = (-1, -2)  # of outputs and of inputs
+        if leaf in (*GROUP_NUMBERS, "perm"):
+            axes = None, -1
+        elif leaf == "bias" or (stored and len(shape) - lead == 1):  # int8 has one scale for each output
+            axes = -1, None
+        elif leaf in FIRST or (stored and leaf == "qweight"):
+            axes = -2, -1
+        axis = axes[by_inputs]
+        if axis is None or (by_inputs and shape[axis] == 1):  # a scale or zero of whole rows
             return None
-        outputs_first = leaf in FIRST or (stored and leaf == "qweight")
-        if stored and leaf != "qweight" and len(shape) - lead == 1:  # int8: one scale for each output
-            return None if by_inputs else self._slice(name, shape, len(shape) - 1, module, config, where)
-        axis = len(shape) - (1 if outputs_first == by_inputs else 2)
-        if by_inputs and shape[axis] == 1:  # a scale or zero of whole rows
-            return None
-        return self._slice(name, shape, axis, "" if by_inputs else module, config, where)
+        return self._slice(name, shape, len(shape) + axis, "" if by_inputs else module, config, where)
 
     def _slice(
         self, name: str, shape: tuple[int, ...], axis: int, module: str, config: ModelConfig, where: str

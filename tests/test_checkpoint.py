@@ -189,6 +189,11 @@ def test_tied_weights_may_be_stored_twice_but_not_differ(tiny_checkpoint, tmp_pa
     assert same_weights(load_model(folder), want)
     edit_tensors(folder, lambda tensors: store(tensors, 2.0))
     one_line(lambda: load_model(folder), "lm_head.weight", "tie_word_embeddings")
+    edit_tensors(folder, store)
+    edit_tensors(folder, lambda tensors: tensors.pop("model.embed_tokens.weight"))
+    assert same_weights(load_model(folder), want)  # some files name the shared matrix after its other place
+    edit_json(folder / "config.json", tie_word_embeddings=False)
+    one_line(lambda: load_model(folder), "missing", "model.embed_tokens.weight")
 
 
 NAMES = {  # what wrapped a model for training or for images, and a base model that was saved alone
@@ -211,15 +216,6 @@ def test_names_with_other_prefixes_are_read(tiny_checkpoint, tmp_path, family, n
     assert same_weights(load_model(folder), want)
     save_file(tensors | {f"module.{name}": t.clone() for name, t in tensors.items()}, folder / "model.safetensors")
     one_line(lambda: load_model(folder), "two tensors are called", "prefixes")
-
-
-def test_an_lm_head_alone_is_the_embedding_of_a_tied_model(tiny_checkpoint, tmp_path):
-    """Catches `missing model.embed_tokens.weight` for files that name the shared matrix after its other place."""
-    folder = Path(shutil.copytree(tiny_checkpoint("llama-tied"), tmp_path / "tied"))
-    edit_tensors(folder, lambda t: t.update({"lm_head.weight": t.pop("model.embed_tokens.weight")}))
-    assert same_weights(load_model(folder), load_model(tiny_checkpoint("llama-tied")))
-    edit_json(folder / "config.json", tie_word_embeddings=False)
-    one_line(lambda: load_model(folder), "missing", "model.embed_tokens.weight")
 
 
 def test_both_mixtral_layouts(tiny_checkpoint, tmp_path):
@@ -418,8 +414,9 @@ def test_hostile_pickles_do_not_run(llama, name, monkeypatch, tmp_path):
     one_line(lambda: load_model(llama), name, "dictionary")
 
 
-def test_pickled_parameters_and_strange_tensors(llama):
-    """A .bin of nn.Parameters that drags autograd into the model; tensors without values (meta) or sparse ones."""
+def test_pickled_parameters_and_strange_tensors(llama, monkeypatch):
+    """A .bin of nn.Parameters that drags autograd into the model; tensors without values (meta) or sparse ones. Before
+    torch 2.10 weights_only=True is not safe (CVE-2026-24747)."""
     want = load_model(llama)
     tensors = load_file(llama / "model.safetensors")
     (llama / "model.safetensors").unlink()
@@ -429,12 +426,6 @@ def test_pickled_parameters_and_strange_tensors(llama):
     for strange in (torch.empty(64, device="meta"), torch.ones(64).to_sparse()):
         torch.save({**tensors, "model.norm.weight": strange}, llama / "pytorch_model.bin")
         one_line(lambda: load_model(llama), "refused")
-
-
-def test_old_torch_may_not_open_pickles(llama, monkeypatch):
-    """CVE-2026-24747: weights_only=True is not safe before torch 2.10."""
-    (llama / "model.safetensors").unlink()
-    torch.save({}, llama / "pytorch_model.bin")
     monkeypatch.setattr(torch, "__version__", "2.9.1+cu128")
     one_line(lambda: load_model(llama), "2.10", "2.9.1")
 
@@ -728,34 +719,25 @@ def same_tensors(a, b) -> bool:
     return a.tensors.keys() == b.tensors.keys() and all(torch.equal(a.tensors[n], b.tensors[n]) for n in a.tensors)
 
 
-def test_other_prefixes_and_old_speculators_names(tmp_path):
-    """model. / draft_model. prefixes, fusion_fc and transformer. of old exports."""
-    source = eagle1()
-    want = read_eagle(write_head(tmp_path / "a", source, GEOMETRY), TARGET)
-    wrapped = {f"draft_model.{name}": t for name, t in source.items()}
-    old = {n.replace("layers.0.", "transformer.").replace("fc.", "fusion_fc."): t for n, t in source.items()}
-    for renamed in (wrapped, old):
-        assert same_tensors(read_eagle(write_head(tmp_path / "b", renamed, GEOMETRY), TARGET), want)
-    source["model.fc.weight"] = source["fc.weight"]
-    one_line(lambda: read_eagle(write_head(tmp_path / "d", source, GEOMETRY), TARGET), "fc.weight", "prefix")
+PREFIXED = {  # what frameworks and old exports call the tensors of a head
+    prefix: lambda name, prefix=prefix: f"{prefix}{name}"
+    for prefix in ("module.", "_orig_mod.", "module._orig_mod.model.", "_orig_mod.module.", "draft_model.")
+} | {"old speculators": lambda name: name.replace("layers.0.", "transformer.").replace("fc.", "fusion_fc.")}
 
 
-@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "module._orig_mod.model.", "_orig_mod.module."])
-def test_heads_as_training_frameworks_save_them(tmp_path, prefix):
-    """Catches `no matrix fc.weight` for a head that was wrapped, and a refusal of what its optimizer needs."""
-    source = eagle3()
+@pytest.mark.parametrize("names", PREFIXED)
+def test_heads_with_other_names_are_read(tmp_path, names):
+    """Catches `no matrix fc.weight` for a head that was wrapped or exported by old programs, and a refusal of what its
+    optimizer needs."""
+    source = eagle3("layers.0.")
     want = read_eagle(write_head(tmp_path / "a", source, GEOMETRY), TARGET)
-    wrapped = {f"{prefix}{name}": t for name, t in source.items()}
-    state = {"model_state_dict": wrapped, "optimizer_state_dict": {"state": {0: {"step": 3}}}, "epoch": 2}
-    for i, saved in enumerate((wrapped, state, {"state_dict": wrapped, "step": 1})):
+    renamed = {PREFIXED[names](name): t for name, t in source.items()}
+    state = {"model_state_dict": renamed, "optimizer_state_dict": {"state": {0: {"step": 3}}}, "epoch": 2}
+    for i, saved in enumerate((renamed, state, {"state_dict": renamed, "step": 1})):
         assert same_tensors(read_eagle(write_head(tmp_path / f"b{i}", saved, GEOMETRY), TARGET), want)
     one_line(lambda: read_eagle(write_head(tmp_path / "c", {"net": source}, GEOMETRY), TARGET), "under 'net'")
-
-
-def test_a_whole_model_is_no_head(tiny_checkpoint):
-    """Catches an error about layers where something else is wrong."""
-    one_line(lambda: read_eagle(tiny_checkpoint("llama"), TARGET), "a whole model", "--draft-checkpoint")
-    one_line(lambda: load(tiny_checkpoint("llama"), eagle=str(tiny_checkpoint("llama")), ctx=64), "a whole model")
+    source["model.fc.weight"] = source["fc.weight"]
+    one_line(lambda: read_eagle(write_head(tmp_path / "d", source, GEOMETRY), TARGET), "fc.weight", "prefix")
 
 
 def test_bare_head_file(tmp_path):
@@ -780,8 +762,12 @@ def test_bare_head_file(tmp_path):
     one_line(lambda: read_eagle(folder / "head.pth", TARGET, {"rope_theta": '"big"'}), "rope_theta")
 
 
-def test_heads_for_another_target_are_refused(tmp_path):
-    """A head that fits by accident or dies in a matmul: shapes, vocabulary, tables and layers must match the target."""
+def test_heads_for_another_target_are_refused(tiny_checkpoint, tmp_path):
+    """A head that fits by accident or dies in a matmul: shapes, vocabulary, tables and layers must match the target. An
+    error about layers where a whole model is given for a head."""
+    whole = tiny_checkpoint("llama")
+    one_line(lambda: read_eagle(whole, TARGET), "a whole model", "--draft-checkpoint")
+    one_line(lambda: load(whole, eagle=str(whole), ctx=64), "a whole model")
     big = replace(TARGET, hidden_size=80, head_dim=20)
     one = write_head(tmp_path / "one", eagle1(), GEOMETRY)
     three = write_head(tmp_path / "three", eagle3(), GEOMETRY)

@@ -232,9 +232,7 @@ def as_gguf(tiny_checkpoint, tmp_path_factory):
         path = tmp_path_factory.mktemp("gguf") / f"{family}-{kind}.gguf"
         if family == "tied":
             build_hf("llama", tie_word_embeddings=True).save_pretrained(path.parent)
-        source = Checkpoint.open(path.parent if family == "tied" else tiny_checkpoint(family))
-        arch = ARCHITECTURES.get(source.config.model_type, source.config.model_type)
-        return write(path, arch, metadata_of(source.config), tensors_of(source), kind)
+        return mixed_file(path, Checkpoint.open(path.parent if family == "tied" else tiny_checkpoint(family)), {}, kind)
 
     return make
 
@@ -716,9 +714,9 @@ def test_damaged_files_are_one_line_and_take_no_memory(as_gguf, tmp_path, capsys
     assert capsys.readouterr().err.count("\n") == 1
 
 
-def test_tensors_that_overlap_or_pass_the_end_are_refused(as_gguf, tmp_path):
+def test_places_types_and_shapes_of_tensors_are_checked(as_gguf, tmp_path):
     """One line names the tensors, before anything is read: an offset inside another tensor, past the end of the file, or
-    so large that it wraps past 64 bits."""
+    so large that it wraps past 64 bits. It names a type, or else a shape, that is not supported, and never both."""
     data = as_gguf("llama", "Q8_0").read_bytes()
 
     def place(name: bytes) -> int:
@@ -732,16 +730,11 @@ def test_tensors_that_overlap_or_pass_the_end_are_refused(as_gguf, tmp_path):
     for offset, words in [*cases, *((offset, past) for offset in (2**64 - 32, 2**63, len(data)))]:
         path.write_bytes(data[:key] + offset.to_bytes(8, "little") + data[key + 8 :])
         one_line(lambda: Checkpoint.open(path), "bad.gguf", *words)
-
-
-def test_a_type_and_a_shape_that_are_not_supported_are_told_apart(as_gguf, tmp_path):
-    """The line names the type, or else the shape, and never both."""
-    data, path = as_gguf("llama", "F32").read_bytes(), tmp_path / "bad.gguf"
-    at = data.index(b"output_norm.weight") + 18
+    norm = place(b"output_norm.weight") - 20  # its only dimension
     known = "has the type number 16; the supported types are F32"
     for columns, number, words in ((64, 16, known), (63, 2, "cannot have the shape [63] in Q4_0")):
         changed = columns.to_bytes(8, "little") + number.to_bytes(4, "little")
-        path.write_bytes(data[: at + 4] + changed + data[at + 16 :])
+        path.write_bytes(data[:norm] + changed + data[norm + 12 :])
         one_line(lambda: Checkpoint.open(path), words)
 
 

@@ -7,7 +7,6 @@ are. Elsewhere they become floats, which hold the same values.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -77,21 +76,18 @@ def kept(entries: Entries, layout: str, where: str) -> dict[str, Tensor]:
 
 
 def packing(model: Transformer, entries: Entries, layout: str, where: str, device: torch.device | str) -> Packing:
-    """What keeps experts in a layout. entries: the directory's own. layout: as of `kept`."""
+    """What keeps experts in a layout, with our order of rows. entries: the directory's own. layout: as of `kept`."""
 
     def packed(ours: str, names: list[str], slot: Tensor) -> PackedWeight | None:
-        return _packed(entries, names[0], layout, device) if slot.dim() == 3 else None
+        if slot.dim() != 3:
+            return None
+        name, experts = names[0], []
+        for expert in zip(entries[f"{name}_blocks"].read(), entries[f"{name}_scales"].read(), strict=True):
+            blocks = _blocks(*expert)
+            if blocks.scales.dtype != torch.float16 or not FITS[layout]([blocks.codes.shape], [FORM]):
+                raise ValueError(f"{name}: the kernels cannot hold its shape or scales. Use --kernels reference.")
+            ordered = Blocks(*(split_pairs(t[None], f"{name}_bias")[0].contiguous() for t in blocks[:2]))
+            experts.append(pack_kept([Part(FORM, *ordered.codes.shape, [ordered])], layout, device))
+        return stack_blocks(experts)
 
     return packed
-
-
-def _packed(stored: Mapping[str, Entry], name: str, layout: str, device: torch.device | str) -> PackedWeight:
-    """The experts' matrix of this name in a layout, with our order of rows."""
-    experts = []
-    for expert in zip(stored[f"{name}_blocks"].read(), stored[f"{name}_scales"].read(), strict=True):
-        blocks = _blocks(*expert)
-        if blocks.scales.dtype != torch.float16 or not FITS[layout]([blocks.codes.shape], [FORM]):
-            raise ValueError(f"{name}: the kernels cannot hold its shape or scales. Use --kernels reference.")
-        ordered = Blocks(*(split_pairs(t[None], f"{name}_bias")[0].contiguous() for t in blocks[:2]))
-        experts.append(pack_kept([Part(FORM, *ordered.codes.shape, [ordered])], layout, device))
-    return stack_blocks(experts)

@@ -233,25 +233,20 @@ def test_a_layer_with_an_adapter_is_one_graph(llama, folders):
     ({"rank_pattern": {"(a+)+": 4}}, "only names"),
     ({"target_modules": ["q_proj", "o_proj"]}, "names o_proj"),
     ({"lora_alpha": "8"}, "lora_alpha"),
+    (("q_proj", "gate"), "changes model.layers.0.self_attn.gate"),
+    (("layers.0.self_attn.q_proj", "embed_tokens"), "embed_tokens"),
+    (("lora_A", "lora_magnitude_vector"), "lora_magnitude_vector"),
+    (("layers.2.self_attn.q_proj.lora_A", "x"), "no matrix"),
+    (("layers.2.self_attn.q_proj.lora_A", "layers.9.self_attn.q_proj.lora_A"), "is missing"),
 ])  # fmt: skip
 def test_what_is_not_implemented_is_named(tiny_checkpoint, tmp_path, changes, words):
-    """Catches a setting that is ignored: the text would be that of another model."""
+    """Catches a setting that is ignored, or a part of an adapter that is left out: the text would be that of another
+    model. changes: settings, or a part of the tensors' names and what takes its place."""
     folder, _ = adapter(tmp_path / "lora", "llama", ["q_proj"])
+    if isinstance(changes, tuple):
+        file = folder / "adapter_model.safetensors"
+        save_file({name.replace(*changes): tensor for name, tensor in load_file(file).items()}, file)
+        changes = {"target_modules": ".*"}
     edit_json(folder / "adapter_config.json", **changes)
     options = LoadOptions(str(tiny_checkpoint("llama")), lora=str(folder))
     one_line(options.open_checkpoint, *words.split(" ... "))
-
-
-@pytest.mark.parametrize(("old", "new", "words"), [
-    ("q_proj", "gate", "changes model.layers.0.self_attn.gate"),
-    ("layers.0.self_attn.q_proj", "embed_tokens", "embed_tokens"),
-    ("lora_A", "lora_magnitude_vector", "lora_magnitude_vector"), ("layers.2.self_attn.q_proj.lora_A", "x", "no matrix"),
-    ("layers.2.self_attn.q_proj.lora_A", "layers.9.self_attn.q_proj.lora_A", "is missing"),
-])  # fmt: skip
-def test_a_tensor_without_a_place_is_named(tiny_checkpoint, tmp_path, old, new, words):
-    """Catches a part of an adapter that is left out without a word."""
-    folder, _ = adapter(tmp_path / "lora", "llama", ["q_proj"])
-    file = folder / "adapter_model.safetensors"
-    save_file({name.replace(old, new): tensor for name, tensor in load_file(file).items()}, file)
-    edit_json(folder / "adapter_config.json", target_modules=".*")
-    one_line(lambda: Checkpoint.open(tiny_checkpoint("llama")).adapted(folder), words)

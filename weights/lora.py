@@ -174,11 +174,11 @@ def read_adapter(folder: str | Path, config: ModelConfig) -> Adapter:
         for name in names if OURS.fullmatch(ours) else ():
             place, (rows, k) = name.removesuffix(".weight"), views[name].shape
             if (b := b_entries.pop(name, None)) is not None:
-                a, rank = entries[places[place][0]], _rank(settings, place)
+                a, (rank, scale) = entries[places[place][0]], _rank_and_scale(settings, place)
                 if tuple(a.shape) != (rank, k) or tuple(b.shape) != (rows, rank):
                     shapes = f"{list(a.shape)} and {list(b.shape)}, expected {[rank, k]} and {[rows, rank]}"
                     raise ValueError(f"{where}: {place} has {shapes}: not an adapter for this model.")
-                parts.setdefault(ours, []).append(Pair(a, b, _scale(settings, place, rank), first, outputs))
+                parts.setdefault(ours, []).append(Pair(a, b, scale, first, outputs))
             first += rows
     if b_entries or not parts:
         which = next((name.removesuffix(".weight") for name in b_entries), "nothing")
@@ -207,22 +207,16 @@ def _settings(file: Path) -> ConfigReader:
     return read
 
 
-def _of_pattern(settings: ConfigReader, key: str, place: str) -> Any:
-    """What a pattern says about a linear: its first key with which the name ends."""
-    pattern = settings.config.get(key) or {}
-    return next((value for name, value in pattern.items() if f".{place}".endswith(f".{name}")), None)
-
-
-def _rank(settings: ConfigReader, place: str) -> int:
-    rank = _of_pattern(settings, "rank_pattern", place)
-    read = settings if rank is None else ConfigReader({"r": rank}, settings.where)
-    return read.integer("r", high=MOST)
-
-
-def _scale(settings: ConfigReader, place: str, rank: int) -> float:
-    alpha = _of_pattern(settings, "alpha_pattern", place)
-    alpha = settings.number("lora_alpha", 8.0) if alpha is None else float(alpha)
-    return alpha / (rank**0.5 if settings.boolean("use_rslora", False) else rank)
+def _rank_and_scale(settings: ConfigReader, place: str) -> tuple[int, float]:
+    """The rank of a linear's adapter, and the factor of what it adds: by the first key of a pattern with which the name
+    of the linear ends, or else by the settings."""
+    own = dict(settings.config)
+    for key, pattern in {"r": "rank_pattern", "lora_alpha": "alpha_pattern"}.items():
+        found = [value for name, value in (own.get(pattern) or {}).items() if f".{place}".endswith(f".{name}")]
+        own[key] = found[0] if found else own.get(key)
+    read = ConfigReader(own, settings.where)
+    rank = read.integer("r", high=MOST)
+    return rank, read.number("lora_alpha", 8.0) / (rank**0.5 if read.boolean("use_rslora", False) else rank)
 
 
 def _stacked(pairs: Sequence[Pair]) -> tuple[Tensor, Tensor]:

@@ -169,32 +169,26 @@ class _Run:
 
     def _embed(self, calibration: Tensor, evaluation: Tensor) -> None:
         """Make the first activations."""
-        model = self.source.model
+        model, own = self.source.model, self.source.model.token_inputs
         set_tensor(model, "embed_tokens.weight", self.source.read("embed_tokens.weight", self.device))
-        self.before = model.embed(evaluation.to(self.device)).cpu()  # of the float layers
-        self._unit("embedding", model.embed_tokens, "embed_tokens.", model.embed)
-        self.after = model.embed(evaluation.to(self.device)).cpu()  # of the quantized layers
-        self.inputs = model.embed(calibration.to(self.device)).cpu()
-        own = model.token_inputs
         for name in [name for name, _ in own.named_parameters()] if own else ():
             set_tensor(own, name, self.source.read(f"token_inputs.{name}", self.device))
-        self.before = self._with_inputs(evaluation, self.before)
+        self.before = self._embedded(evaluation)  # of the float layers
+        self._unit("embedding", model.embed_tokens, "embed_tokens.", model.embed)
         if own is not None:
+            self.inputs = model.embed(calibration.to(self.device)).cpu()
             self._unit("token-inputs", own, "token_inputs.", own.projection)
-        self.after, self.inputs = self._with_inputs(evaluation, self.after), self._with_inputs(calibration, self.inputs)
+        self.after, self.inputs = self._embedded(evaluation), self._embedded(calibration)  # of the quantized layers
         self.rounded = self.after.clone()  # of the quantized layers, with activations as the CPU kernels round them
         model.embed_tokens.to("meta")
 
-    def _with_inputs(self, tokens: Tensor, states: Tensor) -> Tensor:
+    def _embedded(self, tokens: Tensor) -> Tensor:
         """The embeddings of tokens [W, T], and beside them what layers need of other layers (`Transformer.carry`)."""
-        model = self.source.model
-        if not model.config.carried:
-            return states
-        wide = states.new_empty(*states.shape[:2], states.shape[2] + model.config.carried)
-        for i in range(0, len(states), BATCH):
-            x = states[i : i + BATCH].to(self.device)
-            wide[i : i + BATCH] = torch.cat((x, model.carry(tokens[i : i + BATCH].to(self.device), x)), -1).cpu()
-        return wide
+        model, states = self.source.model, []
+        for rows in tokens.to(self.device).split(BATCH):
+            x = model.embed(rows)
+            states.append(torch.cat((x, model.carry(rows, x)), -1).cpu())
+        return torch.cat(states)
 
     def _layer(self, i: int) -> None:
         """Quantize layer i and carry all activations through it."""

@@ -308,7 +308,9 @@ class ModelConfig:
         positions = read.integer("max_position_embeddings", 2048, high=2**24)
         windows, recurrent = _read_windows(read, family, layers), _read_recurrent(read, layers)
         rope, window_rope = _read_ropes(read, family, positions)
-        facts = _read_biases(read, family) | _read_numbers(read, hidden) | _read_experts(read)
+        biases = zip(("qkv_bias", "o_bias", "mlp_bias"), family.biases, strict=True)
+        facts = {name: bool(key) and read.boolean(key, False) for name, key in biases}
+        facts |= _read_numbers(read, hidden) | _read_experts(read)
         width = read.integer(family.width)
         if "global_head_dim" in read.defaults:
             windows = (*windows[:-1], 0)  # the last layer sees everything, whatever layer_types says
@@ -388,12 +390,6 @@ def _refuse_unknown_architecture(read: ConfigReader, family: Family) -> None:
     for place in (read.config, read.config.get("rope_parameters"), read.config.get("rope_scaling")):
         if isinstance(place, dict) and "partial_rotary_factor" not in read.defaults:
             ConfigReader(place, read.where).number("partial_rotary_factor", 1.0, 1.0, 1.0)
-
-
-def _read_biases(read: ConfigReader, family: Family) -> dict[str, bool]:
-    """Which linears have a bias."""
-    fields = zip(("qkv_bias", "o_bias", "mlp_bias"), family.biases, strict=True)
-    return {name: bool(key) and read.boolean(key, False) for name, key in fields}
 
 
 def _read_numbers(read: ConfigReader, hidden: int) -> dict[str, float]:

@@ -430,16 +430,14 @@ def as_computed(entries: Entries, config: ModelConfig) -> dict[str, Entry]:
         whole = name.endswith((".weight", ".bias"))  # and not the codes of a quantized matrix
         if not whole or "attn." not in name or (order := row_order(name, entry.shape[0], config)) is None:
             return entry
-        part = entry.part and (lambda spans: _part_in_order(entry, spans, name, config))
-        return entry._replace(read=lambda: entry.read()[order], part=part)
+
+        def part(spans: Spans) -> Tensor:  # of whole heads of queries or keys
+            rows = entry.part(spans)
+            return rows[row_order(name, len(rows), config)]
+
+        return entry._replace(read=lambda: entry.read()[order], part=entry.part and part)
 
     return {name: of(name, entry) for name, entry in entries.items()}
-
-
-def _part_in_order(entry: Entry, spans: Spans, name: str, config: ModelConfig) -> Tensor:
-    """The rows of whole heads of queries or keys, in our order."""
-    rows = entry.part(spans)
-    return rows[row_order(name, len(rows), config)]
 
 
 def split_pairs(t: Tensor, name: str, back: bool = False) -> Tensor:

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -61,17 +61,11 @@ LM_HEAD_STRIDE = 8  # every so many rows of a calibration reach a head's LM head
 TAU_PROMPTS = 12  # prompts on which a head's tau is measured
 
 
-class Calibration(NamedTuple):
-    """What GPTQ needs for a head: the running target, and text."""
-
-    model: Transformer
-    windows: Tensor  # int64 [W, T]
-
-
 def quantize_head(
-    path: str | Path, target: ModelConfig, spec: QuantSpec, calibration: Calibration | None = None
-) -> tuple[HeadConfig, dict[str, Tensor], dict[str, Any]]:
-    """Round the head at `path`: by GPTQ with a `calibration`, otherwise to nearest.
+    path: str | Path, target: ModelConfig, spec: QuantSpec, running: Transformer | None = None,
+    windows: Tensor | None = None,
+) -> tuple[HeadConfig, dict[str, Tensor], dict[str, Any]]:  # fmt: skip
+    """Round the head at `path`: by GPTQ along texts, int64 [W, T], where its target is running, otherwise to nearest.
 
     Returns (its config, the tensors, its part of the receipt). Raises ValueError if the head does not fit the target, and
     UsageError if the group size does not fit the head or the head is quantized already.
@@ -81,11 +75,11 @@ def quantize_head(
     if any(name.endswith(".qweight") for name in file.tensors):
         raise UsageError(f"{path} is quantized already. Give the head from which it was made.")
     with shapes_only():
-        model = build_model(target) if calibration is None else calibration.model
+        model = running or build_model(target)
         head = head_class(file.config)(file.config, model, file.tensors.get("draft_ids")).requires_grad_(False)
-    for name, tensor in (file.tensors if calibration is None else file.floats()).items():
-        set_tensor(head, name, tensor.to(model.device) if calibration else tensor)
-    errors = quantize_(head, spec) if calibration is None else _gptq_head(head, spec, calibration)
+    for name, tensor in (file.floats() if running else file.tensors).items():
+        set_tensor(head, name, tensor.to(model.device) if running else tensor)
+    errors = _gptq_head(head, spec, running, windows) if running else quantize_(head, spec)
     tensors = {name: tensor.cpu() for name, tensor in head.state_dict().items()}
     for name, tensor in tensors.items():
         if tensor.dtype == torch.float32 and not name.endswith(".scales"):
@@ -96,12 +90,12 @@ def quantize_head(
 
 
 @torch.no_grad()
-def _gptq_head(head: DraftHead, spec: QuantSpec, calibration: Calibration) -> dict[str, float]:
+def _gptq_head(head: DraftHead, spec: QuantSpec, model: Transformer, windows: Tensor) -> dict[str, float]:
     """Round a head in place while it drafts along the calibration text. Returns the relative errors by name."""
-    model, half = calibration.model, calibration.model.dtype != torch.float32
+    half = model.dtype != torch.float32
     head.rotary.build(model.device, model.rotary.length)
     rows = []
-    for tokens in calibration.windows.to(model.device).split(BATCH):
+    for tokens in windows.to(model.device).split(BATCH):
         hidden_states, taps = model.forward_train(tokens, head.config.taps)
         rows.append((tokens, hidden_states if taps is None else taps))
 
@@ -303,7 +297,7 @@ def _gptq_head_of(
     """`quantize_head` by GPTQ, with the model at `checkpoint` in memory."""
     engine = load(checkpoint, device=args.device)
     with engine.backend.active():
-        return quantize_head(args.eagle, target, spec, Calibration(engine.model, windows))
+        return quantize_head(args.eagle, target, spec, engine.model, windows)
 
 
 def _check(args: argparse.Namespace, directory: Path, out: Path) -> None:

@@ -184,14 +184,6 @@ def test_clip_search_is_never_worse_than_no_clip(monkeypatch):
     assert errors[0] < 0.93 * errors[1]
 
 
-def test_zero_and_too_large_weights():
-    """Prevents 0 / 0 in an all-zero group and silently infinite fp16 scales."""
-    assert not QuantLinear(quantize_rtn(torch.zeros(4, 64), 4, 32)).dequantize().any()
-    for bad in (1e6, float("nan"), float("inf")):
-        with pytest.raises(ValueError, match="too large for fp16 scales"):
-            quantize_rtn(torch.full((2, 32), bad), 4, 32)
-
-
 @pytest.mark.parametrize("act_order", [False, True])
 @pytest.mark.parametrize("bits, group", [(4, 128), (4, 32), (8, 0)])
 def test_gptq_beats_rtn_where_inputs_are_correlated(bits, group, act_order):
@@ -225,8 +217,13 @@ def test_gptq_without_correlation_is_rtn():
             assert all(torch.equal(stored[k], plain[k]) for k in plain)
 
 
-def test_gptq_survives_a_singular_hessian_and_refuses_nan():
-    """Prevents a crash on rank-deficient calibration (fewer tokens than inputs), and NaN weights from NaN inputs."""
+def test_degenerate_weights_and_inputs():
+    """Prevents 0 / 0 in an all-zero group, silently infinite fp16 scales, a crash on rank-deficient calibration (fewer
+    tokens than inputs), and NaN weights from NaN inputs."""
+    assert not QuantLinear(quantize_rtn(torch.zeros(4, 64), 4, 32)).dequantize().any()
+    for bad in (1e6, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="too large for fp16 scales"):
+            quantize_rtn(torch.full((2, 32), bad), 4, 32)
     weight, x = correlated(8, 128, rows=5)
     stored = quantize_gptq(weight, x.T @ x, 4, 32)
     assert rounding.relative_error(weight, QuantLinear(stored).dequantize()) < 0.5
@@ -365,9 +362,10 @@ def test_experts_are_packed_one_at_a_time(bits, layout, monkeypatch):
         same = getattr(packed, name)
         assert torch.equal(value, same) if isinstance(value, torch.Tensor) else value == same, name
     if layout == "planes":
-        stored = {k: v for k, v in layer.state_dict().items() if k != "perm"}
-        count = sum(t.nbytes for t in (packed.weight, packed.scales, packed.zeros, packed.counters) if t is not None)
-        assert held_bytes(stored, torch.float16, "cuda") == count
+        layer = QuantLinear(random_stored(bits, lead=(5,)), per_token=2)
+        packed = layer._pack(torch.float32, layout)
+        count = sum(t.nbytes for t in (packed.weight, packed.scales, packed.counters) if t is not None)
+        assert held_bytes(layer.state_dict(), torch.float16, "cuda") == count
 
 
 def test_packed_modules_trace_as_one_graph():
@@ -504,7 +502,7 @@ def test_broken_quantized_directories_give_one_line(tmp_path):
     down = "layers.0.mlp.down.qweight"
     fails("qweight is torch.int8", good | {down: good[down].view(torch.int8)})
     fails("qkv.scales holds NaN", good | {name: good[name] * float("nan")})
-    fails("not a permutation", good | {"layers.0.mlp.down.perm": torch.zeros(256, dtype=torch.int32)})
+    fails("unexpected tensor", good | {"layers.0.mlp.down.perm": torch.zeros(256, dtype=torch.int32)})
     fails("version 2, this program reads version 1", quant={"version": 2})
     fails("mode = 'int5'; allowed: int8, int4", quant={"mode": "int5"})
     fails("group_size is 'x'", quant={"group_size": "x"})
@@ -614,16 +612,22 @@ def test_interrupted_gptq_resumes_to_the_same_bytes(tmp_path):
     assert other["mean_kl"] < whole["mean_kl"] / 10  # not a mixture of both jobs
 
 
-def test_what_killed_runs_left_is_cleaned_up_or_brought_back(tmp_path, capsys):
-    """Prevents OUT.PID.tmp that stays for ever, and the old model that only OUT.PID.old holds."""
+def test_earlier_results_are_kept_brought_back_or_replaced_whole(tmp_path, capsys):
+    """Prevents OUT.PID.tmp that stays for ever, the old model that only OUT.PID.old holds, a mixture of old and new files
+    when the same output is written twice, and hours of work replaced unasked."""
     out = quantized(tmp_path)
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
     (tmp_path / f"q.{gone.pid}.tmp").mkdir()
     (tmp_path / f"q.{os.getppid()}.tmp").mkdir()  # that one lives
     os.replace(out, tmp_path / f"q.{gone.pid}.old")
-    assert run("--checkpoint", tmp_path / "m", "--out", out) == 2 and "--force" in capsys.readouterr().err
+    argv = ["--checkpoint", tmp_path / "m", "--out", out, "--mode", "int8"]
+    assert run(*argv) == 2 and "--force" in capsys.readouterr().err
     assert sorted(p.name for p in tmp_path.iterdir()) == ["m", "q", f"q.{os.getppid()}.tmp"]
+    (out / "stale.txt").write_text("old")
+    assert run(*argv, "--force") == 0
+    assert sorted(p.name for p in out.iterdir()) == ["config.json", "model.safetensors", "receipt.json"]
+    assert json.loads((out / "config.json").read_text())["eaglet_quant"]["mode"] == "int8"
 
 
 def test_gptq_says_what_it_calibrates_on_and_renders_chats(tmp_path, monkeypatch, capsys):
@@ -685,17 +689,6 @@ def test_a_source_that_changes_meanwhile_is_refused(tmp_path):
     with pytest.raises(ValueError, match="changed while they were read"):
         rounded(source, tmp_path / "q", QuantSpec("int8"), tokens(0, 32), progress=replaced)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["m"]
-
-
-def test_an_earlier_result_is_replaced_whole_and_only_if_asked(tmp_path, capsys):
-    """Prevents mixing old and new files when the same output is written twice, and hours of work replaced unasked."""
-    out = quantized(tmp_path)
-    (out / "stale.txt").write_text("old")
-    argv = ["--checkpoint", tmp_path / "m", "--out", out, "--mode", "int8"]
-    assert run(*argv) == 2 and "--force" in capsys.readouterr().err and (out / "stale.txt").exists()
-    assert run(*argv, "--force") == 0
-    assert sorted(p.name for p in out.iterdir()) == ["config.json", "model.safetensors", "receipt.json"]
-    assert json.loads((out / "config.json").read_text())["eaglet_quant"]["mode"] == "int8"
 
 
 # ---- published formats -------------------------------------------------------------------------------------
@@ -990,12 +983,6 @@ def test_weights_that_cannot_be_rounded_at_load_are_refused(tmp_path, capsys):
 # ---- texts and heads ---------------------------------------------------------------------------------------
 
 
-def test_default_texts_respect_the_demo_models_split():
-    """Prevents calibrating or measuring on the wrong side of the demo model's training split."""
-    assert any("class ArgumentParser" in text for text in texts.stdlib_texts(True))
-    assert not any("class ArgumentParser" in text for text in texts.stdlib_texts(False))
-
-
 def test_calibration_files(tmp_path):
     """Prevents .jsonl lines of the usual shapes from being skipped, or a broken file from passing as text."""
     lines = ['"plain"', '{"text": "a"}', '{"messages": [{"role": "user", "content": "b"}, {"content": "c"}]}', ""]
@@ -1014,7 +1001,10 @@ def test_calibration_files(tmp_path):
 
 
 def test_token_windows_cover_the_text():
-    """Prevents measuring only the first file, windows past the end, or a crash on short texts."""
+    """Prevents measuring only the first file, windows past the end, a crash on short texts, or calibrating or measuring
+    on the wrong side of the demo model's training split."""
+    for held_out in (True, False):
+        assert any("class ArgumentParser" in text for text in texts.stdlib_texts(held_out)) == held_out
 
     class Letters:
         def encode(self, text):
@@ -1084,32 +1074,24 @@ def test_heads_are_quantized_with_their_target(tmp_path, capsys, version, bits):
 
 
 @pytest.mark.parametrize("version", [1, 3])
-def test_a_head_alone_is_quantized(tmp_path, capsys, version):
-    """Prevents a head that needs a quantized copy of its target, other tensors than with the target, or a lost card."""
-    source, head = saved(tmp_path / "m", UNTIED), tiny_head(tmp_path / "head", UNTIED, version)
-    write_json(head / "CARD.json", {"steps": 7})
-    argv = ["--checkpoint", source, "--eagle", head, "--eagle-mode", "int8", "--head-only"]
-    assert run(*argv) == 2 and "--head-only needs" in capsys.readouterr().err
-    assert run(*argv, "--out", head) == 2 and "exists" in capsys.readouterr().err
-    assert run(*argv, "--out", tmp_path / "new" / "q") == 0 and "EAGLE head" in capsys.readouterr().out
-    _, tensors, receipt = quantize.quantize_head(head, UNTIED, QuantSpec("int8"))
-    found = read_eagle(tmp_path / "new" / "q", UNTIED).tensors
-    assert found.keys() == tensors.keys() and all(torch.equal(found[name], tensors[name]) for name in found)
-    card = json.loads((tmp_path / "new" / "q" / "CARD.json").read_text())
-    assert card == {"steps": 7, "rounded": {"mode": "int8", **receipt}}
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["head", "m", "new"]
-
-
-@pytest.mark.parametrize("version", [1, 3])
-def test_gptq_rounds_a_head_for_what_it_drafts(tmp_path, capsys, version):
-    """Prevents GPTQ of a head that rounds to nearest, calibrates on what the head never sees when it drafts, or leaves a
-    linear in floats."""
+def test_a_head_alone_is_rounded_to_nearest_or_for_what_it_drafts(tmp_path, capsys, version):
+    """Prevents a head that needs a quantized copy of its target, other tensors than with the target, or a lost card; GPTQ
+    of a head that rounds to nearest, calibrates on what the head never sees when it drafts, or leaves out a linear."""
     source, path = saved(tmp_path / "m", UNTIED), tiny_head(tmp_path / "head", UNTIED, version)
     write_json(path / "CARD.json", {"steps": 7})
     text = tmp_path / "text.txt"
     text.write_text("words " * 400)  # the model has no tokenizer, so the ids are random all the same
     argv = ["--checkpoint", source, "--eagle", path, "--head-only", "--group-size", 32, "--lm-head", "int4"]
-    assert run(*argv, "--out", tmp_path / "rtn") == 0
+    assert run(*argv) == 2 and "--head-only needs" in capsys.readouterr().err
+    assert run(*argv, "--out", path) == 2 and "exists" in capsys.readouterr().err
+    assert run(*argv, "--out", tmp_path / "new" / "rtn") == 0 and "EAGLE head" in capsys.readouterr().out
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["head", "m", "new", "text.txt"]
+    (tmp_path / "new" / "rtn").rename(tmp_path / "rtn")
+    _, tensors, receipt = quantize.quantize_head(path, UNTIED, QuantSpec("int4", 32, lm_head="int4"))
+    found = read_eagle(tmp_path / "rtn", UNTIED).tensors
+    assert found.keys() == tensors.keys() and all(torch.equal(found[name], tensors[name]) for name in found)
+    card = json.loads((tmp_path / "rtn" / "CARD.json").read_text())
+    assert card == {"steps": 7, "rounded": {"mode": "int4", **receipt}}
     assert run(*argv, "--calibration", text, "--out", tmp_path / "no") == 2
     assert "add --algorithm gptq" in capsys.readouterr().err
     assert run(*argv, "--algorithm", "gptq", "--calibration", text, "--out", tmp_path / "gptq") == 0
@@ -1164,7 +1146,7 @@ def test_gptq_pairs_features_with_the_tokens_of_an_unshifted_head(tmp_path, monk
     for unshifted in (False, True):
         save_eagle(replace(file.config, unshifted=unshifted), file.tensors, tmp_path / str(unshifted))
         spec = QuantSpec("int8", algorithm="gptq")
-        quantize.quantize_head(tmp_path / str(unshifted), UNTIED, spec, quantize.Calibration(model, windows))
+        quantize.quantize_head(tmp_path / str(unshifted), UNTIED, spec, model, windows)
         assert torch.equal(seen[0], windows[:, :-1] if unshifted else windows[:, 1:])
         seen.clear()
 

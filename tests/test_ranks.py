@@ -290,9 +290,10 @@ def test_what_cannot_be_split_is_refused_by_name(folder):
     odd = {scales: tensors[scales]._replace(shape=(3, 64))}
     with pytest.raises(UsageError, match=r"down.scales has 3 rows, words or groups along its axis 0, .* --group-size"):
         Shard(0, 2).entries(odd | {scales.replace("scales", "qweight"): tensors[scales]}, config_of(), "here")
-    perm = {scales.replace("scales", name): tensors[scales]._replace(shape=(64,)) for name in ("perm", "qweight")}
+    index = tensors[scales]._replace(shape=(64,), read=lambda: torch.arange(64).flip(0))
+    part = Shard(0, 2).entries({"model.layers.0.mlp.down_proj.g_idx": index}, config_of(), "here")
     with pytest.raises(UsageError, match="act-order"):
-        Shard(0, 2).entries(perm, config_of(), "here")
+        part["model.layers.0.mlp.down_proj.g_idx"].read()
     with pytest.raises(UsageError, match="--quant int8 scales whole rows"):
         Checkpoint.open(DEMO).rounded("int8").sharded(Shard(0, 2))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -40,8 +39,6 @@ class AssistantReader(HeadReader):
     """An assistant: its config in parts, its tensors under Hugging Face's names."""
 
     kind = "an assistant"
-    overrides = ()
-    prefixes: Mapping[str, str] = {}
 
     def read(self) -> EagleFile:
         """The whole assistant. Raises ValueError in one line if it is damaged or made for another target."""

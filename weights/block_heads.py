@@ -203,11 +203,7 @@ class _BlockReader(HeadReader):
     def __init__(self, path: Path, raw: dict[str, Any], target: ModelConfig, overrides: Mapping[str, str]):
         super().__init__(path, target, overrides)
         self.name_entries()
-        nested = raw.get("dflash_config") or {}
-        layer = raw.get("transformer_layer_config", raw)
-        if not isinstance(nested, dict) or not isinstance(layer, dict):
-            self.fail("dflash_config and transformer_layer_config must be JSON objects.")
-        self.speculators = "transformer_layer_config" in raw
+        layer, nested = self.read_settings(raw, "dflash_config")
         self._refuse(raw, (*TOP, *IDLE, *NESTED, *(() if self.speculators else GEOMETRY)), "")
         self._refuse(nested, NESTED, "dflash_config.")
         if self.speculators:
@@ -221,10 +217,7 @@ class _BlockReader(HeadReader):
         if not found:
             self.fail(f"architectures = {names!r:.60} names no block head that is known.")
         self.architecture = found[0]
-        self.geometry = self.layer_settings(layer)
         self.top = ConfigReader({**raw, **self.given}, str(path))
-        set_there = {key: value for key, value in nested.items() if value is not None}
-        self.flags = ConfigReader({**raw, **set_there, **self.given}, str(path))
         if self.architecture.startswith(("Qwen3DSpark", "DFlashDraft")) and "block_size" in raw:
             self.flags.config["block_size"] = raw["block_size"]
 

@@ -262,7 +262,12 @@ def read_quantized(
     spec = read_spec(raw.get("eaglet_quant"), str(where))
     config = _read_described(raw.get(kind.key), f"{where} ({kind.key})", kind)
     if isinstance(config, EagleConfig):
-        _check_described(config, f"{where} ({kind.key})")
+        taps = list(config.taps)
+        ascending = taps == sorted(taps) and all(0 <= tap <= 1000 for tap in taps) and len(taps) <= 16
+        fits = (config.version, bool(taps)) in ((1, False), (3, True)) and ascending
+        if not fits or config.layer.num_hidden_layers != 1:
+            problem = f"no head of version {config.version} with taps {taps!r:.40} and one layer is known."
+            raise refusal(f"{where} ({kind.key})", problem)
     sizes, wanted = (config.target_hidden_size, config.target_vocab_size), (target.hidden_size, target.vocab_size)
     if sizes != wanted:
         raise _misfit(directory, f"made for hidden_size and vocab_size {sizes}, this model has {wanted}")
@@ -278,7 +283,7 @@ def read_quantized(
             except UsageError as error:
                 raise refusal(where, str(error)) from error
             if bits < 16:
-                slots = empty_tensors(shape, bits, spec.group_size, ["zeros"] * (f"{base}.zeros" in entries))
+                slots = empty_tensors(shape, bits, spec.group_size)
         expected |= {f"{base}.{leaf}": slot for leaf, slot in slots.items()}
     drafted = config.layer.vocab_size if config.layer.vocab_size != config.target_vocab_size else None
     if drafted is None and not config.has_lm_head and "draft_ids" in entries:  # rows of the LM head that it drafts with
@@ -313,18 +318,6 @@ def _read_described(given: Any, where: str, kind: type[Config]) -> Config:
     return kind(**given | {"layer": layer, "taps": tuple(given.get("taps", ()))})
 
 
-def _check_described(config: EagleConfig, where: str) -> None:
-    """Raise ValueError in one line for a wrong range or combination."""
-    sizes = (config.target_hidden_size, config.target_vocab_size)
-    wide = config.version == 3
-    taps = list(config.taps)
-    ascending = taps == sorted(taps) and all(0 <= tap <= 1000 for tap in taps) and len(taps) <= 16
-    if config.version not in (1, 3) or wide != bool(taps) or not ascending or config.layer.num_hidden_layers != 1:
-        raise refusal(where, f"no head of version {config.version} with taps {taps!r:.40} and one layer is known.")
-    if not all(1 <= size <= 10_000_000 for size in sizes) or config.layer.vocab_size > config.target_vocab_size:
-        raise refusal(where, f"target_hidden_size and target_vocab_size are {sizes}, which no model has.")
-
-
 def _json_shape(kind: type) -> dict[str, Any]:
     """The shape (`support.reader.check`) of a dataclass that `asdict` and JSON have passed. No other keys are allowed.
 
@@ -352,8 +345,8 @@ class HeadReader:
     """One head while it is being understood: its tensors under plain names, and the settings that the user gave."""
 
     kind: str  # what errors call it
-    overrides: Sequence[str]  # what --eagle-config may set
-    prefixes: Mapping[str, str]  # regular expressions for the begin of a name, and what takes their place
+    overrides: Sequence[str] = ()  # what --eagle-config may set
+    prefixes: Mapping[str, str] = {}  # regular expressions for the begin of a name, and what takes their place
 
     def __init__(self, path: Path, target: ModelConfig, overrides: Mapping[str, str]):
         self.path = path
@@ -393,12 +386,24 @@ class HeadReader:
                 self.fail(f"two tensors are called {name!r:.80} once prefixes are removed.")
             self.entries[name] = entry
 
-    def layer_settings(self, layer: dict[str, Any]) -> ConfigReader:
-        """The settings of a decoder layer, with those that the user gave in their place."""
+    def read_settings(self, raw: dict[str, Any], *keys: str) -> tuple[dict[str, Any], ...]:
+        """Make readers of a config.json, whose settings of a decoder layer may lie in an object of their own: `geometry`
+        of these, and `flags` of all others, which may lie under `keys`. What the user gave takes their place.
+
+        Returns the objects: of the layer, and under each key.
+        """
+        self.speculators = not raw.keys().isdisjoint(("transformer_layer_config", "speculators_model_type"))
+        layer = raw.get("transformer_layer_config") if self.speculators else raw
+        parts = layer, *(raw.get(key) or {} for key in keys)
+        if not all(isinstance(part, dict) for part in parts):
+            self.fail(f"{', '.join(('transformer_layer_config', *keys))} must be JSON objects.")
         settings, nested = {**layer, **self.given}, layer.get("rope_parameters")
         if "rope_theta" in self.given and isinstance(nested, dict):
             settings["rope_parameters"] = {**nested, "rope_theta": self.given["rope_theta"]}
-        return ConfigReader(settings, str(self.path))
+        self.geometry = ConfigReader(settings, str(self.path))
+        inner = {key: value for part in parts[1:] for key, value in part.items() if value is not None}
+        self.flags = ConfigReader({**raw, **inner, **self.given}, str(self.path))
+        return parts
 
     def draft_ids(self, wide: bool) -> Tensor | None:
         """Absolute target ids [Vd] of a head's draft vocabulary, None if it is the target's.
@@ -454,14 +459,9 @@ class _EagleReader(HeadReader):
     def __init__(self, path: Path, target: ModelConfig, overrides: Mapping[str, str]):
         super().__init__(path, target, overrides)
         raw = self._open()
-        self.bare, self.speculators = not raw, "speculators_model_type" in raw
-        layer = raw.get("transformer_layer_config") if self.speculators else raw
-        parts = [layer, raw.get("eagle_config") or {}, raw.get("eaglet_eagle") or {}]
-        if not all(isinstance(part, dict) for part in parts):
-            self.fail("transformer_layer_config and eagle_config must be JSON objects.")
-        self.ours = bool(parts[2])  # the flags of our own files have exactly our meaning
-        self.geometry = self.layer_settings(layer)
-        self.flags = ConfigReader({**raw, **parts[1], **parts[2], **self.given}, str(path))
+        self.bare = not raw
+        _, _, own = self.read_settings(raw, "eagle_config", "eaglet_eagle")
+        self.ours = bool(own)  # the flags of our own files have exactly our meaning
 
     def _open(self) -> dict[str, Any]:
         """Fill self.entries. Returns the head's config, or {} if it has none."""
@@ -506,7 +506,6 @@ class _EagleReader(HeadReader):
             target_vocab_size=self.target.vocab_size,
             unshifted=not wide and self.ours and flags.boolean("unshifted", False),
         )
-        _check_described(config, str(self.path))
         for key, has in {"fc_norm": config.fc_norm, "norm_before_fc": config.norm_before_fc}.items():
             if flags.boolean(key, has) != has:
                 self.fail(f"config.json and the tensors disagree about {key}.")

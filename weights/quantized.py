@@ -3,7 +3,7 @@
 A quantized module keeps the tensors as they are stored, whatever the device is:
 
 int4  `qweight` uint8 [out, in/2] (byte j holds column 2j in its low half and column 2j+1 in its high half), `scales`
-      fp16 [in/G, out], optional `zeros` uint8 [in/G, out] (8 if absent), optional `perm` int32 [in] (stored column j
+      fp16 [in/G, out]; of other makers `zeros` uint8 [in/G, out] (8 if absent) and `perm` int32 [in] (stored column j
       multiplies input perm[j]). weight = (q - zero) * scale. Instead of zeros there may be `mins` fp16 [in/G, out]:
       weight = q * scale + min
 int8  `qweight` int8 [out, in], `scales` fp32 [out], or fp16 [in/G, out]. weight = q * scale
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -101,19 +101,13 @@ def read_spec(value: Any, where: str) -> QuantSpec:
         raise BadFileError(f"{where}: {error}") from error
 
 
-def empty_tensors(shape: tuple[int, ...], bits: int, group_size: int, extra: Collection[str] = ()) -> Stored:
-    """Meta tensors for a weight of `shape`. extra: which of 'zeros' and 'perm' it has."""
+def empty_tensors(shape: tuple[int, ...], bits: int, group_size: int) -> Stored:
+    """Meta tensors for a weight of `shape` that is rounded here, so without zeros and perm."""
     lead, N, K = shape[:-2], *shape[-2:]
-    grid = (K // group_size, N)
-    layout = {"qweight": ((N, K // 2), torch.uint8), "scales": (grid, torch.float16)}
+    layout = {"qweight": ((N, K // 2), torch.uint8), "scales": ((K // group_size, N), torch.float16)}
     if bits == 8:
         layout = {"qweight": ((N, K), torch.int8), "scales": ((N,), torch.float32)}
-    elif "zeros" in extra:
-        layout["zeros"] = (grid, torch.uint8)
-    stored = {k: torch.empty(*lead, *size, dtype=d, device="meta") for k, (size, d) in layout.items()}
-    if "perm" in extra:
-        stored["perm"] = torch.empty(K, dtype=torch.int32, device="meta")
-    return stored
+    return {k: torch.empty(*lead, *size, dtype=d, device="meta") for k, (size, d) in layout.items()}
 
 
 def pack_nibbles(codes: Tensor) -> Tensor:
@@ -238,8 +232,6 @@ class QuantLinear(SelfCounting):
                 self._buffers[name] = stored.to(self._buffers[name].device)
         if self.qweight is not None:
             self.packed = None
-        elif fn(self.packed.weight[:0]).device != self.packed.weight.device:
-            raise ValueError("packed weights cannot move to another device; load the model again on that one.")
         return self
 
 
@@ -417,11 +409,7 @@ def held_bytes(
             total += count * (width + (2 * dtype.itemsize if paired else 0))
         elif leaf in ("qzeros", "weight_zero_point"):
             total += count * (8 if width == 4 else 1) * (4 if tiles else 1)
-        elif leaf == "zeros" and tiles:  # they become mins in float32
-            total += 4 * count
-        elif leaf == "zeros" and planes:
-            total += count // shape[-1] * padded(shape[-1])
-        elif leaf in ("zeros", "mins", "perm") or not tensor.dtype.is_floating_point:
+        elif leaf in ("mins", "perm") or not tensor.dtype.is_floating_point:
             total += count * width
         elif planes and rounded and multiplied(name, shape):
             total += padded(shape[0]) * padded(shape[1]) + 4 * (shape[0] + counters_of(shape[0]))
@@ -446,20 +434,18 @@ def quantizable(module: nn.Module, spec: QuantSpec) -> Iterator[tuple[nn.Module,
             yield child, weights, bits
 
 
-def apply_spec_(module: nn.Module, spec: QuantSpec, names: Collection[str] = ()) -> nn.Module:
+def apply_spec_(module: nn.Module, spec: QuantSpec) -> nn.Module:
     """Swap every linear (and Mixtral's experts) for an empty quantized one on the meta device. Returns `module`.
 
     The module is a Transformer, or anything else made of linears such as an EAGLE head. A tied LM head gets a quantized
-    copy of its own unless spec.lm_head is fp16. `names` are the tensors in the file. They tell which weights have zeros
-    and perms.
+    copy of its own unless spec.lm_head is fp16.
     """
     if isinstance(module, Transformer) and module.lm_head is None and spec.lm_head != "fp16":
         untie_(module)
     for child, weights, bits in quantizable(module, spec):
         bias, per_token = (None, child.per_token) if isinstance(child, Experts) else (child.bias, 0)
         for full, weight in weights.items():
-            extra = [leaf for leaf in ("zeros", "perm") if f"{full}.{leaf}" in names]
-            empty = empty_tensors(weight.shape, bits, spec.group_size, extra)
+            empty = empty_tensors(weight.shape, bits, spec.group_size)
             replace_module(module, full, QuantLinear(empty, bias, per_token))
     return module
 
@@ -500,7 +486,7 @@ def set_tensor(module: nn.Module, name: str, tensor: Tensor) -> None:
 
 
 def install_(
-    model: Transformer, parameter: str, weight: Stored | kernels.PackedWeight, size: torch.Size, where: str,
+    model: nn.Module, parameter: str, weight: Stored | kernels.PackedWeight, size: torch.Size, where: str,
     to: Destination,
 ) -> None:  # fmt: skip
     """Put a quantized module in the place of the module, or of the experts' matrix, that `parameter` belongs to.
@@ -528,15 +514,11 @@ def adopt_(module: nn.Module, tensors: Mapping[str, Tensor], device, dtype: torc
 
     Floats are cast to `dtype`, but scales keep theirs. Raises ValueError for codes of another shape than the linear's.
     """
+    to = Destination(device, dtype, lambda *_: None)
     for name, tensor in tensors.items():
         base, _, leaf = name.rpartition(".")
         if leaf == "qweight":
-            old = module.get_submodule(base)
-            held = {key: tensors[f"{base}.{key}"].to(device) for key in TENSORS if f"{base}.{key}" in tensors}
-            new = QuantLinear(held, old.bias)
-            shapes = [[linear.out_features, linear.in_features] for linear in (new, old)]
-            if shapes[0] != shapes[1]:
-                raise ValueError(f"{base} is {shapes[0]}, expected {shapes[1]}: not a head for this model.")
-            replace_module(module, base, new)
+            held = {key: tensors[f"{base}.{key}"] for key in TENSORS if f"{base}.{key}" in tensors}
+            install_(module, base, held, module.get_submodule(base).weight.shape, base, to)
         elif leaf not in TENSORS:
             set_tensor(module, name, tensor.to(device, dtype if tensor.is_floating_point() else None))

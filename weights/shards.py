@@ -128,10 +128,8 @@ class Shard(NamedTuple):
         if leaf == "weight_shape":
             axis = 1 if by_inputs else 0
             return lambda t: t.clone().index_copy_(0, torch.tensor([axis]), t[axis : axis + 1] // self.ranks)
-        if leaf == "perm" and by_inputs:
-            raise UsageError(f"{where}: {name}: act-order mixes columns of all ranks; --tp needs one without it.")
         axes: tuple[int | None, int | None] = (-1, -2)  # of outputs and of inputs
-        if leaf in (*GROUP_NUMBERS, "perm"):
+        if leaf in GROUP_NUMBERS:
             axes = None, -1
         elif leaf == "bias" or (stored and len(shape) - lead == 1):  # int8 has one scale for each output
             axes = -1, None

@@ -100,19 +100,17 @@ def test_a_head_is_written_as_it_is_published(tmp_path, name):
     assert {key for key in tensors if "confidence" not in key} == written.keys()
 
 
-def test_the_vocabulary_of_a_speculators_head_is_its_own(tmp_path):
-    """Draft ids that are offsets, or a successor table that is indexed by the target's ids."""
-    config, _, file = read_layout(tmp_path, "speculators")
-    assert file.tensors["draft_ids"].tolist() == draft_ids(config)
-    assert file.config.taps == (1, 3, 5) and file.config.layer.vocab_size == 40 and file.config.has_lm_head
-    assert block_tensors(file.config)["successor.weight"] == {"markov_head.markov_w2.weight": (40, 6)}
-
-
-def test_slots_and_depths_follow_the_architecture(tmp_path):
-    """The wrong token for every slot: DeepSpec's DFlash drafts in slot 0, and speculators say whether theirs do."""
-    depth = {name: read_layout(tmp_path / name, name)[2].config.depth for name in LAYOUTS}
+def test_slots_and_vocabularies_follow_the_architecture(tmp_path):
+    """The wrong token for every slot: DeepSpec's DFlash drafts in slot 0, and speculators say whether theirs do. Draft
+    ids that are offsets, or a successor table that is indexed by the target's ids."""
+    files = {name: read_layout(tmp_path / name, name)[2] for name in LAYOUTS}
+    depth = {name: file.config.depth for name, file in files.items()}
     assert depth["dflash"] == 5 and depth["dspark, plain"] == 5 and depth["dspark, gated"] == 4
     assert depth["speculators"] == 4 and depth["speculators, anchor unused"] == 3 and depth["dflash2"] == 4
+    file = files["speculators"]
+    assert file.tensors["draft_ids"].tolist() == draft_ids(LAYOUTS["speculators"])
+    assert file.config.taps == (1, 3, 5) and file.config.layer.vocab_size == 40 and file.config.has_lm_head
+    assert block_tensors(file.config)["successor.weight"] == {"markov_head.markov_w2.weight": (40, 6)}
 
 
 BAD = {

@@ -431,9 +431,15 @@ def test_pickled_parameters_and_strange_tensors(llama, monkeypatch):
 
 
 def test_config_file_errors(llama, tmp_path):
-    """Tracebacks, or gigabytes read, for a config.json that is not one."""
+    """Tracebacks, or gigabytes read, for a config.json that is not one. Sizes of terabytes must fail on the shapes in the
+    file, not in the allocator."""
     one_line(lambda: load_model(tmp_path / "nowhere"), "nowhere is not a directory")
     config = llama / "config.json"
+    original = config.read_text()
+    for change in ({"hidden_size": 2**31, "head_dim": 16}, {"vocab_size": 10_000_000}, {"intermediate_size": 2**31}):
+        edit_json(config, **change)
+        one_line(lambda: load_model(llama))
+        config.write_text(original)
     for text in ("", "{", "[1]", "7", '{"hidden_size": NaN}', "[" * 100_000, '{"a": "\\ud800"', "\xff"):
         config.write_bytes(text.encode("latin-1"))
         one_line(lambda: load_model(llama), "config.json")
@@ -499,15 +505,6 @@ def test_published_oddities_of_token_ids_are_accepted(llama):
         (llama / name).write_text(json.dumps(content))
         assert load_config(llama).eos_token_ids == (2,)
         (llama / name).unlink()
-
-
-def test_huge_sizes_are_refused_before_memory_is_taken(llama):
-    """A config that asks for terabytes must fail on the shapes in the file, not in the allocator."""
-    for change in ({"hidden_size": 2**31, "head_dim": 16}, {"vocab_size": 10_000_000}, {"intermediate_size": 2**31}):
-        original = (llama / "config.json").read_text()
-        edit_json(llama / "config.json", **change)
-        one_line(lambda: load_model(llama))
-        (llama / "config.json").write_text(original)
 
 
 # ---- EAGLE heads -----------------------------------------------------------------------------------------------
@@ -603,7 +600,8 @@ def test_eagle1_llama3_and_qwen2_variants(tmp_path):
 
 
 def test_geometry_is_the_heads_own(tmp_path):
-    """Vicuna-33B (GQA head, MHA target) and Mixtral (dense MHA head, GQA MoE target with eps 1e-5 and theta 1e6)."""
+    """Vicuna-33B (GQA head, MHA target) and Mixtral (dense MHA head, GQA MoE target with eps 1e-5 and theta 1e6). Of a
+    narrower head fc reads the target's width, and the embedding must come from the head's file."""
     target = replace(TARGET, model_type="mixtral", num_local_experts=8, num_experts_per_tok=2)
     source = eagle1(heads=4, kv_heads=4)
     config = GEOMETRY | {"model_type": "mixtral", "num_key_value_heads": 4}
@@ -616,6 +614,12 @@ def test_geometry_is_the_heads_own(tmp_path):
     folder = write_head(tmp_path / "vicuna", source, {**config, "max_sequence_length": 2000})
     layer = read_eagle(folder, replace(TARGET, num_key_value_heads=4)).config.layer
     assert (layer.num_key_value_heads, layer.max_position_embeddings) == (1, 2000)
+    source, config = eagle3(hidden=32, heads=2), GEOMETRY | {"hidden_size": 32, "num_attention_heads": 2}
+    config["target_hidden_size"] = H
+    one_line(lambda: read_eagle(write_head(tmp_path / "h", source, config), TARGET), "embed_tokens")
+    source["embed_tokens.weight"] = torch.randn(V, 32)
+    read = read_eagle(write_head(tmp_path / "h", source, config), TARGET).config
+    assert read.has_embed and (read.layer.hidden_size, read.target_hidden_size, read.layer.head_dim) == (32, H, 16)
 
 
 def test_eagle3_as_published(tmp_path):
@@ -701,17 +705,6 @@ def test_speculators_layout(tmp_path):
     read = read_eagle(write_head(tmp_path / "k", source, speculators()), TARGET)
     assert read.config.layer.qk_norm
     assert torch.equal(read.tensors["layer.attention.q_norm.weight"], source["layers.0.self_attn.q_norm.weight"])
-
-
-def test_head_narrower_than_its_target(tmp_path):
-    """target_hidden_size: fc reads the target's width, the embedding must come from the head's file."""
-    source = eagle3(hidden=32, heads=2)
-    config = {**GEOMETRY, "hidden_size": 32, "num_attention_heads": 2, "target_hidden_size": H}
-    one_line(lambda: read_eagle(write_head(tmp_path / "h", source, config), TARGET), "embed_tokens")
-    source["embed_tokens.weight"] = torch.randn(V, 32)
-    read = read_eagle(write_head(tmp_path / "h", source, config), TARGET)
-    assert read.config.has_embed and read.config.layer.hidden_size == 32 and read.config.target_hidden_size == H
-    assert read.config.layer.head_dim == 16
 
 
 def same_tensors(a, b) -> bool:
@@ -875,9 +868,11 @@ def cached(cache: Path, name: str, source: Path) -> Path:
     return snapshot
 
 
-def test_org_name_is_the_snapshot_in_the_cache(hub, tiny_checkpoint, tmp_path, monkeypatch):
-    """A model that was downloaded already and must be downloaded again, or a folder here that the cache shadows."""
-    source = tiny_checkpoint("llama")
+def test_org_name_is_the_snapshot_in_the_cache(hub, tiny_checkpoint, tmp_path):
+    """A model that was downloaded already and must be downloaded again, or a folder here that the cache shadows. A
+    traceback, or no way out, for one that is missing or half there; a commit that leads out of the cache."""
+    source, get = tiny_checkpoint("llama"), "hf download org/name"
+    one_line(lambda: Checkpoint.open("org/name"), "org/name is no path here", str(hub), get)
     snapshot = cached(hub, "org/na.me-7B_x", source)
     assert Checkpoint.open("org/na.me-7B_x").directory == snapshot
     assert same_weights(load_model("org/na.me-7B_x"), load_model(source))
@@ -885,6 +880,13 @@ def test_org_name_is_the_snapshot_in_the_cache(hub, tiny_checkpoint, tmp_path, m
     assert read_eagle("org/head", TARGET).config == read_eagle(head, TARGET).config
     shutil.copytree(tiny_checkpoint("llama-tied"), "org/na.me-7B_x")
     assert Checkpoint.open("org/na.me-7B_x").directory == Path("org/na.me-7B_x")
+    main = hub / "models--org--name" / "refs" / "main"
+    shutil.copytree(cached(hub, "org/name", source), hub / "models--org--name" / "abcdef12")
+    for text in (b"../abcdef12", b"abcdef12abcdef12", b"..", b"", b"\xff" * 40, str(hub).encode()):
+        main.write_bytes(text)
+        one_line(lambda: Checkpoint.open("org/name"), "no snapshot of main", get)
+    main.unlink()
+    one_line(lambda: Checkpoint.open("org/name"), "no snapshot of main", get)
 
 
 def test_the_cache_lies_where_the_hub_s_client_puts_it(hub, monkeypatch):
@@ -897,20 +899,6 @@ def test_the_cache_lies_where_the_hub_s_client_puts_it(hub, monkeypatch):
     assert cache_folder() == Path("/x/huggingface/hub")
     monkeypatch.setenv("HF_HOME", "~/y")
     assert cache_folder() == Path("/h/y/hub")
-
-
-def test_what_the_cache_does_not_have_is_one_line(hub, tiny_checkpoint):
-    """A traceback, or no way out, for a model that is missing or half there; a commit that leads out of the cache."""
-    get = "hf download org/name"
-    one_line(lambda: Checkpoint.open("org/name"), "org/name is no path here", str(hub), get)
-    snapshot = cached(hub, "org/name", tiny_checkpoint("llama"))
-    main = hub / "models--org--name" / "refs" / "main"
-    shutil.copytree(snapshot, hub / "models--org--name" / "abcdef12")
-    for text in (b"../abcdef12", b"abcdef12abcdef12", b"..", b"", b"\xff" * 40, str(hub).encode()):
-        main.write_bytes(text)
-        one_line(lambda: Checkpoint.open("org/name"), "no snapshot of main", get)
-    main.unlink()
-    one_line(lambda: Checkpoint.open("org/name"), "no snapshot of main", get)
 
 
 @pytest.mark.parametrize(

@@ -449,18 +449,6 @@ def test_an_old_file_of_qwen3_next_is_the_same(as_gguf, tiny_checkpoint, tmp_pat
     assert all(torch.equal(value, new.state_dict()[name]) for name, value in old.state_dict().items())
 
 
-@pytest.mark.parametrize("key,value", [
-    ("ssm.group_count", 0), ("ssm.group_count", 3), ("ssm.inner_size", 97), ("nextn_predict_layers", 2),
-    ("block_count", 2**31 - 1), ("ssm.conv_kernel", 1),
-])  # fmt: skip
-def test_recurrent_layers_of_other_kinds_are_one_clear_line(tiny_checkpoint, tmp_path, key, value):
-    """Catches sizes that are read without a check, and further layers for multi-token prediction that are ignored."""
-    source = Checkpoint.open(tiny_checkpoint("qwen3_5"))
-    path = write(tmp_path / "m.gguf", "qwen35", metadata_of(source.config) | {key: value}, tensors_of(source))
-    names = {("ssm.group_count", 3): "linear_num_key_heads", ("ssm.conv_kernel", 1): "linear_conv_kernel_dim"}
-    one_line(lambda: Checkpoint.open(path), "m.gguf", names.get((key, value), key))
-
-
 @pytest.mark.parametrize(
     "family,kind", [("llama", "Q4_1"), ("mixtral", "Q4_0"), ("mixtral", "Q4_1"), ("qwen2", "Q4_0"), ("tied", "Q4_1")]
 )
@@ -664,27 +652,31 @@ def test_a_strange_tokenizer_is_one_clear_line(tmp_path, change, words):
     assert "t.gguf" in text or "tokenizer.json" in text
 
 
-@pytest.mark.parametrize("change,words", [
-    ({"general.architecture": "gemma4"}, "architecture 'gemma4' is not supported"),
-    ({"llama.rope.dimension_count": 8}, "only a part of each head"),
-    ({"llama.rope.scaling.type": "longrope"}, "RoPE scaling 'longrope'"),
-    ({"llama.attention.head_count": [4, 4, 2]}, "differs between layers"),
-    ({"llama.attention.head_count": 0}, "head_count"),
-    ({"llama.block_count": 4}, "missing tensor 'model.layers.3"),
-    ({"llama.block_count": 2}, "unexpected tensor 'model.layers.2"),
-    ({"llama.embedding_length": 96}, "expected a float of 16 to 64 bits"),
-    ({"llama.feed_forward_length": -5}, "intermediate_size"),
+@pytest.mark.parametrize("family,change,words", [
+    ("llama", {"general.architecture": "gemma4"}, "architecture 'gemma4' is not supported"),
+    ("llama", {"llama.rope.dimension_count": 8}, "only a part of each head"),
+    ("llama", {"llama.rope.scaling.type": "longrope"}, "RoPE scaling 'longrope'"),
+    ("llama", {"llama.attention.head_count": [4, 4, 2]}, "differs between layers"),
+    ("llama", {"llama.attention.head_count": 0}, "head_count"),
+    ("llama", {"llama.block_count": 4}, "missing tensor 'model.layers.3"),
+    ("llama", {"llama.block_count": 2}, "unexpected tensor 'model.layers.2"),
+    ("llama", {"llama.embedding_length": 96}, "expected a float of 16 to 64 bits"),
+    ("llama", {"llama.feed_forward_length": "many"}, "intermediate_size"),
+    ("qwen3_5", {"qwen35.ssm.group_count": 0}, "ssm.group_count"),
+    ("qwen3_5", {"qwen35.ssm.group_count": 3}, "linear_num_key_heads"),
+    ("qwen3_5", {"qwen35.ssm.inner_size": 97}, "ssm.inner_size"),
+    ("qwen3_5", {"qwen35.ssm.conv_kernel": 1}, "linear_conv_kernel_dim"),
+    ("qwen3_5", {"qwen35.nextn_predict_layers": 2}, "nextn_predict_layers"),
+    ("qwen3_5", {"qwen35.block_count": 2**31 - 1}, "block_count"),
 ])  # fmt: skip
-def test_a_model_that_is_not_implemented_is_one_clear_line(as_gguf, tmp_path, change, words):
-    """An architecture or setting that is not implemented is one line."""
-    source = Checkpoint.open(as_gguf("llama"))
-    config, tensors = source.config, tensors_of(source)
-    arch = change.get("general.architecture", "llama")
-    metadata = {k: v for k, v in metadata_of(config).items() if f"llama.{k}" not in change}
+def test_a_model_that_is_not_implemented_is_one_clear_line(tiny_checkpoint, tmp_path, family, change, words):
+    """An architecture, size or setting that is not implemented is one line. Catches sizes that are read without a check,
+    and further layers for multi-token prediction that are ignored."""
+    source, arch = Checkpoint.open(tiny_checkpoint(family)), ARCHITECTURES.get(f"{family}_text", family)
+    metadata = {key: value for key, value in metadata_of(source.config).items() if f"{arch}.{key}" not in change}
     extra = {key: value for key, value in change.items() if key != "general.architecture"}
-    if extra.get("llama.feed_forward_length") == -5:
-        extra["llama.feed_forward_length"] = "many"
-    path = write(tmp_path / "m.gguf", arch, metadata, tensors, extra=extra)
+    arch = change.get("general.architecture", arch)
+    path = write(tmp_path / "m.gguf", arch, metadata, tensors_of(source), extra=extra)
     one_line(lambda: Checkpoint.open(path).load(), "m.gguf", words)
 
 
@@ -748,25 +740,21 @@ def test_a_folder_that_holds_a_gguf_file_names_it(as_gguf, tmp_path, capsys):
         Checkpoint.open(tmp_path)
 
 
-def test_the_note_says_why_types_that_could_stay_became_floats(as_gguf, tmp_path):
+def test_quantized_types_that_become_floats_are_noted_or_refused(as_gguf, tmp_path, monkeypatch):
     """Of a file with q in Q8_0 and k and v in Q4_0 the note does not say that all Q4_0 stays quantized. The CPU
-    kernels keep both."""
+    kernels keep both. Much that cannot stay is refused with its bytes, and taken where that was asked for."""
     path = mixed_file(tmp_path / "m.gguf", Checkpoint.open(as_gguf("llama")), {"attn_k": "Q4_0", "attn_v": "Q4_0"})
     (note,) = Checkpoint.open(path).notes
     assert note.endswith(", and no fused matrices (q, k and v; gate and up; experts) whose types differ.")
-    (note,) = Checkpoint.open(as_gguf("llama", "Q5_0")).notes
+    other = as_gguf("llama", "Q5_0")
+    (note,) = Checkpoint.open(other).notes
     assert note.endswith(" MB in float32): only matrices in Q4_0, Q4_1 stay quantized.")
-    assert not any(Checkpoint.open(p, layout="tiles").notes for p in (path, as_gguf("llama", "Q5_0")))
-
-
-def test_many_floats_of_a_quantized_file_are_refused(as_gguf, monkeypatch):
-    """What cannot stay quantized is refused with its bytes where it is much, and taken where that was asked for."""
-    path = as_gguf("llama", "Q5_0")
+    assert not any(Checkpoint.open(p, layout="tiles").notes for p in (path, other))
     monkeypatch.setattr("weights.gguf.SMALL", 0)
     monkeypatch.setattr("kernels.cpu_problem", lambda: "this processor has no avx2")
     with pytest.raises(ValueError, match=r"Q5_0 .*become [\d.]+ [kMG]B of floats .*--kernels reference"):
-        load(path, device="cpu", ctx=64)
-    assert load(path, device="cpu", ctx=64, kernels="reference").model.quant is None
+        load(other, device="cpu", ctx=64)
+    assert load(other, device="cpu", ctx=64, kernels="reference").model.quant is None
 
 
 def test_values_that_are_not_finite_are_refused(as_gguf, tmp_path):

@@ -157,16 +157,13 @@ def test_int8_keys_keep_the_promise_beside_recurrent_layers():
     assert got.token_ids == plain_engine.generate(PROMPT, params).run()[0].token_ids
 
 
-def test_what_recurrent_layers_cannot_do_is_said(tiny_checkpoint):
-    """Catches a model with recurrent layers that is split among processes, or drafts, with wrong results."""
+def test_the_plan_counts_what_recurrent_layers_keep(tiny_checkpoint):
+    """Catches a plan without the memory of recurrent layers, or with keys and values for them, and such a model that
+    drafts, with wrong results."""
     folder = str(tiny_checkpoint("qwen3_5"))
     with pytest.raises(ValueError, match="a model with recurrent layers, or heads of two sizes, cannot draft"):
         load(folder, draft_checkpoint=folder)
-
-
-def test_the_plan_counts_what_recurrent_layers_keep(tiny_checkpoint):
-    """Catches a plan without the memory of recurrent layers, or with keys and values for them."""
-    engine = load(tiny_checkpoint("qwen3_5"), ctx=128, slots=2)
+    engine = load(folder, ctx=128, slots=2)
     memory = engine.state.memory
     kept = sum(t.nbytes for t in memory) + memory.memory.nbytes + memory.path.nbytes
     assert engine.plan.recurrent == kept and engine.plan.kv == pytest.approx(engine.state.kv[0].nbytes, rel=0.02)

@@ -746,6 +746,10 @@ def test_quantized_types_that_become_floats_are_noted_or_refused(as_gguf, tmp_pa
     path = mixed_file(tmp_path / "m.gguf", Checkpoint.open(as_gguf("llama")), {"attn_k": "Q4_0", "attn_v": "Q4_0"})
     (note,) = Checkpoint.open(path).notes
     assert note.endswith(", and no fused matrices (q, k and v; gate and up; experts) whose types differ.")
+    kinds = dict.fromkeys(("ffn_gate_exps", "ffn_up_exps"), "Q4_0")  # of experts, whose other matrix cannot stay
+    experts = Checkpoint.open(mixed_file(tmp_path / "e.gguf", Checkpoint.open(as_gguf("mixtral")), kinds, "Q4_1"))
+    assert "6 Q4_0 tensors" in experts.notes[0]
+    run(experts.load(), tokens_of(4), 4)
     other = as_gguf("llama", "Q5_0")
     (note,) = Checkpoint.open(other).notes
     assert note.endswith(" MB in float32): only matrices in Q4_0, Q4_1 stay quantized.")

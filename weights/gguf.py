@@ -8,6 +8,7 @@ Everything that a file claims is checked before memory is allocated for it.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import itertools
 import math
@@ -390,7 +391,14 @@ class GGUFFile:
             sources["lm_head.weight"] = sources.pop("embed_tokens.weight")
         elif model.lm_head is None:
             del sources["embed_tokens.weight"]
-        return {ours: names for ours, names in sources.items() if self.in_int4(names) or self.in_blocks(names)}
+        packed = {ours: names for ours, names in sources.items() if self.in_int4(names) or self.in_blocks(names)}
+        # Experts have two matrices, which are packed both or not at all.
+        blocks = collections.Counter(ours.rpartition(".")[0] for ours in packed)
+        return {
+            ours: names
+            for ours, names in packed.items()
+            if ".experts." not in names[0] or blocks[ours.rpartition(".")[0]] == 2
+        }
 
     def kept(self, entries: Entries, packed: Mapping[str, list[str]]) -> dict[str, Entry | Tensor]:
         """What loading keeps, without values: the parameters in `packed` in our layout, the others as given."""

@@ -18,7 +18,6 @@ from decoding.drafter import Drafter
 from drafters.assistant import AssistantDrafter, AssistantHead
 from drafters.block import BlockDrafter, BlockHead
 from drafters.draft_model import DraftModelDrafter, check_vocabulary
-from drafters.lookahead import LookaheadDrafter
 from drafters.medusa import MedusaDrafter, load_medusa
 from drafters.ngram import NGramDrafter, WithNGrams
 from drafters.trees import DraftHead, DraftRule
@@ -60,12 +59,10 @@ def resolve(asked: LoadOptions, checkpoint: Checkpoint, head: EagleFile | BlockF
 
 def tree_shape(options: LoadOptions) -> tuple[int, int]:
     """(N, D) of what the drafter proposes; (1, 0) for plain decoding."""
-    kind = options.drafter_kind
     tree = parse_tree(options.trees[0])  # a misspelt name is an error even where nothing is drafted
-    if not kind:
+    if not options.drafter_kind:
         return 1, 0
-    shape = LookaheadDrafter.shape() if kind == "lookahead" else (tree.N, tree.D)
-    return WithNGrams.shape(*shape, options.ngram_nodes) if options.ngram_nodes else shape
+    return WithNGrams.shape(tree.N, tree.D, options.ngram_nodes) if options.ngram_nodes else (tree.N, tree.D)
 
 
 def build_trees(options: LoadOptions, device: torch.device) -> DynamicTree | TreeTables:
@@ -350,8 +347,6 @@ def _new_drafter(model: Transformer, options: LoadOptions, head: DraftHead | Non
     length = options.ctx + tree_shape(options)[0] + 1
     if kind == "ngram":
         return NGramDrafter(model, tree.N, tree.D)
-    if kind == "lookahead":
-        return LookaheadDrafter(model, B)
     if kind == "medusa":
         with bad_files():
             heads = load_medusa(local_path(options.medusa), model)

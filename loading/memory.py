@@ -112,8 +112,6 @@ def plan_memory(checkpoint: Checkpoint, files: DraftFiles, options: LoadOptions)
     if options.medusa:
         path = local_path(options.medusa)
         drafter = sum(file.stat().st_size for file in ([path] if path.is_file() else path.glob("*")))
-    if options.drafter == "lookahead":
-        buffers += B * config.vocab_size * (N - 1) // 2 * 4
     captured = options.compile and options.device == "cuda" and options.compile_mode != "reduce-overhead"
     widest = max(config.hidden_size, config.intermediate_size, config.vocab_size)
     graphs = LIVE_ROWS * 4 * B * N * widest if captured else 0

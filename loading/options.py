@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from weights.checkpoint import Checkpoint
 
 DEMO = Path(__file__).resolve().parent.parent / "demo"
-DRAFTERS = ("eagle", "ngram", "lookahead", "draft", "medusa")
+DRAFTERS = ("eagle", "ngram", "draft", "medusa")
 FULL = ("refuse", "drop-oldest")  # what happens to a chat that does not fit into the context
 VERIFY = ("match", "multi-round", "multi-round-replacement")
 DTYPES = ("float32", "bfloat16", "float16", "float64")
@@ -112,7 +112,7 @@ class LoadOptions:
     )  # fmt: skip
     eagle_config: tuple[str, ...] = option("value for a head without config.json (repeatable)", (), metavar="KEY=VALUE")
     drafter: str = option(
-        "default: what --eagle, --draft-checkpoint or --medusa selects; ngram and lookahead need no file", "", DRAFTERS
+        "default: what --eagle, --draft-checkpoint or --medusa selects; ngram needs no file", "", DRAFTERS
     )
     draft_checkpoint: str | None = option("draft with a small LLM of the same vocabulary", metavar="DIR")
     medusa: str | None = option("Medusa heads: medusa_lm_head.pt, .safetensors, or their folder", metavar="FILE")

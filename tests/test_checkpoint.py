@@ -970,7 +970,7 @@ def test_a_family_decodes_with_every_kernel_and_draft(tiny_checkpoint, family, h
     engine = load(folder, ctx=128, dtype="float32", device="cpu", kernels=kernel, quant=quant[0] if quant else None)
     drafters = [{"eagle": f"random:{version}", "tree": "dynamic:8,3,4"} for version in (1, 3)]
     if quant:  # a random head would be quantized by the same name
-        drafters = [{"drafter": "ngram", "tree": "chain:4"}, {"drafter": "lookahead"}]
+        drafters = [{"drafter": "ngram", "tree": tree} for tree in ("chain:4", "paper25")]
     engines = [engine, *(build_engine(engine, options, 128) for options in drafters)]
     for seed, temperature in enumerate((0.0, 1.0)):
         prompt = torch.randint(3, 120, (9,), generator=torch.Generator().manual_seed(seed)).tolist()

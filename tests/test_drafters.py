@@ -23,7 +23,6 @@ from decoding.step import DecodeState, decode_step
 from drafters import ngram
 from drafters.block import BlockDrafter
 from drafters.draft_model import DraftModelDrafter, check_vocabulary
-from drafters.lookahead import LookaheadDrafter
 from drafters.medusa import MedusaDrafter, MedusaHeads, load_medusa, save_medusa
 from drafters.ngram import NGramDrafter, WithNGrams, graft, lookup
 from drafters.trees import DraftRule
@@ -75,7 +74,6 @@ def block(model=MODEL, B=1, tree=SHALLOW, prune=0.0, **changes):
 WINDOWS = dict(windows=(0, 3), causal_window=True)
 KINDS = {
     "ngram": lambda model, B: NGramDrafter(model, 14, 5),
-    "lookahead": lambda model, B: LookaheadDrafter(model, B, 4, 3, 3),
     "draft model, static": lambda model, B: draft_model(model, B=B),
     "draft model, chain": lambda model, B: draft_model(model, B=B, tree=trees.chain(4)),
     "draft model, dynamic": lambda model, B: draft_model(model, B=B, tree=trees.DynamicTree(12, 3, 4)),
@@ -95,7 +93,6 @@ KINDS = {
         model, B, trees.DynamicTree(14, 3, 4), markov="selector", rank=6, conv_taps=2, conv_group=8, **WINDOWS
     ),
     "block and n-grams": lambda model, B: WithNGrams(block(model, B, trees.DynamicTree(9, 2, 3)), 5),
-    "lookahead and n-grams": lambda model, B: WithNGrams(LookaheadDrafter(model, B, 3, 2, 2), 5),
 }
 
 
@@ -196,7 +193,7 @@ def test_hostile_drafts_change_nothing(kind):
 
 GRAPHS = {
     "ngram": ("ngram", {}),
-    "lookahead": ("lookahead and n-grams", dict(temperature=1.0)),
+    "block and n-grams": ("block and n-grams", dict(temperature=1.0)),
     "draft model, dynamic, penalties": ("draft model, dynamic", dict(temperature=1.0, top_p=0.9, presence_penalty=0.4)),
     "medusa": ("medusa", dict(temperature=1.0, top_k=9, repetition_penalty=1.1)),
     "DSpark": ("DSpark, tree", dict(temperature=1.0, top_p=0.9)),
@@ -259,18 +256,16 @@ def tensors_of(thing) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("kind", KINDS | MULTI_ROUND)
-def test_buffers_are_what_a_step_writes(kind):
+def test_caches_are_what_a_step_writes(kind):
     """A buffer that the engine does not know of: a step compiled in one piece may write to where it was before."""
     drafter = (KINDS | MULTI_ROUND)[kind](MODEL, 1)
     before = [(tensor, tensor.clone()) for tensor in tensors_of(drafter)]
     Engine(MODEL, drafter=drafter).generate(PROMPT, settings(3)).run()
     written = {id(tensor) for tensor, old in before if not torch.equal(tensor, old)}
-    assert written == {id(tensor) for tensor in drafter.buffers()}
+    assert written == {id(tensor) for tensor in drafter.caches}
 
 
-@pytest.mark.parametrize(
-    "kind", ("ngram", "lookahead", "draft model", "dynamic draft model", "medusa", "eagle and n-grams")
-)
+@pytest.mark.parametrize("kind", ("ngram", "draft model", "dynamic draft model", "medusa", "eagle and n-grams"))
 def test_step_never_leaves_the_device(kind):
     """A hidden host read or copy in a drafter: it would stall the GPU and forbid capture. On fake cuda tensors."""
     model, small = (tiny_model(torch.float32, layers=1) for _ in range(2))
@@ -282,7 +277,6 @@ def test_step_never_leaves_the_device(kind):
         shape = on_fake_gpu(built)
         drafter = {
             "ngram": lambda: NGramDrafter(model, 9, 4),
-            "lookahead": lambda: LookaheadDrafter(model, 2, 4, 3, 3),
             "medusa": lambda: MedusaDrafter(heads, shape),
             "eagle and n-grams": lambda: WithNGrams(EagleDrafter(head, shape, 2, slots), 7),
         }.get(kind, lambda: DraftModelDrafter(model, small, shape, 2, slots))()
@@ -361,15 +355,11 @@ def test_ngram_tree_is_the_brute_force_one(alphabet):
 
 def test_ngrams_accept_a_repetitive_text():
     """Lookup that finds the repetition but drafts it a token late: a text that repeats itself must be drafted whole,
-    beyond one period too (D = 7 > 5), and by lookahead's pool once it has seen it."""
+    beyond one period too (D = 7 > 5)."""
     model, _ = table_model()
     params = SamplingParams(max_new_tokens=60)
     steps = steps_of(Engine(model, drafter=NGramDrafter(model, 12, 7)), [10, 11, 12, 13, 14, 10], params)
     assert all(len(step) == 8 for step in steps[:-1])
-    for temperature in (0.0, 1.0):
-        params = SamplingParams(temperature=temperature, max_new_tokens=60)
-        looking = Engine(model, drafter=LookaheadDrafter(model, 1, 5, 6, 3)).generate([10, 11], params).run()[0]
-        assert looking.tau > 3 and max(map(len, looking.tokens_per_step)) == 5
 
 
 @pytest.mark.parametrize("tree", ("static", "dynamic"))
@@ -420,8 +410,6 @@ REFUSED = {
     "verify match": lambda: WithNGrams(draft_model(tree=trees.chain(3), multi_round="without"), 4),
     "ngram-nodes is 0": lambda: eagle(K=0),
     "N is 1": lambda: NGramDrafter(MODEL, 1, 3),
-    "window": lambda: LookaheadDrafter(MODEL, 1, 5, 30, 7),
-    "size 1": lambda: LookaheadDrafter(MODEL, 1, 1, 3, 3),
     "4 Medusa heads": lambda: MedusaDrafter(medusa_heads(), tables(trees.PAPER25)),
     "static trees": lambda: MedusaDrafter(medusa_heads(), trees.DynamicTree(8, 2, 2)),
     "static tree or a chain": lambda: draft_model(tree=TREES["dynamic"], multi_round="without"),
@@ -431,80 +419,9 @@ REFUSED = {
 
 @pytest.mark.parametrize("message", REFUSED)
 def test_drafters_that_cannot_work_are_refused(message):
-    """N-grams under the paper's rule, too deep a window, more depths than heads, or ids of another tokenizer."""
+    """N-grams under the paper's rule, more depths than heads, or ids of another tokenizer."""
     with pytest.raises(ValueError, match=message):
         REFUSED[message]()
-
-
-# ------------------------------------------------------------------ lookahead
-
-
-class Jacobi:
-    """Lookahead in plain Python: window, pool and the choice after every window row by a whole forward of its path."""
-
-    def __init__(self, model, params, window: list[list[int]], guesses: int):
-        self.model, self.params, self.window, self.G, self.pool = model, params, window, guesses, {}
-
-    def choice(self, ids: list[int]) -> int:
-        hidden, _ = self.model.forward_train(torch.tensor([ids]))
-        keys = self.model.logits(hidden[0, -1])
-        if self.params.temperature > 0:
-            where, seed = torch.tensor([[len(ids)]]), torch.tensor([self.params.seed])
-            keys = keys + self.params.temperature * sampling.gumbel_noise(seed, where, torch.arange(V))[0, 0]
-        return int(keys.argmax())
-
-    def guesses(self, root: int) -> list[tuple[int, ...]]:
-        return self.pool.get(root, [])
-
-    def step(self, text: list[int]) -> None:
-        """text: the tokens up to the root, as they were when the step began."""
-        L, W = len(self.window), len(self.window[0])
-        new = []
-        for i in range(W):
-            path = self.window[0][: i + 1] + [self.window[level][i] for level in range(1, L)]
-            new.append(self.choice(text + path))
-        grams = self.window[1:] + [new]
-        for i in range(W):
-            known = self.pool.setdefault(self.window[0][i], [])
-            gram = tuple(level[i] for level in grams)
-            if gram in known:
-                known.remove(gram)
-            known.insert(0, gram)
-            del known[self.G :]
-        self.window = grams
-
-
-@pytest.mark.parametrize("index", (0, 1))
-def test_lookahead_is_the_brute_force_one(index):
-    """A window row with a wrong position, mask, noise or level; a pool keyed by the wrong token or without its order: the
-    text stays right and n-grams turn useless."""
-    size, W, G = 4, 3, 2
-    drafter = LookaheadDrafter(MODEL, 1, size, W, G)
-    engine, steps = Engine(MODEL, drafter=drafter), []
-
-    def see(inputs, draft):
-        steps.append((inputs.tokens[0, : inputs.n[0] + 1].tolist(), drafter.window[0].tolist(), draft))
-
-    watch(drafter, "draft", see)
-    params = settings(index, max_new_tokens=24)
-    assert tuple(engine.generate(PROMPT, params).run()[0].token_ids) == plain(params)
-    brute = Jacobi(MODEL, params, steps[0][1], G)
-    for text, window, out in steps:
-        assert window == brute.window
-        N = 1 + drafter.tree_nodes  # the rows of the window behind them are invalid, so none can be accepted
-        assert not out.ancestors[:, :N, N:].any() and not out.valid[:, N:].any()
-        tree = Draft(*(x[:, :N] for x in out[:3]), out.ancestors[:, :N, :N], out.valid[:, :N], out.scores)
-        assert spelled(tree, 0) == trie(brute.guesses(text[-1]), drafter.tree_nodes)
-        brute.step(text)
-
-
-def test_lookahead_forgets_between_requests():
-    """Numbers that depend on the requests before: the same request must take the same steps twice."""
-    engine = Engine(MODEL, drafter=LookaheadDrafter(MODEL, 1, 4, 3, 3))
-    first = steps_of(engine, PROMPT, settings(0))
-    steps_of(engine, PROMPTS[2], settings(1))
-    steps_of(engine, PROMPT[:9], settings(0))  # leaves a prefix behind
-    assert steps_of(engine, PROMPT, settings(0)) == first
 
 
 # ------------------------------------------------------------------ draft model
@@ -665,7 +582,6 @@ def test_every_drafter_loads_and_decodes_the_same(tmp_path):
     save_medusa(medusa_heads(model, 5).state_dict(), tmp_path / "medusa")
     params, kinds = SamplingParams(temperature=1.5, max_new_tokens=20), {
         "ngram": dict(drafter="ngram", tree="chain:6"),
-        "lookahead": dict(drafter="lookahead", ngram_nodes=4),
         "draft": dict(draft_checkpoint=str(tmp_path / "draft"), tree="dynamic:20,4,4", ngram_nodes=8),
         "medusa": dict(medusa=str(tmp_path / "medusa"), tree="medusa:mc_sim_7b_63"),
     }  # fmt: skip

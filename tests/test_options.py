@@ -161,7 +161,6 @@ def test_options_that_go_together_are_accepted():
         dict(kv="int8", kernels="cpu", eagle="e"),
         dict(kv="float16", kernels="cpu"),
         dict(medusa="m", draft_noise=False, tree="medusa:mc_sim_7b_63"),
-        dict(drafter="lookahead", ngram_nodes=4),
         dict(eagle="e", slots=2, tree=("paper25", "chain:2")),
     ):
         LoadOptions(**changes).validate()
@@ -184,13 +183,11 @@ def test_shapes_of_what_is_drafted():
         (4, 3): dict(eagle="e", tree="chain:3"),
         (9, 4): dict(drafter="ngram", tree="dynamic:9,3,4"),
         (32, 6): dict(eagle="e", ngram_nodes=6),
-        (57, 10): dict(drafter="lookahead", tree="chain:2"),
-        (61, 10): dict(drafter="lookahead", ngram_nodes=4),
         (5, 4): dict(eagle="e", slots=2, tree=("chain:4", "chain:2")),
     }
     for shape, changes in shapes.items():
         assert tree_shape(LoadOptions(**changes)) == shape, changes
-    for changes in (dict(), dict(eagle="e"), dict(drafter="lookahead")):
+    for changes in (dict(), dict(eagle="e")):
         with pytest.raises(ValueError, match="'bogus' is not one of"):
             tree_shape(LoadOptions(tree="bogus", **changes))
 

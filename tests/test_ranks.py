@@ -65,7 +65,6 @@ DRAFTERS = [
     {"draft_checkpoint": "draft", "tree": "chain:3"},
     {"medusa": "medusa", "tree": "chain:2"},
     {"drafter": "ngram", "tree": "chain:4"},
-    {"drafter": "lookahead"},
 ]
 
 

@@ -15,7 +15,6 @@ from cli.steps import Gauge
 from decoding.drafter import Drafter, StepParts
 from decoding.step import HISTORY, RING, DecodeState, Observer, decode_step
 from drafters.draft_model import DraftModelDrafter
-from drafters.lookahead import LookaheadDrafter
 from drafters.ngram import NGramDrafter, WithNGrams
 from engine import runner as runner_module
 from engine import stepping
@@ -177,12 +176,12 @@ def with_graphs(engine: Engine) -> Engine:
     return engine
 
 
-DRAFTERS = ("", "eagle1", "eagle3-dynamic", "eagle1-grams", "draft", "ngram", "lookahead")
+DRAFTERS = ("", "eagle1", "eagle3-dynamic", "eagle1-grams", "draft", "ngram")
 
 
 @pytest.mark.parametrize("kind", DRAFTERS)
 def test_graphs_replay_what_eager_steps_compute(kind):
-    """Catches a buffer that a step, a draft or `observe` rebinds instead of writing it, and a number of the host
+    """Catches a buffer that a step or a draft rebinds instead of writing it, and a number of the host
     (position, temperature, seed, stop id, row count) that is fixed in the graph. A replay would repeat the request in
     which it was captured. Requests with other prompts, batches and settings follow each other, and every kind of step is
     captured once for every number of rows, when it is first needed."""
@@ -320,18 +319,18 @@ def addresses(buffers) -> set[int]:
 
 @pytest.mark.parametrize("kind", DRAFTERS)
 def test_buffers_name_all_that_a_step_writes(kind):
-    """Catches a tensor that a step writes and `buffers` leaves out. --compile-mode reduce-overhead would capture no
-    step then, because its graphs must know the addresses of all that they write. Catches a name too many as well."""
-    config = EngineConfig(batch_size=2, eagle_always=kind == "lookahead")
-    engine = Engine(MODEL, drafter=drafter_of(kind, 2), config=config)
+    """Catches a tensor that a step writes and `buffers` or `caches` leave out. --compile-mode reduce-overhead would
+    capture no step then, because its graphs must know the addresses of all that they write. Catches a name too many as
+    well."""
+    engine = Engine(MODEL, drafter=drafter_of(kind, 2), config=EngineConfig(batch_size=2, eagle_always=False))
     engine._measure = lambda *_: (1.0, 1.0)
     params = settings(7, max_new_tokens=5)
     engine.generate_batch(PROMPTS[:2], params).run()
     with torch.inference_mode(), Writes() as writes:
         engine._step_call(engine.drafter, params.mode, engine.whole)[1]()
-    own = engine.drafter.buffers()
+    own = engine.drafter.caches
     assert addresses(own) <= writes.written <= addresses([*engine.state.buffers(), *own])
-    assert len(addresses(own)) == {"": 0, "ngram": 0, "lookahead": 2}.get(kind, 1)
+    assert len(addresses(own)) == (kind not in ("", "ngram"))
     assert len(writes.written) > 10
 
 
@@ -606,8 +605,6 @@ def drafter_of(kind: str, batch_size: int) -> Drafter | None:
         return None
     if kind == "ngram":
         return NGramDrafter(MODEL, 8, 4)
-    if kind == "lookahead":
-        return LookaheadDrafter(MODEL, batch_size)
     if kind == "draft":
         built = tables(tree, batch_size)
         return DraftModelDrafter(MODEL, tiny_model(seed=5, layers=1), built, batch_size, CTX + built.N + 1)
@@ -702,18 +699,15 @@ def test_captures_and_first_runs_do_not_count_as_steps(lag, monkeypatch):
 
 
 def test_what_cannot_catch_up_says_so():
-    """Catches plain steps between the steps of a drafter that needs all of them (lookahead), or of a rule whose
-    tokens depend on the drafter (multi-round)."""
-    for drafter, why in (
-        (LookaheadDrafter(MODEL, 1), "window"),
-        (WithNGrams(LookaheadDrafter(MODEL, 1), 4), "window"),
-        (eagle_drafter(HEADS["eagle1"], TREES["chain4"], multi_round="without"), "multi-round"),
-    ):
-        engine = Engine(MODEL, drafter=drafter, config=EngineConfig(eagle_always=False))
-        assert why in engine.always_on and engine.fallback is None
-        engine.generate(PROMPT, settings(2, max_new_tokens=4)).run()
-        assert engine.step_seconds is None
-    assert not Engine(MODEL, drafter=drafter_of("ngram", 1), config=EngineConfig(eagle_always=False)).always_on
+    """Catches plain steps between those of a rule whose tokens depend on the drafter (multi-round)."""
+    multi = eagle_drafter(HEADS["eagle1"], TREES["chain4"], multi_round="without")
+    engine, other = (
+        Engine(MODEL, drafter=drafter, config=EngineConfig(eagle_always=False))
+        for drafter in (multi, drafter_of("ngram", 1))
+    )
+    assert engine.fallback is None and other.fallback is not None
+    engine.generate(PROMPT, settings(2, max_new_tokens=4)).run()
+    assert engine.step_seconds is None
 
 
 def test_plain_steps_and_catching_up_do_not_recompile(monkeypatch):

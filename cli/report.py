@@ -17,7 +17,6 @@ from engine.fused import layers_in_parts
 from engine.load import load
 from engine.ranks import RankedEngine
 from engine.results import GenerationResult
-from engine.stepping import ASKED_FOR
 from support import progress
 from support.cache import tally
 from support.machine import describe_device, peak_memory, read_bandwidth, size_text, versions
@@ -218,8 +217,8 @@ def _acceptance(engine: Engine, result: GenerationResult) -> Iterator[str]:
         plain, speculative = (seconds * 1e3 for seconds in engine.step_seconds)
         times = f"(plain {plain:.1f} ms, speculative {speculative:.1f} ms)"
         yield f"drafting pays above break-even tau {engine.break_even_tau:.2f} {times}{went}"
-    elif drafts and engine.always_on and engine.always_on != ASKED_FOR:
-        yield f"drafting always on: {engine.always_on}"
+    elif drafts and engine.drafter.multi_round:
+        yield "drafting always on: with multi-round verification the tokens depend on the drafter"
     elif engine.step_seconds:
         ms = engine.step_seconds[0] * 1e3
         yield f"drafting pays while a step wins more tokens than it costs plain steps of {ms:.1f} ms{went}"

@@ -1,8 +1,8 @@
 """The contract of a drafter, and the drafter that drafts nothing.
 
-A drafter proposes a draft tree and is told what the target chose. It cannot change a token: the target verifies every
-node, so a bad draft only costs speed. Everything a drafter does inside a step has fixed shapes and never waits for the
-host. Shape letters: B batch, N nodes, D depth, S slots, V vocabulary, F feature size.
+A drafter proposes a draft tree. It cannot change a token: the target verifies every node, so a bad draft only costs
+speed. Everything a drafter does inside a step has fixed shapes and never waits for the host. Shape letters: B
+batch, N nodes, D depth, S slots, V vocabulary, F feature size.
 """
 
 from __future__ import annotations
@@ -67,12 +67,12 @@ class Drafter:
     """What the step, the engine and the reports need of a drafter. A new drafter is a subclass with `draft`."""
 
     multi_round: str = ""  # "without" or "with" replacement for multi-round verification, "" for choice-and-walk
-    always_on: str = ""  # why plain steps may not replace its steps for a while; "" if they may
     p_min: float = 0.0  # nodes that are accepted with a lower probability may be left out of a tree, see TreeDrafter
     unpriced: bool = False  # whether `price` is still to be called
     priced_nodes: int = 4  # a node costs what so many cost together, divided by them
     scoring: str = "none"  # what Draft.scores are: "none", "probability", or "noisy" (with the shared noise)
-    # Its KV caches [..., B, Hkv, S, hd]. What they hold of a token depends on the text up to there alone.
+    # Its KV caches [..., B, Hkv, S, hd], all that a step changes of it. What they hold of a token depends on the text up
+    # to there alone.
     caches: tuple[Tensor, ...] = ()
     cached_models: tuple[nn.Module, ...] = ()  # those whose keys and values the caches hold
     tree: DynamicTree | TreeTables | None = None  # what it drafts, if that is one tree for each row, or one for all
@@ -92,9 +92,6 @@ class Drafter:
     def draft(self, inputs: DraftInput) -> Draft:
         """Propose one tree per sequence. No host sync."""
         raise NotImplementedError
-
-    def observe(self, choice: Tensor) -> None:
-        """Learn the target's token after every row [B, N] of the step, invalid rows included."""
 
     def prunes(self, mode: SamplingMode) -> bool:
         """Whether it drafts only what pays, so that plain steps need not replace its steps."""
@@ -122,10 +119,6 @@ class Drafter:
     def bytes_per_step(self, model: Transformer) -> float:
         """Weight bytes that one draft reads."""
         return 0.0
-
-    def buffers(self) -> list[Tensor]:
-        """The tensors that a step writes in place."""
-        return [*self.caches]
 
 
 def swap_rows(cache: Tensor, a: int, b: int, length: int) -> None:

@@ -86,7 +86,6 @@ class WithNGrams(Drafter):
         super().__init__(*self.shape(drafter.N, drafter.D, K), drafter.feature_size, drafter.taps)
         self.drafter = drafter
         self.K = K
-        self.always_on = drafter.always_on
         self.caches = drafter.caches
         self.cached_models = drafter.cached_models
         self.scoring = drafter.scoring
@@ -103,14 +102,8 @@ class WithNGrams(Drafter):
         view.caches = view.drafter.caches
         return view
 
-    def swap(self, a: int, b: int, length: int) -> None:
-        self.drafter.swap(a, b, length)
-
     def bytes_per_step(self, model: Transformer) -> float:
         return self.drafter.bytes_per_step(model)
-
-    def buffers(self) -> list[Tensor]:
-        return self.drafter.buffers()
 
     def prefill(self, row: int, tokens: Tensor, features: Tensor, start: Tensor) -> None:
         self.drafter.prefill(row, tokens, features, start)
@@ -119,9 +112,6 @@ class WithNGrams(Drafter):
         count = min(max(CANDIDATES, -(-self.K // self.D)), inputs.tokens.shape[1])
         paths, valid = lookup(inputs.tokens, inputs.n, self.D, count)
         return graft(self.drafter.draft(inputs), paths, valid, self.K, self.D)
-
-    def observe(self, choice: Tensor) -> None:
-        self.drafter.observe(choice[:, : self.drafter.N])
 
 
 class NGramDrafter(WithNGrams):

@@ -159,7 +159,7 @@ def _read(args: list[Any], operation: kernels.Operation) -> list[Any]:
 def look(model: Transformer, drafter: Drafter, config: EngineConfig) -> Findings:
     """Make steps of this model and drafter on caches of their own, and compare. Waits for the device.
 
-    What the drafter's buffers hold afterwards is what they held before, but for its caches.
+    The drafter's caches hold other numbers afterwards.
     """
     small = replace(config, ctx=min(CONTEXT + SPARE, model.config.max_positions), pool=None, compile=False)
     stepper = Stepper(model, drafter, small)

@@ -27,7 +27,6 @@ from model import Transformer
 
 LAG = 2  # steps that run ahead of the host on a GPU
 KV_DTYPES = {"float16": torch.float16, "int8": torch.int8}  # of options.KV_CACHES; the others are the model's
-ASKED_FOR = "asked for"  # why speculation stays on: the user wants it
 # A step, or a half of one: the key of its graph, and a function without arguments.
 Call = tuple[tuple, Callable[[], Any]]
 
@@ -100,8 +99,9 @@ class Stepper:
         self.backend = config.backend or kernels.KernelBackend("auto", model.device.type)
         self.lag = (LAG if on_gpu else 0) if config.lag is None else config.lag
         self._check_config()
-        self.always_on = self._why_always_on()
-        self.fallback = None if self.always_on else PlainDrafter(model, features_of=drafter)
+        # plain steps may not replace those of multi-round verification, because there the tokens depend on the drafter
+        always = drafter.multi_round or config.eagle_always or drafter.D == 0
+        self.fallback = None if always else PlainDrafter(model, features_of=drafter)
         history = self.fallback is not None
         self.state = DecodeState(model, drafter, self.batch_size, self.ctx, history, config.kv_dtype, config.pool)
         self.whole = View(self.batch_size, self.state, self.drafter)
@@ -130,12 +130,6 @@ class Stepper:
         if not 0 <= self.lag < RING:
             raise ValueError(f"lag is {self.lag}; allowed: 0 to {RING - 1} steps ahead of the host.")
 
-    def _why_always_on(self) -> str:
-        """Why speculation always stays on; "" if plain steps replace it while it does not pay."""
-        if self.drafter.multi_round:
-            return "with multi-round verification the tokens depend on the drafter"
-        return ASKED_FOR if self.config.eagle_always or self.drafter.D == 0 else self.drafter.always_on
-
     def _compile(self) -> None:
         """Set up the functions that steps and prefill run. Nothing is compiled before their first call."""
         self.parts = compiled_blocks() if self.compiled == "blocks" else UNCOMPILED
@@ -148,7 +142,7 @@ class Stepper:
         if self.compiled != "step":
             return
         # Inductor captures no step that writes a buffer whose address may change
-        _mark_static(self.state.buffers() + self.drafter.buffers())
+        _mark_static([*self.state.buffers(), *self.drafter.caches])
         compile = partial(torch.compile, fullgraph=True, dynamic=False, mode="reduce-overhead")
         self._step = compile(decode_step)
         # torch limits recompilations per code object, so the plain step gets a code object of its own
@@ -161,7 +155,7 @@ class Stepper:
         if rows not in self._views:
             view = View(rows, self.state.first(rows), self.drafter.first(rows))
             if self.compiled == "step":
-                _mark_static(view.state.buffers() + view.drafter.buffers())
+                _mark_static([*view.state.buffers(), *view.drafter.caches])
             self._views[rows] = view
         return self._views[rows]
 
@@ -172,16 +166,12 @@ class Stepper:
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """Within the block all sequences count as finished, so that steps change nothing. None may be under way."""
-        caches = {cache.data_ptr() for cache in self.drafter.caches}  # what steps write there is written again
-        kept = [buffer for buffer in self.drafter.buffers() if buffer.data_ptr() not in caches]
-        kept.append(self.state.done)
-        before = [buffer.clone() for buffer in kept]
+        before = self.state.done.clone()  # what steps write into the drafter's caches is written again
         self.state.done.fill_(True)
         try:
             yield
         finally:
-            for buffer, value in zip(kept, before, strict=True):
-                buffer.copy_(value)
+            self.state.done.copy_(before)
             self.runner.begin()
 
     def pin(self, context: int) -> None:

@@ -236,48 +236,17 @@ def test_a_drafter_needs_no_more_than_draft():
     """Catches a step, an engine or a report that needs more of a drafter than its contract: what a new drafter leaves out
     must do nothing."""
     drafter = Drafter(3, 1, 32)
-    assert drafter.buffers() == [] and drafter.bytes_per_step(MODEL) == 0 and drafter.taps == ()
-    assert not (drafter.multi_round or drafter.always_on or drafter.grafted) and drafter.scoring == "none"
+    assert not drafter.caches and drafter.bytes_per_step(MODEL) == 0 and drafter.taps == ()
+    assert not (drafter.multi_round or drafter.grafted) and drafter.scoring == "none"
     before = dict(vars(drafter))
     tokens = torch.zeros(1, 3, dtype=torch.int64)
-    assert drafter.observe(tokens) is None
     assert drafter.prefill(0, tokens, torch.zeros(1, 2, 32), torch.zeros(1, dtype=torch.int64)) is None
     assert vars(drafter) == before
     with pytest.raises(NotImplementedError):
         drafter.draft(None)
     for engine in (scripted("chain4", settings(2)), Engine(MODEL)):
-        assert engine.drafter.buffers() == [] and engine.drafter.bytes_per_step(MODEL) == 0
+        assert not engine.drafter.caches and engine.drafter.bytes_per_step(MODEL) == 0
         assert tuple(engine.generate(PROMPT, settings(2)).run()[0].token_ids) == plain(settings(2))
-
-
-class Told(ScriptedDrafter):
-    """Keeps what it is told of every step: the position of the root, and the target's choices."""
-
-    def __init__(self, *arguments):
-        super().__init__(*arguments)
-        self.told = []
-
-    def draft(self, inputs) -> Draft:
-        self.n = inputs.n.clone()
-        return super().draft(inputs)
-
-    def observe(self, choice):
-        self.told.append((self.n, choice))
-
-
-def test_a_drafter_is_told_the_target_s_choice_after_every_row():
-    """Catches choices that reach `observe` in another order than the nodes, for some rows only, or not in every step."""
-    truth = [PROMPTS[b] + list(plain(settings(2, max_new_tokens=44), b)) for b in range(2)]
-    drafter = Told(MEDUSA, truth)
-    engine = Engine(MODEL, drafter=drafter, config=EngineConfig(batch_size=2))
-    results = engine.generate_batch(PROMPTS[:2], settings(2)).run()
-    assert len(drafter.told) == max(result.steps for result in results) > 2
-    tree = drafter.tree
-    right = ~(tree.ancestors & (tree.rank > 0)[:, None]).any(-1)  # nodes whose whole path is of rank 0
-    for n, choice in drafter.told:
-        follows = drafter.truth.gather(1, n[:, None] + tree.depth + 1)
-        assert choice.shape == (2, drafter.N) and right.sum() == 2 * (drafter.D + 1)
-        assert torch.equal(choice[right], follows[right])
 
 
 class RandomShapes(ScriptedDrafter):

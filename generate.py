@@ -26,14 +26,13 @@ import functools
 import io
 import platform
 import sys
-from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any
 
 from cli.prompt import DEMO_PROMPT, Prompt, read_prompt, stdin_is_fed
 from decoding.params import SamplingParams
-from loading.options import DEMO, FULL, LoadKeywords, add_options, add_replicas, add_sampling, parse_ids, sampling_from
+from loading.options import DEMO, FULL, add_options, add_replicas, add_sampling, parse_ids, sampling_from, takes_options
 from support import cache
 from support.errors import Parser, UsageError, run_command
 from support.files import check_folder
@@ -47,17 +46,12 @@ __all__ = ["DEMO_PROMPT", "SamplingParams", "load", "main"]
 VERSION = "0.1.0"
 
 
-def load(
-    checkpoint: str | Path = DEMO,
-    *,
-    progress: Callable[[int, int, str], None] | None = None,
-    report: Callable[[str], None] | None = None,
-    **keywords: Unpack[LoadKeywords],
-) -> Engine:
+@takes_options
+def load(checkpoint: str | Path = DEMO, **keywords: Any) -> Engine:
     """Build an engine from a model and, with `eagle=`, a draft head. `engine.load` explains its arguments."""
     from engine.load import load as build
 
-    return build(checkpoint, progress=progress, report=report, **keywords)
+    return build(checkpoint, **keywords)
 
 
 class Once(argparse.Action):

@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Unpack
+from typing import Any
 
 import torch
 
@@ -29,7 +29,7 @@ from families.config import DTYPES, ModelConfig
 from kernels import tuned
 from loading.drafting import DraftFiles, build_drafter, build_head, drafts_blocks, own_head, read_drafter, resolve
 from loading.memory import MemoryPlan, check_memory, chunk_bytes, plan_memory
-from loading.options import DEMO, LoadKeywords, LoadOptions, check_names
+from loading.options import DEMO, LoadOptions, check_names, takes_options
 from support import cache
 from support.errors import UsageError, bad_files, one_line
 from support.machine import default_threads, describe_device, free_memory, freed_memory_returns, release_threads
@@ -43,12 +43,13 @@ from weights.shards import Shard
 SLOTS = (8, 4, 2, 1)  # how many --slots 0 tries
 
 
+@takes_options
 def load(
     checkpoint: str | Path = DEMO,
     *,
     progress: Progress | None = None,
     report: Callable[[str], None] | None = None,
-    **keywords: Unpack[LoadKeywords],
+    **keywords: Any,
 ) -> Engine:
     """Build an Engine from a model directory and, with `eagle=`, a draft head.
 

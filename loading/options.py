@@ -9,10 +9,10 @@ from __future__ import annotations
 import argparse
 import difflib
 import os
-from collections.abc import Iterable
-from dataclasses import Field, dataclass, field, fields, replace
+from collections.abc import Callable, Iterable
+from dataclasses import KW_ONLY, Field, dataclass, field, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from decoding.params import SUGGESTED, SamplingParams
 from support.errors import UsageError, at_least
@@ -52,12 +52,14 @@ def option(help: str, default: Any = None, choices: Iterable[str] = (), **more: 
 class LoadOptions:
     """What `load` builds. Everything about one request is in SamplingParams instead.
 
-    None stands for a default that depends on the model and the machine; `loading.drafting.resolve` decides it.
+    None stands for a default that depends on the model and the machine; `loading.drafting.resolve` decides it. A Path is
+    for callers of `load`, which makes a text of it.
     """
 
-    checkpoint: str = option(
+    checkpoint: str | Path = option(
         "model folder, .gguf file, or org/name in the Hugging Face cache (default: the demo)", str(DEMO), metavar="DIR"
     )
+    _: KW_ONLY
     sha256: str | None = option(
         "first compare the files with SHA256SUMS (stored), or the weights file with a digest", metavar="stored|HEX"
     )
@@ -72,7 +74,7 @@ class LoadOptions:
     device: str | None = option("default: the GPU if there is one", choices=("cuda", "cpu"))
     dtype: str | None = option("default: the checkpoint's; float32 on a CPU", choices=DTYPES)
     quant: str | None = option("round float weights at load, as quantize.py does without options", choices=QUANTS)
-    lora: str | tuple[str, ...] | None = option(
+    lora: str | Path | tuple[str, ...] | None = option(
         "LoRA adapter of the model in PEFT's layout, a folder; a draft head of the model goes on drafting. A server "
         "takes several, each DIR or NAME=DIR, and a request's model names one of them or the base", metavar="DIR",
     )  # fmt: skip
@@ -103,7 +105,7 @@ class LoadOptions:
         "dtype of the KV cache. model is that of the activations, float32 on a CPU; float16 (CPU kernels only) and int8: "
         "smaller; auto: float16 with the CPU kernels for checkpoints of at most 16 bits, else model", "auto", KV_CACHES,
     )  # fmt: skip
-    eagle: str | None = option(
+    eagle: str | Path | None = option(
         "draft head (EAGLE-1/2/3, DFlash, DFlash2, DSpark, JetSpec): folder, .safetensors, .bin, .pth, or org/name in "
         "the Hugging Face cache; mtp: the model's own MTP layer (default if there is one); none: no head", metavar="HEAD",
     )  # fmt: skip
@@ -114,8 +116,8 @@ class LoadOptions:
     drafter: str = option(
         "default: what --eagle, --draft-checkpoint or --medusa selects; ngram needs no file", "", DRAFTERS
     )
-    draft_checkpoint: str | None = option("draft with a small LLM of the same vocabulary", metavar="DIR")
-    medusa: str | None = option("Medusa heads: medusa_lm_head.pt, .safetensors, or their folder", metavar="FILE")
+    draft_checkpoint: str | Path | None = option("draft with a small LLM of the same vocabulary", metavar="DIR")
+    medusa: str | Path | None = option("Medusa heads: medusa_lm_head.pt, .safetensors, or their folder", metavar="FILE")
     ngram_nodes: int | None = option(
         "add up to K n-gram nodes to the tree; with a pruned tree, they replace the tree when the text repeats itself "
         f"(default: {NGRAM_NODES} where --prune has its default, else 0)", metavar="K", least=0,
@@ -129,7 +131,7 @@ class LoadOptions:
         "(default: from the measured cost of a node without --tree, else 0)", metavar="PERCENT", least=0, most=99,
     )  # fmt: skip
     draft_vocab: int = option("EAGLE-1/2: draft only the K most frequent tokens", 0, metavar="K", least=0)
-    draft_vocab_text: str | None = option("rank tokens by this text, not by the tokenizer alone", metavar="FILE")
+    draft_vocab_text: str | Path | None = option("rank tokens by this text, not by the tokenizer alone", metavar="FILE")
     draft_noise: bool = option("off: draft without the target's noise (default: on)", True, ("on", "off"))
     verify: str = option("which drafted tokens are accepted (default: match)", "match", VERIFY)
     eagle_always: bool = option(
@@ -275,42 +277,23 @@ class LoadOptions:
         return checkpoint.adapted(*self.adapters) if self.adapters and not draft else checkpoint
 
 
-class LoadKeywords(TypedDict, total=False):
-    """The keyword arguments of `load`, for type checkers and editors: the fields of LoadOptions but `checkpoint`.
+@dataclass(frozen=True, kw_only=True)
+class LoadArguments(LoadOptions):
+    """The arguments of `load`, for type checkers and editors."""
 
-    LoadOptions says what each of them does. A test compares the two. Here a file may also be a Path.
-    """
+    progress: Callable[[int, int, str], None] | None = None
+    report: Callable[[str], None] | None = None
 
-    sha256: str | None
-    slots: int | None
-    ctx: int | None
-    pool: int | None
-    device: str | None
-    dtype: str | None
-    quant: str | None
-    lora: str | Path | tuple[str, ...] | None
-    threads: int | None
-    tp: int | None
-    compile: bool
-    compile_mode: str
-    activations: str
-    kernels: str
-    check: bool
-    kv: str
-    eagle: str | Path | None
-    head_quant: str
-    eagle_config: tuple[str, ...]
-    drafter: str
-    draft_checkpoint: str | Path | None
-    medusa: str | Path | None
-    ngram_nodes: int | None
-    tree: str | tuple[str, ...] | None
-    prune: int | None
-    draft_vocab: int
-    draft_vocab_text: str | Path | None
-    draft_noise: bool
-    verify: str
-    eagle_always: bool
+
+Given = ParamSpec("Given")
+Made = TypeVar("Made")
+
+
+def _takes(declared: Callable[Given, Any]) -> Callable[[Callable[..., Made]], Callable[Given, Made]]:
+    return lambda function: function
+
+
+takes_options = _takes(LoadArguments)  # a decorator: type checkers then know the arguments of a function like `load`
 
 
 def check_names(options: Iterable[str]) -> None:
@@ -327,12 +310,13 @@ def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-# Of each type that LoadOptions declares: what is allowed, in words. A text that names a file may be a path.
+# Of each type that LoadOptions declares: what is allowed, in words.
 _TYPES = {
     "None": ((type(None),), "None"),
     "bool": ((bool,), "True or False"),
     "int": ((int,), "an integer"),
-    "str": ((str, os.PathLike), "a text"),
+    "str": ((str,), "a text"),
+    "Path": ((os.PathLike,), "a path"),
     "tuple[str, ...]": ((tuple,), "a tuple of texts"),
 }
 

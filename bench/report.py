@@ -9,6 +9,21 @@ from typing import Any
 from bench.arms import SAME_TOKENS
 from bench.records import Line
 
+# What the tables of lines of a summary show, by the name of these lines: of --steps the time of a step by arm, batch and
+# context, of --clients what requests that run together get.
+COLUMNS = {
+    "steps": {
+        "arm": "{arm}", "nodes": "{nodes}", "batch": "{batch}", "context": "{context}", "step ms": "{ms:.3f}",
+        "p10 to p90": "{p10:.3f} to {p90:.3f}", "of copy bandwidth": "{share_of_copy:.0%}", "of plain": "{of_plain:.2f}x",
+    },
+    "clients": {
+        "arm": "{arm}", "clients": "{clients}", "prompt": "{prompt_tokens}",
+        "tok/s together": "{tokens_per_second:.1f}", "lowest to highest": "{low:.1f} to {high:.1f}",
+        "of one, plain": "{of_one:.2f}x", "with prompts": "{with_prompts:.1f}",
+        "first token ms": "{first_token_ms:.0f}", "of the last one": "{last_first_token_ms:.0f}",
+    },
+}  # fmt: skip
+
 
 def number(value: float | None, digits: int = 2) -> str:
     """A number for a table; `-` for None."""
@@ -89,13 +104,9 @@ def lines_table(columns: dict[str, str], lines: Sequence[Line]) -> str:
     return table(list(columns), [[cell.format_map(line) for cell in columns.values()] for line in lines])
 
 
-def step_table(lines: Sequence[Line]) -> str:
-    """The table of --steps: the time of a step by arm, batch and context."""
-    columns = {
-        "arm": "{arm}", "nodes": "{nodes}", "batch": "{batch}", "context": "{context}", "step ms": "{ms:.3f}",
-        "p10 to p90": "{p10:.3f} to {p90:.3f}", "of copy bandwidth": "{share_of_copy:.0%}", "of plain": "{of_plain:.2f}x",
-    }  # fmt: skip
-    return lines_table(columns, lines)
+def kept_table(kind: str, summary: dict[str, Any]) -> str:
+    """The table of the lines that a summary keeps; kind: one of COLUMNS."""
+    return lines_table(COLUMNS[kind], summary[kind])
 
 
 def tiling_table(lines: Sequence[Line]) -> str:
@@ -122,17 +133,6 @@ def peer_table(lines: Sequence[Line]) -> str:
     return lines_table(columns, [line for line in lines if line["type"] == "peers"])
 
 
-def client_table(lines: Sequence[Line]) -> str:
-    """The table of --clients: what requests that run together get."""
-    columns = {
-        "arm": "{arm}", "clients": "{clients}", "prompt": "{prompt_tokens}",
-        "tok/s together": "{tokens_per_second:.1f}", "lowest to highest": "{low:.1f} to {high:.1f}",
-        "of one, plain": "{of_one:.2f}x", "with prompts": "{with_prompts:.1f}",
-        "first token ms": "{first_token_ms:.0f}", "of the last one": "{last_first_token_ms:.0f}",
-    }  # fmt: skip
-    return lines_table(columns, lines)
-
-
 def report(summary: dict[str, Any]) -> None:
     """Print the markdown page."""
     rows, settings, bandwidth = summary["rows"], summary["settings"], summary["copy_bandwidth"]
@@ -147,10 +147,8 @@ def report(summary: dict[str, Any]) -> None:
         )
         if cost := cost_table(rows, summary["arms"], bandwidth):
             print(f"\n{cost}")
-    if summary["steps"]:
-        print(f"\n{step_table(summary['steps'])}")
-    if summary["clients"]:
-        print(f"\n{client_table(summary['clients'])}")
+    for kind in (kind for kind in COLUMNS if summary[kind]):
+        print(f"\n{kept_table(kind, summary)}")
     for note in summary["notes"]:
         print(f"note  {note}")
     print(f"\n{summary['seconds']:.0f} s")

@@ -10,21 +10,19 @@ A block stands between `<!-- KIND FILE -->` and `<!-- /KIND -->`. KIND is `arms`
 from __future__ import annotations
 
 import re
+from functools import partial
 from pathlib import Path
 
 from bench.paper import SUITE_TABLES
 from bench.records import read_lines
-from bench.report import arms_table, client_table, peer_table, step_table, tiling_table
+from bench.report import COLUMNS, arms_table, kept_table, peer_table, tiling_table
 from support.errors import command_parser, run_command
 from support.files import read_json_lines, write_text
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "results"
 PAGE = ROOT / "docs" / "results.md"
-TABLES = SUITE_TABLES | {
-    "arms": arms_table,
-    "clients": lambda summary: client_table(summary["clients"]), "steps": lambda summary: step_table(summary["steps"]),
-}  # fmt: skip
+TABLES = SUITE_TABLES | {"arms": arms_table} | {kind: partial(kept_table, kind) for kind in COLUMNS}
 LINES = {"tilings": tiling_table, "peers": peer_table}  # tables of records that have no summary
 BLOCK = re.compile(rf"(<!-- ({'|'.join(TABLES | LINES)}) (\S*) -->\n).*?(<!-- /\2 -->)", re.S)
 

@@ -227,29 +227,24 @@ class NativeArm:
 # ---- torch by itself --------------------------------------------------------------------------------------
 
 
-class PackedInt4(nn.Module):
-    """A linear on torch's own int4 kernel: groups with a scale and an offset, rounded to the nearest code."""
+def int4_linear(weight: Tensor) -> Callable[[Tensor], Tensor]:
+    """A linear on torch's own int4 kernel: groups with a scale and an offset, rounded to the nearest code.
 
-    def __init__(self, weight: Tensor):
-        """weight [out, in]; `in` is a multiple of 32, on a GPU of 128."""
-        super().__init__()
-        n, k = weight.shape
-        self.group = next(size for size in (128, 64, 32) if k % size == 0)
-        groups = weight.float().view(n, -1, self.group)
-        low, high = groups.aminmax(dim=-1, keepdim=True)
-        scale = ((high - low) / 15).clamp(min=1e-6)
-        codes = ((groups - low) / scale).round().clamp(0, 15).to(torch.int32).view(n, k)
-        # the kernel computes (code - 8) * scale + offset
-        self.scales = torch.cat((scale, low + 8 * scale), -1).transpose(0, 1).to(weight.dtype).contiguous()
-        if weight.is_cuda:
-            pairs = (codes[:, ::2] << 4 | codes[:, 1::2]).to(torch.uint8)
-            self.packed = torch.ops.aten._convert_weight_to_int4pack(pairs, 8)
-        else:
-            self.packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        kernel = torch.ops.aten._weight_int4pack_mm if x.is_cuda else torch.ops.aten._weight_int4pack_mm_for_cpu
-        return kernel(x, self.packed, self.group, self.scales)
+    weight [out, in]; `in` is a multiple of 32, on a GPU of 128.
+    """
+    n, k = weight.shape
+    group = next(size for size in (128, 64, 32) if k % size == 0)
+    groups = weight.float().view(n, -1, group)
+    low, high = groups.aminmax(dim=-1, keepdim=True)
+    scale = ((high - low) / 15).clamp(min=1e-6)
+    codes = ((groups - low) / scale).round().clamp(0, 15).to(torch.int32).view(n, k)
+    # the kernel computes (code - 8) * scale + offset
+    scales = torch.cat((scale, low + 8 * scale), -1).transpose(0, 1).to(weight.dtype).contiguous()
+    if weight.is_cuda:
+        packed = torch.ops.aten._convert_weight_to_int4pack((codes[:, ::2] << 4 | codes[:, 1::2]).to(torch.uint8), 8)
+        return partial(torch.ops.aten._weight_int4pack_mm, mat2=packed, qGroupSize=group, qScaleAndZeros=scales)
+    packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1)
+    return partial(torch.ops.aten._weight_int4pack_mm_for_cpu, mat2=packed, qGroupSize=group, qScaleAndZeros=scales)
 
 
 class TorchArm:
@@ -273,8 +268,8 @@ class TorchArm:
 
         def linear(owner: nn.Module) -> Callable[[Tensor], Tensor]:
             weight = owner.dequantize(self.dtype) if isinstance(owner, QuantLinear) else owner.weight
-            made = PackedInt4(weight) if int4 else partial(F.linear, weight=weight.to(self.dtype))
-            static.extend((made.packed, made.scales) if int4 else made.keywords.values())
+            made = int4_linear(weight) if int4 else partial(F.linear, weight=weight.to(self.dtype))
+            static.extend(value for value in made.keywords.values() if isinstance(value, Tensor))
             return made
 
         self.layers = [

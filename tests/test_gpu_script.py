@@ -27,7 +27,7 @@ import model as model_module
 from bench import random_models, records, steps
 from bench.arms import NO_STOP
 from bench.measure import step_bytes
-from bench.peers import PackedInt4, TorchArm
+from bench.peers import TorchArm, int4_linear
 from decoding.params import SamplingParams
 from decoding.step import decode_step
 from scripts import bench, gpu
@@ -360,8 +360,8 @@ def test_torch_alone_decodes_our_tokens():
         assert peer.run(prompt, params).token_ids == want == peer.run(prompt, params).token_ids
 
         weight, x = torch.randn(64, 96), torch.randn(5, 96)
-        linear = PackedInt4(weight)
-        scale, offset = linear.scales.transpose(0, 1).unsqueeze(-2).unbind(-1)
+        linear = int4_linear(weight)
+        scale, offset = linear.keywords["qScaleAndZeros"].transpose(0, 1).unsqueeze(-2).unbind(-1)
         groups = weight.view(64, 3, 32)
         codes = ((groups - offset[..., 0, None]) / scale[..., 0, None]).round().clamp(-8, 7)
         restored = (codes * scale[..., 0, None] + offset[..., 0, None]).view(64, 96)

@@ -30,7 +30,7 @@ from torch import Tensor
 from decoding.params import SamplingParams
 from engine.load import load
 from families.config import ModelConfig
-from loading.drafting import DraftHead, block_tree, drafts_blocks, head_class
+from loading.drafting import DraftHead, block_tree, kinds_of
 from model import Transformer
 from support.errors import Parser, UsageError, at_least, bad_files, is_out_of_memory, one_line, run_command
 from support.files import clean_up, directory_written_whole, write_json
@@ -76,7 +76,7 @@ def quantize_head(
         raise UsageError(f"{path} is quantized already. Give the head from which it was made.")
     with shapes_only():
         model = running or build_model(target)
-        head = head_class(file.config)(file.config, model, file.tensors.get("draft_ids")).requires_grad_(False)
+        head = kinds_of(file.config)[0](file.config, model, file.tensors.get("draft_ids")).requires_grad_(False)
     for name, tensor in (file.floats() if running else file.tensors).items():
         set_tensor(head, name, tensor.to(model.device) if running else tensor)
     errors = _gptq_head(head, spec, running, windows) if running else quantize_(head, spec)
@@ -108,7 +108,7 @@ def _gptq_head(head: DraftHead, spec: QuantSpec, model: Transformer, windows: Te
             if head.lm_head is not None:  # the largest matrix, with few inputs: some of the rows are enough
                 head.predict(feature[:, ::LM_HEAD_STRIDE])
 
-    along = partial(head.draft_along, every=BLOCK_STRIDE) if drafts_blocks(head.config) else draft
+    along = partial(head.draft_along, every=BLOCK_STRIDE) if isinstance(head.config, BlockConfig) else draft
 
     def feed() -> None:
         for tokens, features in rows:
@@ -121,7 +121,7 @@ def _gptq_head(head: DraftHead, spec: QuantSpec, model: Transformer, windows: Te
 def measure_tau(directory: Path, head: str | Path, prompts: list[list[int]], device: str) -> float:
     """Mean number of tokens per greedy step of a model directory with an EAGLE head and the same tree everywhere."""
     config = read_head(head, Checkpoint.open(directory).config).config
-    tree = block_tree(config) if drafts_blocks(config) else "paper25"
+    tree = block_tree(config) if isinstance(config, BlockConfig) else "paper25"
     engine = load(directory, eagle=str(head), tree=tree, eagle_always=True, device=device)
     steps: list[int] = []
     for ids in prompts:

@@ -18,7 +18,7 @@ from engine.engine import Engine, EngineConfig
 from engine.load import open_backend, use_threads
 from engine.prefill import CHUNKS, WIDE_CHUNKS
 from families.config import DTYPES, DeltaConfig, ModelConfig, RopeConfig
-from loading.drafting import DraftHead, head_class
+from loading.drafting import DraftHead, kinds_of
 from loading.options import LoadOptions
 from model import Transformer
 from support.errors import UsageError
@@ -144,7 +144,7 @@ def random_head(model: Transformer, kind: str, quant: str | None = None) -> Draf
     torch.manual_seed(0 if kind in BLOCKS else int(kind))
     config = block_config(model.config, kind) if kind in BLOCKS else head_config(model.config, int(kind))
     with shapes_only():
-        head = head_class(config)(config, model).eval().requires_grad_(False)
+        head = kinds_of(config)[0](config, model).eval().requires_grad_(False)
     if quant:
         apply_spec_(head, _spec(model.config, quant))
     if head.draft_ids is not None:

@@ -99,7 +99,6 @@ class WithNGrams(Drafter):
     def first(self, rows: int) -> WithNGrams:
         view = super().first(rows)
         view.drafter = self.drafter.first(rows)
-        view.caches = view.drafter.caches
         return view
 
     def bytes_per_step(self, model: Transformer) -> float:

@@ -27,7 +27,7 @@ from engine.prefill import CHUNKS, WIDE_CHUNKS
 from engine.ranks import OtherRank, RankedEngine, RankLost, Ranks, end_with_the_leader, follow, meet
 from families.config import DTYPES, ModelConfig
 from kernels import tuned
-from loading.drafting import DraftFiles, build_drafter, build_head, drafts_blocks, own_head, read_drafter, resolve
+from loading.drafting import DraftFiles, build_drafter, build_head, own_head, read_drafter, resolve
 from loading.memory import MemoryPlan, check_memory, chunk_bytes, plan_memory
 from loading.options import DEMO, LoadOptions, check_names, takes_options
 from support import cache
@@ -35,6 +35,7 @@ from support.errors import UsageError, bad_files, one_line
 from support.machine import default_threads, describe_device, free_memory, freed_memory_returns, release_threads
 from support.startup import without_collector
 from text.tokenizer import load_tokenizer
+from weights.block_heads import BlockConfig
 from weights.checkpoint import Checkpoint
 from weights.files import Progress, check_sha256, local_path
 from weights.quantized import pack_
@@ -124,7 +125,7 @@ def _load(
         tokenizer = load_tokenizer(checkpoint.tokenizer_source, checkpoint.config.vocab_size)
         checkpoint.forget_texts()
         files = read_drafter(asked, checkpoint.config, tokenizer)
-    if ranks and files.head and drafts_blocks(files.head.config):
+    if ranks and files.head and isinstance(files.head.config, BlockConfig):
         raise UsageError(f"--tp splits no {files.head.config.kind} head yet; leave out --tp, or take an EAGLE head.")
     if asked.eagle and not given.eagle:
         say("note    the model's own MTP layer drafts (--eagle none: it does not)")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -20,7 +19,7 @@ from drafters.block import BlockDrafter, BlockHead
 from drafters.draft_model import DraftModelDrafter, check_vocabulary
 from drafters.medusa import MedusaDrafter, load_medusa
 from drafters.ngram import NGramDrafter, WithNGrams
-from drafters.trees import DraftHead, DraftRule
+from drafters.trees import DraftHead, DraftRule, HeadDrafter
 from eagle_draft import EagleDrafter, EagleHead, MtpHead, UnshiftedDrafter
 from families.config import ModelConfig
 from loading.options import NGRAM_NODES, NO_HEAD, LoadOptions, flag
@@ -103,7 +102,7 @@ def default_tree(options: LoadOptions, quantization: str | None, head: EagleConf
     quantization: of the target, as `Checkpoint.quantization` names it.
     """
     on_gpu, nodes = options.device == "cuda", 16 if quantization else 24
-    if drafts_blocks(head):
+    if isinstance(head, BlockConfig):
         if options.verify != "match":
             return f"chain:{head.depth}"
         return block_tree(head, nodes) if on_gpu else block_tree(head)
@@ -112,11 +111,6 @@ def default_tree(options: LoadOptions, quantization: str | None, head: EagleConf
     if head is None or head.unshifted or not on_gpu or options.verify != "match":
         return "paper25"
     return f"dynamic:{nodes},{7 if head.version == 3 else 5},8"
-
-
-def drafts_blocks(config: EagleConfig | BlockConfig | None) -> bool:
-    """Whether a head of this config drafts all levels of a tree at once."""
-    return isinstance(config, BlockConfig)
 
 
 def can_be_pruned(config: EagleConfig | BlockConfig | None) -> bool:
@@ -139,7 +133,7 @@ def with_tree(options: LoadOptions, quantization: str | None, head: EagleConfig 
     """
     tree, prune, ngram_nodes = options.tree, options.prune, options.ngram_nodes
     by_default = prune is None and tree is None and options.can_prune and can_be_pruned(head)
-    block = drafts_blocks(head)
+    block = isinstance(head, BlockConfig)
     if block and prune and ngram_nodes:
         raise UsageError("--prune and --ngram-nodes do not go together for a head that drafts blocks; leave one out.")
     by_default = by_default and not (block and ngram_nodes)
@@ -248,20 +242,13 @@ def _vocabulary_order(tokenizer: Tokenizer, K: int, V: int) -> Tensor:
     return torch.tensor(list(dict.fromkeys(order)))
 
 
-def head_class(config: EagleConfig | BlockConfig) -> type[DraftHead]:
-    """The module of a head."""
+def kinds_of(config: EagleConfig | BlockConfig) -> tuple[type[DraftHead], type[HeadDrafter]]:
+    """The module of a head, and the drafter that drafts with it."""
     if isinstance(config, BlockConfig):
-        return BlockHead
+        return BlockHead, BlockDrafter
     if isinstance(config, AssistantConfig):
-        return AssistantHead
-    return MtpHead if config.mtp else EagleHead
-
-
-def head_drafter(head: DraftHead) -> Callable[..., Drafter]:
-    """What makes a drafter of this head; its arguments are those of BlockDrafter."""
-    if isinstance(head, (AssistantHead, BlockHead)):
-        return AssistantDrafter if isinstance(head, AssistantHead) else BlockDrafter
-    return UnshiftedDrafter if head.config.unshifted else EagleDrafter
+        return AssistantHead, AssistantDrafter
+    return MtpHead if config.mtp else EagleHead, UnshiftedDrafter if config.unshifted else EagleDrafter
 
 
 def build_head(
@@ -278,7 +265,7 @@ def build_head(
         raise ValueError("--draft-vocab trims heads without LM head (EAGLE-1/2); this one has its own. Leave it out.")
     ids = file.tensors.get("draft_ids") if ids is None else ids
     with shapes_only():
-        head = head_class(file.config)(file.config, model, ids).eval().requires_grad_(False)
+        head = kinds_of(file.config)[0](file.config, model, ids).eval().requires_grad_(False)
     give_memory(head.to(dtype=model.dtype), model.device)
     tensors = {name: t.to(model.device) for name, t in file.tensors.items()}
     if ids is not None:
@@ -340,7 +327,7 @@ def build_drafter(
 
 
 def _new_drafter(model: Transformer, options: LoadOptions, head: DraftHead | None, draft: Checkpoint | None) -> Drafter:
-    B, kind = options.slots, options.drafter_kind
+    kind = options.drafter_kind
     tree = build_trees(options, model.device)
     rounds = {"match": "", "multi-round": "without", "multi-round-replacement": "with"}[options.verify]
     rule = DraftRule(options.draft_noise, rounds)
@@ -356,9 +343,9 @@ def _new_drafter(model: Transformer, options: LoadOptions, head: DraftHead | Non
             small = draft.load(model.device, model.dtype, None, options.ctx)
         pack_(small, small.dtype)
         check_width(tree, small.config.vocab_size)
-        return DraftModelDrafter(model, small, tree, B, length, rule)
+        return DraftModelDrafter(model, small, tree, options.slots, length, rule)
     pack_(head, model.dtype)
     unpriced = options.prune == BY_PRICE
     p_min = (PRUNE if unpriced else options.prune or 0) / 100
     rule = rule._replace(p_min=p_min, unpriced=unpriced, ngram_nodes=options.ngram_nodes if p_min else 0)
-    return head_drafter(head)(head, tree, B, length, rule)
+    return kinds_of(head.config)[1](head, tree, options.slots, length, rule)

@@ -26,7 +26,7 @@ from decoding.params import SamplingParams
 from engine.engine import Engine, EngineConfig
 from engine.results import acceptance
 from families.config import DTYPES, ModelConfig, RopeConfig
-from loading.drafting import build_head, head_drafter
+from loading.drafting import build_head, kinds_of
 from loading.options import LoadOptions
 from model import Transformer
 from support.errors import UsageError, UserError, at_least, bad_files
@@ -164,7 +164,7 @@ class HeadTraining(DrafterTraining):
         return build_head(read_head(directory, self.target.config), self.target)
 
     def drafter(self, module: nn.Module, evaluation: Evaluation) -> Drafter:
-        return head_drafter(module)(module, evaluation.tree, len(evaluation.prompts), evaluation.slots)
+        return kinds_of(module.config)[1](module, evaluation.tree, len(evaluation.prompts), evaluation.slots)
 
 
 def train(kind: type[DrafterTraining], args: argparse.Namespace) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from bench.random_models import random_head
 from decoding.params import SamplingParams
@@ -86,16 +86,27 @@ def timed_request(
 
 
 @dataclass
-class EngineArm:
-    """An Engine of ours."""
+class Arm:
+    """What a benchmark runs: an Engine of ours, or one of `bench.peers`, which has none. `options`: how it was built."""
 
     name: str
     label: str
     options: dict[str, Any]
-    engine: Engine
+    engine: Engine | None = None
 
     def run(self, prompt: list[int], params: SamplingParams) -> Sample:
-        """One request from empty caches."""
+        """One request that reuses nothing of the requests before."""
+        raise NotImplementedError
+
+    def together(self, clients: int, tokens: int) -> Together | None:
+        """What decodes so many prompts together, with a slot for each; None if it cannot. tokens: that each needs."""
+        return None
+
+
+class EngineArm(Arm):
+    """An Engine of ours."""
+
+    def run(self, prompt: list[int], params: SamplingParams) -> Sample:
         (result,), (times,) = timed_request(self.engine, [prompt], params)
         if result.cached_tokens:
             raise RuntimeError("a run reused cached tokens of another run; please report this.")
@@ -103,23 +114,9 @@ class EngineArm:
         return Sample(result.token_ids, times[0], times[-1] - times[0], steps, result.text)
 
     def together(self, clients: int, tokens: int) -> Together:
-        """What decodes so many prompts together, in an engine with a slot for each.
-
-        tokens: that each of them needs. Plain steps replace drafted ones where these do not pay, as for a user.
-        """
+        # plain steps replace drafted ones where these do not pay, as for a user
         engine = build_engine(self.engine, {"eagle_always": False} | self.options | {"slots": clients}, tokens)
         return lambda prompts, params: timed_request(engine, prompts, params)[1]
-
-
-class Arm(Protocol):
-    """What a benchmark runs: an Engine of ours, or one of `bench.peers`. `options` says how it was built."""
-
-    name: str
-    label: str
-    options: dict[str, Any]
-
-    def run(self, prompt: list[int], params: SamplingParams) -> Sample:
-        """One request that reuses nothing of the requests before."""
 
 
 # ---- from options to arms ---------------------------------------------------------------------------------

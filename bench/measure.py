@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from bench.arms import Arm, EngineArm, Sample, shown
+from bench.arms import Arm, Sample, shown
 from bench.records import RESAMPLES, Line, Row, Settings, gpu_state, remarks, summarise
 from bench.suites import Prompts, Question
 from cli.prove import find_fork, is_bitwise, is_rounding_tie
@@ -132,7 +132,7 @@ class Bench:
                 "type": "run", "suite": question.suite, "question": question.id, "turn": turn,
                 "prompt_sha256": digest(prompt), "prompt_tokens": len(prompt),
                 "arm": arm.name, "label": arm.label, "baseline": i == 0,
-                "depth": arm.engine.drafter.D if isinstance(arm, EngineArm) else None,
+                "depth": arm.engine.drafter.D if arm.engine else None,
                 "temperature": T, "seed": params.seed, "rep": rep, "order": place,
                 "new_tokens": len(ids), "ids_sha256": digest(ids),
                 "stopped": bool(ids) and ids[-1] in params.stop_ids,
@@ -149,15 +149,15 @@ class Bench:
         _, index, margin, ulps = find_fork(self.arms[0].engine, 0, prompt, params, plain, ids)
         if math.isinf(margin):
             return UNJUDGED | {"same": "differs", "fork": index}
-        excused = is_rounding_tie(margin, ulps) and not (isinstance(arm, EngineArm) and is_bitwise(arm.engine))
+        excused = is_rounding_tie(margin, ulps) and not (arm.engine and is_bitwise(arm.engine))
         same = "tie" if excused else "differs"
         return {"same": same, "fork": index, "margin": margin, "margin_ulps": ulps}
 
 
 def run_with_peak(arm: Arm, prompt: list[int], params: SamplingParams) -> tuple[Sample, int | None]:
     """A run, and on a GPU the peak of its memory above what was allocated before."""
-    device = arm.engine.model.device if isinstance(arm, EngineArm) else torch.device("cpu")
-    if device.type != "cuda":
+    device = arm.engine and arm.engine.model.device
+    if device is None or device.type != "cuda":
         return arm.run(prompt, params), None
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
@@ -179,8 +179,7 @@ def arm_facts(arms: list[Arm]) -> list[dict[str, Any]]:
         head = str(arm.options.get("eagle", ""))
         if Path(head).is_dir() and (card := read_card(head)):
             fact["card"] = {name: card[name] for name in CARD if name in card}
-        if isinstance(arm, EngineArm):
-            engine = arm.engine
+        if engine := arm.engine:
             fact |= {"nodes": engine.drafter.N, "depth": engine.drafter.D, "compiled": engine.config.compile}
         facts.append(fact)
     return facts
@@ -188,9 +187,9 @@ def arm_facts(arms: list[Arm]) -> list[dict[str, Any]]:
 
 def add_bandwidth_share(rows: Sequence[Row], arms: Sequence[Arm], bandwidth: float) -> None:
     """Set every row's `bandwidth_share`: the bytes of a step over its time and the bandwidth of a copy."""
-    engines = {arm.name: arm.engine for arm in arms if isinstance(arm, EngineArm)}
+    engines = {arm.name: arm.engine for arm in arms}
     for row in rows:
-        engine = engines.get(row["arm"])
+        engine = engines[row["arm"]]
         context = int(row["prompt_tokens"] + row["new_tokens"] / row["runs"] / 2)
         known = engine and row["step_ms"]
         row["bandwidth_share"] = step_bytes(engine, context) / row["step_ms"] * 1e3 / bandwidth if known else None

@@ -76,19 +76,18 @@ def peers_of(args: argparse.Namespace, base: Engine, ctx: int) -> list[Arm]:
 # ---- transformers -----------------------------------------------------------------------------------------
 
 
-class HFArm:
+class HFArm(Arm):
     """`transformers` generate.
 
     kind: hf (dynamic cache) or hf-static. model: a `hf_model`, whose weights the arms share. copied:
     whether they are the copy in bfloat16 that `floats_of` makes, which the name then says.
     """
 
-    label = OTHER_ENGINE
-
     def __init__(self, kind: str, model: Any, tokenizer, copied: bool = False):
-        self.name, self.kind, self.tokenizer = f"{kind} bf16" if copied else kind, kind, tokenizer
+        about = {"transformers": importlib.metadata.version("transformers")}
+        super().__init__(f"{kind} bf16" if copied else kind, OTHER_ENGINE, about)
+        self.kind, self.tokenizer = kind, tokenizer
         self.model = copy.copy(model)  # generate keeps a static cache in it
-        self.options = {"transformers": importlib.metadata.version("transformers")}
         if copied:
             self.options["weights"] = "a copy of the file's in bfloat16, not rounded any further"
 
@@ -173,23 +172,22 @@ def hf_model(model: Transformer):
 # ---- llama.cpp and ik_llama.cpp ---------------------------------------------------------------------------
 
 
-class NativeArm:
+class NativeArm(Arm):
     """llama.cpp or ik_llama.cpp in a process of its own (`bench.native_peers`), with as many threads as torch.
 
     It does not draft. llama.cpp tells no ids, so all of them are -1.
     """
 
-    label = OTHER_ENGINE
-
     def __init__(self, name: str, file: str, ctx: int, clients: int = 1):
-        self.name, self.file = name, file
         threads = torch.get_num_threads()
+        super().__init__(name, OTHER_ENGINE, {"threads": threads})
+        self.file = file
         command = [sys.executable, "-m", "bench.native_peers", name, file, *map(str, (ctx, threads, clients))]
         self.errors = tempfile.TemporaryFile("w+", errors="replace")
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self.errors, "text": True}
         folder = Path(__file__).parents[1]
         self.process = subprocess.Popen(command, cwd=folder, **pipes)  # it ends when its stdin does
-        self.options = self._read() | {"threads": threads}
+        self.options |= self._read()
 
     def _read(self) -> Any:
         line = self.process.stdout.readline()
@@ -214,10 +212,7 @@ class NativeArm:
         return Sample(ids, times[0], times[-1] - times[0])
 
     def together(self, clients: int, tokens: int) -> Together | None:
-        """What decodes so many prompts together, greedily, in a process with a slot for each; None if it cannot.
-
-        tokens: that each of them needs.
-        """
+        """In a process with a slot for each."""
         if clients > 1 and self.name == "ik_llama.cpp":
             return None
         arm = NativeArm(self.name, self.file, tokens * clients, clients)
@@ -247,22 +242,20 @@ def int4_linear(weight: Tensor) -> Callable[[Tensor], Tensor]:
     return partial(torch.ops.aten._weight_int4pack_mm_for_cpu, mat2=packed, qGroupSize=group, qScaleAndZeros=scales)
 
 
-class TorchArm:
+class TorchArm(Arm):
     """Greedy decoding by torch alone: a static cache, attention over all of it, and a compiled step in a CUDA graph.
 
     It is what gpt-fast showed to be fast on a GPU, written anew, and runs plain LLaMA models. int4: its weights are
     rounded again for torch's int4 kernel, from the floats that ours stand for. Otherwise they are ours.
     """
 
-    label = OTHER_ENGINE
-
     def __init__(self, model: Transformer, ctx: int, int4: bool, compiled: bool):
         """Raises UsageError for a model that is no plain LLaMA."""
         c = self.config = model.config
         if c.model_type != "llama" or c.qkv_bias or c.o_bias or c.mlp_bias or model.lm_head is None:
             raise UsageError("--baseline torch runs LLaMA models without biases and tied embeddings; leave it out.")
-        self.name = f"torch{' compiled' * compiled}{' int4' * int4}"
-        self.options = {"torch": torch.__version__, "int4": int4, "compiled": compiled}
+        about = {"torch": torch.__version__, "int4": int4, "compiled": compiled}
+        super().__init__(f"torch{' compiled' * compiled}{' int4' * int4}", OTHER_ENGINE, about)
         self.model, self.dtype = model, torch.bfloat16 if int4 and model.device.type == "cuda" else model.dtype
         static: list[Tensor] = [model.embed_tokens.weight, model.rotary.cos, model.rotary.sin]
 

@@ -78,9 +78,8 @@ class Lines:
     def write(self, line: dict[str, Any]) -> None:
         """Add a line and hand it to the system."""
         if self.path:
-            self.file = self.file or open(f"{self.path}.part", "w", encoding="utf-8")
+            self.file = self.file or open(f"{self.path}.part", "w", buffering=1, encoding="utf-8")
             self.file.write(json.dumps(line) + "\n")
-            self.file.flush()
 
     def close(self, interrupted: bool = False) -> str | None:
         """Give the file its name. Returns the name that it has then."""

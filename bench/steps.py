@@ -18,9 +18,8 @@ from typing import Any
 
 import torch
 
-from bench.arms import NO_STOP, Arm, Arrivals, EngineArm, build_engine
+from bench.arms import NO_STOP, Arm, Arrivals, build_engine
 from bench.measure import step_bytes
-from bench.peers import NativeArm
 from bench.records import Line
 from decoding.params import SamplingParams
 from engine.engine import Engine
@@ -101,7 +100,7 @@ def step_lines(
 
     ctx: allocated tokens. bandwidth: of a copy, in bytes per second.
     """
-    ours = [arm for arm in arms if isinstance(arm, EngineArm)]
+    ours = [arm for arm in arms if arm.engine]
     wide = [(f"plain, {width} nodes", ours[0], width) for width in widths]
     for batch in batches:
         plain: Ready | None = None
@@ -143,9 +142,8 @@ def client_lines(
 
     lengths: tokens of each client's prompt. text: ids of which every client gets a part of its own.
     """
-    together = [arm for arm in arms if isinstance(arm, EngineArm | NativeArm)]
     longest = max(lengths) + params.max_new_tokens
-    pairs = {(arm.name, count): arm.together(count, longest) for arm in together for count in clients}
+    pairs = {(arm.name, count): arm.together(count, longest) for arm in arms for count in clients}
     runs = {pair: run for pair, run in pairs.items() if run is not None}
     cases = [(*pair, length) for length in lengths for pair in runs]
     rounds: dict[tuple[str, int, int], list[Arrivals]] = {case: [] for case in cases}

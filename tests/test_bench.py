@@ -53,11 +53,11 @@ class ScriptedArm(bench_arms.EngineArm):
         return super().run(prompt, params)
 
 
-class OtherArm:
+class OtherArm(bench_arms.Arm):
     """Not our engine: always the same ids, whatever the prompt."""
 
     def __init__(self, label, ids=(1, 2, 3, 4), name="other", text=""):
-        self.name, self.label, self.options = name, label, {}
+        super().__init__(name, label, {})
         self.sample = bench_arms.Sample(list(ids), 0.01, 0.03, [1] * (len(ids) - 1), text)
 
     def run(self, prompt, params):

@@ -131,14 +131,12 @@ def with_tree(options: LoadOptions, quantization: str | None, head: EagleConfig 
 
     A tree that the user named is drafted as it is.
     """
-    tree, prune, ngram_nodes = options.tree, options.prune, options.ngram_nodes
-    by_default = prune is None and tree is None and options.can_prune and can_be_pruned(head)
-    block = isinstance(head, BlockConfig)
+    tree, prune, ngram_nodes, block = options.tree, options.prune, options.ngram_nodes, isinstance(head, BlockConfig)
     if block and prune and ngram_nodes:
         raise UsageError("--prune and --ngram-nodes do not go together for a head that drafts blocks; leave one out.")
-    by_default = by_default and not (block and ngram_nodes)
+    by_default = tree is None and options.can_prune and can_be_pruned(head) and not (block and ngram_nodes)
     if ngram_nodes is None:
-        ngram_nodes = NGRAM_NODES if by_default and not block else 0
+        ngram_nodes = NGRAM_NODES if by_default and prune is None and not block else 0
     if prune is None:
         prune = BY_PRICE if by_default else 0
     tree = default_tree(options, quantization, head) if tree is None else tree

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from bench.arms import NO_STOP, Arm, Arrivals, build_engine
+from bench.arms import Arm, Arrivals, build_engine
 from bench.measure import step_bytes
 from bench.records import Line
 from decoding.params import SamplingParams
@@ -54,15 +54,10 @@ class Ready:
     """An engine whose step can be timed: a call that does not wait for the device, behind whatever `Engine.pin` says."""
 
     def __init__(self, engine: Engine, context: int):
-        """Only a compiled engine decodes a request first, which compiles and captures."""
-        params, graph = SamplingParams(max_new_tokens=SLACK, stop_ids=NO_STOP), None
-        if engine.config.compile:
-            engine.generate_batch([[1]] * engine.batch_size, params).run()
-            graph = engine.graph(params.mode)
         engine.fill()
         engine.pin(context)
         self.engine, self.device = engine, engine.model.device
-        self.step = graph.replay if graph is not None else captured(partial(engine.step, params.mode), self.device)
+        self.step = captured(partial(engine.step, SamplingParams().mode), self.device)
 
     def time(self, context: int) -> float:
         """Milliseconds of one step behind `context` tokens."""

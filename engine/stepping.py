@@ -235,10 +235,6 @@ class Stepper:
         """Run one speculative step now, on the state as it is and without its graph. For measurements."""
         return self._step(self.model, self.drafter, self.state, mode, parts=self.parts)
 
-    def graph(self, mode: SamplingMode) -> Any:
-        """The CUDA graph that replays such a step, or None."""
-        return self.runner.graphs.get(self._step_call(self.drafter, mode, self.whole)[0], (None,))[0]
-
     def first_runs(self, mode: SamplingMode, view: View) -> None:
         """Capture, compile and time what steps of this kind need at first. No step may be under way."""
         rows = self._rounded(view.rows)  # what was found for as many rows holds for this view

@@ -192,11 +192,6 @@ def slot_zero(config: dict) -> bool:
     return config.get("sample_from_anchor", config["architectures"][0] == "Qwen3DSparkModel")
 
 
-def depth_of(config: dict) -> int:
-    slots = setting(config, "block_size", 16)
-    return slots if slot_zero(config) else slots - 1
-
-
 def block_outputs(config: dict, t: dict[str, Tensor], features: Tensor, anchor: int, model) -> tuple[Tensor, Tensor]:
     """(out [depth, H], z [depth, Vd]) of the slots that draft, after the features [T, taps, H] of T tokens.
 

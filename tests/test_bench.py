@@ -24,10 +24,10 @@ from decoding.params import SamplingParams
 from drafters.medusa import MedusaHeads, save_medusa
 from engine.engine import Engine, EngineConfig
 from engine.load import load
-from loading.drafting import tuned_tree_path
+from loading.drafting import tree_shape, tuned_tree_path
 from loading.options import DRAFTERS
 from scripts import bench, evaluate
-from support.errors import UserError
+from support.errors import BadFileError, UserError
 from support.texts import HELD_OUT
 from weights.checkpoint import Checkpoint
 from weights.heads import read_eagle, save_eagle
@@ -293,11 +293,12 @@ def test_labels_of_arms_follow_from_their_options():
 
 @pytest.mark.parametrize("text, why", [
     ("plain", "expected NAME=KEY=VALUE"), ("a=eagle", "expected NAME=KEY=VALUE"),
-    ("a=nonsense=1", "nonsense is unknown"), ("a=dtype=float16", "dtype is the same for all arms"),
+    ("a=nonsense=1", "nonsense is unknown"), ("a=quant=int4", "quant is the same for all arms"),
     ("a=draft_noise=maybe", "--arm a: draft_noise='maybe'; allowed: on, off"),
 ])  # fmt: skip
 def test_bad_arms_are_one_line_errors(text, why):
-    """A mistyped option was ignored and the arm measured something else."""
+    """A mistyped option was ignored and the arm measured something else; an arm that claims other weights than plain
+    decoding has."""
     with pytest.raises(UserError, match=why):
         bench_arms.arm_options(*bench_arms.parse_arm(text), None)
 
@@ -431,13 +432,6 @@ def test_questions_that_do_not_fit_are_left_out():
 # ---- files ------------------------------------------------------------------------------------------------
 
 
-def test_outputs_that_cannot_be_written_are_found_first(tiny_directory, tmp_path, capsys, monkeypatch):
-    """A long measurement whose table is lost at the end for want of a folder."""
-    monkeypatch.setattr(bench, "load", None)
-    assert bench.main(["--checkpoint", str(tiny_directory), "-q", "--json", str(tmp_path / "none" / "x")]) == 2
-    assert "there is no folder" in capsys.readouterr().err
-
-
 def test_environment_block():
     """A number without its machine: threads, versions, commit; on a GPU the power cap, clocks, temperature, driver."""
     found = records.environment(torch.device("cpu"))
@@ -532,21 +526,29 @@ def test_the_suites_measure_every_head_and_their_tables_are_the_rows(tiny_direct
 
 
 def test_every_drafter_becomes_an_arm(tiny_directory, monkeypatch, tmp_path):
-    """A drafter that generate.load builds and the benchmark does not: it would time plain decoding under its name."""
-    base = load(str(tiny_directory), dtype="float64", device="cpu", kernels="reference")
+    """A drafter that generate.load builds and the benchmark does not: it would time plain decoding under its name. One
+    that is built with the wrong tree, slots, dtype or cache, or that the memory plan does not know. A draft model with
+    another vocabulary, which is refused before its weights are read."""
+    how = dict(dtype="float64", device="cpu", kernels="reference")
+    base, params = load(tiny_directory, **how), SamplingParams(temperature=1.0, max_new_tokens=20)
     given = {"ngram": {"drafter": "ngram", "tree": "chain:3"}}
     given["eagle"] = {"eagle": str(tiny_directory / "eagle1"), "ngram_nodes": 4}
-    given["draft"] = {"draft_checkpoint": str(tiny_directory / "draft"), "tree": "chain:2"}
+    given["draft"] = {"draft_checkpoint": str(tiny_directory / "draft"), "tree": "dynamic:20,4,4", "ngram_nodes": 8}
     given["medusa"] = {"medusa": str(tiny_directory / "medusa"), "tree": "chain:2"}
     assert set(given) == set(DRAFTERS)
-    plain = bench_arms.build_engine(base, {}, 64).generate([1, 5, 9], SamplingParams(max_new_tokens=8)).run()
+    plain = bench_arms.build_engine(base, {}, 64).generate([1, 5, 9], params).run()
     for kind, options in given.items():
-        engine = bench_arms.build_engine(base, options, 64)
-        assert type(engine.drafter) is not type(Engine(base.model).drafter), kind
-        result = engine.generate([1, 5, 9], SamplingParams(max_new_tokens=8)).run()
-        assert result[0].token_ids == plain[0].token_ids and engine.model is base.model, kind
+        engine, loaded = bench_arms.build_engine(base, options, 64), load(tiny_directory, **how, **options)
+        assert type(engine.drafter) is type(loaded.drafter) is not type(base.drafter) and engine.model is base.model
+        for one in (engine, loaded):
+            assert one.generate([1, 5, 9], params).run()[0].token_ids == plain[0].token_ids, kind
+        assert tree_shape(loaded.options) == (loaded.drafter.N, loaded.drafter.D)
+        assert (loaded.plan.head > 0) == (kind != "ngram") and loaded.options.drafter_kind == kind
+    save_hf(tiny_model(torch.float32, layers=1, vocab=98), tmp_path / "other")
+    with pytest.raises(BadFileError, match="98 tokens"):
+        load(tiny_directory, draft_checkpoint=tmp_path / "other")
     two = bench_arms.build_engine(base, given["eagle"] | {"slots": 2}, 64)
-    both = two.generate_batch([[1, 5, 9], [4, 4]], SamplingParams(max_new_tokens=8)).run()
+    both = two.generate_batch([[1, 5, 9], [4, 4]], params).run()
     assert both[0].token_ids == plain[0].token_ids
     # --tree auto: what tune_tree wrote for this head, and a one-line error where it wrote nothing
     monkeypatch.setenv("EAGLET_CACHE", str(tmp_path))
@@ -584,23 +586,21 @@ def test_broken_promise_sets_the_exit_code(tiny_directory, monkeypatch, capsys):
     ("--baseline llama.cpp --shape tiny", "add --checkpoint FILE.gguf"), ("--head x", "--head belongs to --suite"),
     ("--baseline hf --shape tiny --quant int8", "this model has quantized weights only"),
     ("--shape tiny --arm x=eagle=random:2", "allowed behind the colon are 1, 3, dflash"),
+    ("--shape tiny --json /nonexistent/x", "there is no folder /nonexistent"),
 ])  # fmt: skip
 def test_usage_errors_are_one_line(flags, why, capsys, monkeypatch):
     """A traceback for a mistyped flag, for llama.cpp on other files than its own, or for transformers on weights that it
-    cannot read."""
+    cannot read; a long measurement whose table is lost at the end for want of a folder."""
     monkeypatch.setattr(peers, "LIBRARIES", dict.fromkeys(peers.LIBRARIES, ("torch", "torch")))
     assert bench.main([*flags.split(), "-q"]) in (2, 3)
     error = capsys.readouterr().err
     assert why in error and error.count("\n") == 1
 
 
-def test_all_arms_share_the_rounded_weights(capsys):
-    """An arm that claims other weights than plain decoding has, or --quant lost on the way to the model."""
-    flags = "--quant int8 --threads 1 --max-new-tokens 5"
-    summary, _ = ran(capsys, f"{flags} --only plain --temperature 0")
+def test_weights_are_rounded_for_all_arms(capsys):
+    """--quant lost on the way to the model."""
+    summary, _ = ran(capsys, "--quant int8 --threads 1 --max-new-tokens 5 --only plain --temperature 0")
     assert summary["model"]["quant"] == "int8 (rounded at load)"
-    assert bench.main([*flags.split(), "--arm", "x=quant=int4"]) == 2
-    assert "option quant is the same for all arms" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("flags,arms", [

@@ -97,7 +97,6 @@ def test_what_does_not_go_with_a_block_head_is_refused(heads):
     for options, said in (
         ({"tree": "chain:6"}, "this head drafts 5 tokens at once; use --tree chain:5"),
         ({"prune": 5, "ngram_nodes": 4}, "--prune and --ngram-nodes do not go together"),
-        ({"eagle_config": ("norm_output=true",)}, "unknown key of a block head"),
     ):
         one_line(lambda options=options: load(DEMO, eagle=heads / "dflash", **options), said)
 

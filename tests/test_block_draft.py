@@ -7,10 +7,10 @@ import math
 
 import pytest
 import torch
-from block_kit import block_outputs, corrected, layouts, random_tensors, tap_ids, tiny_block, write_layout
-from test_block_heads import ANCHOR, MODEL, features_of, slots_of
+from block_kit import block_outputs, corrected, draft_ids, layouts, random_tensors, tap_ids, tiny_block, write_layout
+from test_block_heads import ANCHOR, MODEL, after, features_of
 from test_drafters import table_model
-from tiny import CTX, PROMPT, TREES, V, node_paths, tables, tiny_model
+from tiny import CTX, PROMPT, V, node_paths, tables, tiny_model
 
 import kernels
 import tree as trees
@@ -19,7 +19,6 @@ from decoding.drafter import Draft
 from decoding.params import SamplingMode, SamplingParams
 from decoding.step import DecodeState, draft_input
 from drafters.block import BlockDrafter, BlockHead
-from drafters.trees import DraftRule
 from engine.engine import Engine, EngineConfig
 from kernels import KernelBackend
 from kernels.growing import best_prefixes
@@ -95,19 +94,15 @@ def test_tokens_that_cannot_be_drafted_are_padding():
 KINDS = ["dflash", "jetspec", "dflash2", "speculators", *(f"dspark, {x}" for x in ("plain", "vanilla", "gated", "rnn"))]
 
 
-def drafted(tmp_path, name, tree, settings, **rule):
+def drafted(tmp_path, name, tree, settings):
     """(config, tensors, drafter, its draft, noise) of a published head with random weights, after random features."""
     config = layouts()[name]
     tensors = random_tensors(config)
     folder = write_layout(tmp_path / "head", config, tensors)
     head = build_head(read_head(folder, MODEL.config, {"shortlist": "40"}), MODEL)
     features = features_of(config)
-    _, _, state = slots_of(head, features, tap_ids(config), 4)
+    drafter, state = after(head, features, tap_ids(config), 4, tree)
     state.sampling.set(SamplingParams(**settings))
-    table = tables(tree)
-    drafter = BlockDrafter(head, table, 1, CTX + table.N + 1, DraftRule(**rule))
-    ordered = features[:, sorted(range(len(tap_ids(config))), key=lambda i: tap_ids(config)[i])].flatten(1)
-    drafter.prefill(0, torch.zeros(1, 5, dtype=torch.int64), ordered[None, :4], torch.tensor([0]))
     mode = SamplingParams(**settings).mode
     ahead = torch.arange(drafter.D + 1) + len(features) + 1
     noise = sampling.gumbel_noise(state.sampling.seed, ahead[None], torch.arange(V)) if mode.sample else None
@@ -125,7 +120,7 @@ def test_trees_are_those_of_the_formulas(tmp_path, name, temperature):
         tmp_path, name, tree, SAMPLED | {"temperature": temperature}
     )
     out, z = block_outputs(config, tensors, features, ANCHOR, MODEL)
-    ids = drafter.draft_ids.tolist() if drafter.draft_ids is not None else list(range(V))
+    ids = draft_ids(config)
     soft = max(temperature, 0.5) if temperature else 1.0
 
     def children(path):
@@ -147,7 +142,7 @@ def test_chains_walk_the_best_token(tmp_path, name):
     """A chain that is corrected by another token than the one it drafted, or not at all. Static trees take ranks."""
     config, tensors, drafter, draft, _, features = drafted(tmp_path, name, trees.chain(3), {})
     out, z = block_outputs(config, tensors, features, ANCHOR, MODEL)
-    ids = drafter.draft_ids.tolist() if drafter.draft_ids is not None else list(range(V))
+    ids = draft_ids(config)
 
     def best(path, count):
         """The likeliest tokens of the shortlist after a path that begins with the anchor."""
@@ -169,7 +164,7 @@ def test_penalties_and_the_shortlist_agree(tmp_path, name):
     tree = trees.DynamicTree(12, 2, 6)
     _, _, drafter, draft, _, _ = drafted(tmp_path, name, tree, {})
     drafter._whole_logits = lambda inputs: True
-    _, slots, state = slots_of(drafter.head, features_of(layouts()[name]), tap_ids(layouts()[name]), 4)
+    _, state = after(drafter.head, features_of(layouts()[name]), tap_ids(layouts()[name]), 4)
     whole = drafter.draft(draft_input(state, SamplingMode()))
     same_tree(paths_of(whole), paths_of(draft), 1e-9)
 
@@ -189,16 +184,6 @@ def test_pruned_trees_keep_what_is_likely_enough(tmp_path):
     assert paths_of(pruned, 1).keys() == {path for path in want if math.exp(want[path] - 0.5) >= 0.04}
 
 
-def test_trees_that_are_too_deep_or_too_wide_are_refused():
-    """A tree with more depths than slots draft: their tokens would be those of other slots."""
-    head = tiny_block(MODEL, slots=5, taps=(0, 3))
-    with pytest.raises(ValueError, match="5 deep, but this head drafts 4 tokens at once; use --tree chain:4"):
-        BlockDrafter(head, tables(TREES["paper25"]), 1, CTX + 30)
-    few = tiny_block(MODEL, slots=5, taps=(0, 3), draft_ids=torch.tensor([1, 5, 9]))
-    with pytest.raises(ValueError, match="up to 5 children, and the drafter knows 3"):
-        BlockDrafter(few, tables(trees.StaticTree(tuple((i,) for i in range(5)))), 1, CTX + 30)
-
-
 # ---- acceptance that is certain ------------------------------------------------------------------------------
 
 
@@ -213,7 +198,7 @@ class OracleHead(BlockHead):
         return truth.gather(1, places[..., None].expand(-1, -1, truth.shape[2]))
 
 
-def oracle(model, texts: list[list[int]], tree, sharp: float = 1.0, **rule) -> Engine:
+def oracle(model, texts: list[list[int]], tree, sharp: float = 1.0) -> Engine:
     """An engine whose head knows the target's states along the texts. sharp: by what they are multiplied."""
     head = tiny_block(model, slots=6, slot0=True)
     head.__class__ = OracleHead
@@ -221,7 +206,7 @@ def oracle(model, texts: list[list[int]], tree, sharp: float = 1.0, **rule) -> E
     rows = [model.forward_train(torch.tensor([text + [0] * (length - len(text))]))[0] for text in texts]
     head.truth = torch.cat(rows) * sharp
     built = tables(tree, len(texts))
-    drafter = BlockDrafter(head, built, len(texts), CTX + built.N + 1, DraftRule(**rule))
+    drafter = BlockDrafter(head, built, len(texts), CTX + built.N + 1)
     return Engine(model, None, drafter, EngineConfig(batch_size=len(texts)))
 
 

@@ -10,7 +10,7 @@ import torch
 from block_kit import H, block_outputs, corrected, draft_ids, layouts, random_tensors, tap_ids, target, write_layout
 from safetensors.torch import load_file
 from test_checkpoint import one_line, same_tensors
-from tiny import CTX, V
+from tiny import CTX, V, tables
 
 import tree as trees
 from decoding.params import SamplingParams
@@ -36,21 +36,17 @@ def read_layout(tmp_path, name, how="one file"):
     return config, tensors, read_head(write_layout(tmp_path / "head", config, tensors, how), MODEL.config)
 
 
-def slots_of(head, features: torch.Tensor, taps: list[int], first: int = 0, B: int = 1):
-    """The drafter after `features`, of which the first ones came as a prompt, and its Slots in the next step."""
+def after(head, features: torch.Tensor, taps: list[int], first: int, tree=None):
+    """A drafter of this tree (default: the longest chain), and the state behind `features`, of which the first ones came
+    as a prompt."""
     ordered = features[:, sorted(range(len(taps)), key=lambda i: taps[i])].flatten(1)
-    chain = trees.tree_tables([trees.chain(head.config.depth)] * B)
-    drafter = BlockDrafter(head, chain, B, CTX + chain.N + 1)
-    state = DecodeState(MODEL, drafter, B, CTX)
-    for row in range(B):
-        if first:
-            tokens = torch.zeros(1, first + 1, dtype=torch.int64)
-            drafter.prefill(row, tokens, ordered[None, :first], torch.tensor([0]))
-        state.n[row] = len(features)
-        state.root[row] = ANCHOR
-        state.count[row] = len(features) - first
-        state.features[row, : len(features) - first] = ordered[first:]
-    return drafter, drafter._slots(draft_input(state, SamplingParams().mode)), state
+    built = tables(tree or trees.chain(head.config.depth))
+    drafter = BlockDrafter(head, built, 1, CTX + built.N + 1)
+    state = DecodeState(MODEL, drafter, 1, CTX)
+    drafter.prefill(0, torch.zeros(1, first + 1, dtype=torch.int64), ordered[None, :first], torch.tensor([0]))
+    state.n[0], state.root[0], state.count[0] = len(features), ANCHOR, len(features) - first
+    state.features[0, : len(features) - first] = ordered[first:]
+    return drafter, state
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -63,7 +59,8 @@ def test_logits_are_those_of_the_formulas(tmp_path, name):
     assert (list(range(V)) if head.draft_ids is None else head.draft_ids.tolist()) == draft_ids(config)
     features = features_of(config)
     first = TEXT - min(3, head.config.depth)
-    _, slots, _ = slots_of(head, features, tap_ids(config), first)
+    drafter, state = after(head, features, tap_ids(config), first)
+    slots = drafter._slots(draft_input(state, SamplingParams().mode))
     out, z = block_outputs(config, tensors, features, ANCHOR, MODEL)
     torch.testing.assert_close(slots.hidden[0], out, rtol=0, atol=1e-10)
     torch.testing.assert_close(head.narrow_logits(slots.hidden)[0], z, rtol=0, atol=1e-10)

@@ -399,13 +399,16 @@ REFUSED = {
     "4 Medusa heads": lambda: MedusaDrafter(medusa_heads(), tables(trees.PAPER25)),
     "static trees": lambda: MedusaDrafter(medusa_heads(), trees.DynamicTree(8, 2, 2)),
     "static tree or a chain": lambda: draft_model(tree=TREES["dynamic"], multi_round="without"),
+    "5 deep, but this head drafts 4 tokens at once; use --tree chain:4": lambda: block(tree=TREES["paper25"]),
+    "up to 3 children, and the drafter knows 2": lambda: block(draft_ids=torch.tensor([1, 5])),
     "98 tokens": lambda: draft_model(small=tiny_model(layers=1, vocab=98)),
 }
 
 
 @pytest.mark.parametrize("message", REFUSED)
 def test_drafters_that_cannot_work_are_refused(message):
-    """N-grams under the paper's rule, more depths than heads, or ids of another tokenizer."""
+    """N-grams under the paper's rule, more depths than heads or slots, whose tokens would be
+    those of other slots, or ids of another tokenizer."""
     with pytest.raises(ValueError, match=message):
         REFUSED[message]()
 

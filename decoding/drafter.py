@@ -68,7 +68,7 @@ class Drafter:
 
     multi_round: str = ""  # "without" or "with" replacement for multi-round verification, "" for choice-and-walk
     p_min: float = 0.0  # nodes that are accepted with a lower probability may be left out of a tree, see TreeDrafter
-    unpriced: bool = False  # whether `price` is still to be called
+    by_price: bool = False  # whether p_min follows the price of a node, which depends on the number of rows
     priced_nodes: int = 4  # a node costs what so many cost together, divided by them
     scoring: str = "none"  # what Draft.scores are: "none", "probability", or "noisy" (with the shared noise)
     # Its KV caches [..., B, Hkv, S, hd], all that a step changes of it. What they hold of a token depends on the text up

@@ -29,7 +29,7 @@ class DraftRule(NamedTuple):
     multi_round: str = ""  # "" for choice-and-walk, "without" or "with" replacement (static trees only)
     # Nodes of a static tree that are probably accepted more rarely than that are left out, by the C++ kernels of CPUs.
     p_min: float = 0.0
-    unpriced: bool = False  # p_min holds until the price of a node is known (`TreeDrafter.price`)
+    by_price: bool = False  # p_min holds until the price of a node is known (`TreeDrafter.price`)
     # Where the text repeats itself, up to so many tokens of its earlier continuation take the place of a pruned tree.
     ngram_nodes: int = 0
 
@@ -75,8 +75,7 @@ class TreeDrafter(Drafter):
         super().__init__(tree.N + rule.ngram_nodes, max(tree.D, rule.ngram_nodes), feature_size, taps)
         self.tree = tree
         self.rotary = Rotary(model.rotary.cos, model.rotary.sin)
-        self.shared_noise, self.multi_round, self.p_min, self.unpriced, self.ngram_nodes = rule
-        self.measured_price = rule.unpriced
+        self.shared_noise, self.multi_round, self.p_min, self.by_price, self.ngram_nodes = rule
         self.dynamic = isinstance(tree, DynamicTree)
         self.scoring = "noisy" if (self.dynamic or rule.p_min) and rule.shared_noise else "probability"
         if rule.multi_round and self.dynamic:
@@ -104,7 +103,6 @@ class TreeDrafter(Drafter):
     def first(self, rows: int) -> TreeDrafter:
         view = super().first(rows)
         view.cache = view.caches[0]
-        view.unpriced = self.measured_price  # a node's price depends on the number of rows
         if self.dynamic:
             view.level_depth = view._level_depth(rows)
         return view
@@ -116,7 +114,6 @@ class TreeDrafter(Drafter):
     def price(self, share: float) -> None:
         # Decoding emits about 1.3 tokens in the time of a plain step. A node must emit as many in its own time.
         self.p_min = min(max(1.3 * share, 0.05), 0.5)
-        self.unpriced = False
 
     def level_widths(self) -> list[int]:
         """Rows of every draft forward after the first one."""

@@ -242,7 +242,7 @@ class Stepper:
             with self.paused():
                 self._first_runs(mode, view, rows)
             self._ready.add((mode, view.rows))
-        if view.drafter.unpriced:
+        if view.drafter.by_price:
             view.drafter.price(self.prices[rows][1])
         self.step_seconds = self.timings.get((mode, rows))
 
@@ -255,7 +255,7 @@ class Stepper:
                 self.launch(drafter, mode, view)
                 self.runner.read()
                 self.compile_seconds += time.perf_counter() - started
-        if view.drafter.unpriced and rows not in self.prices:
+        if view.drafter.by_price and rows not in self.prices:
             self.prices[rows] = self._measure_price(mode, self.view(rows))
         if self.fallback is not None and (mode, rows) not in self.timings:
             prunes = view.drafter.prunes(mode)  # its trees follow the text, so its steps are timed while they decode

@@ -343,7 +343,7 @@ def _new_drafter(model: Transformer, options: LoadOptions, head: DraftHead | Non
         check_width(tree, small.config.vocab_size)
         return DraftModelDrafter(model, small, tree, options.slots, length, rule)
     pack_(head, model.dtype)
-    unpriced = options.prune == BY_PRICE
-    p_min = (PRUNE if unpriced else options.prune or 0) / 100
-    rule = rule._replace(p_min=p_min, unpriced=unpriced, ngram_nodes=options.ngram_nodes if p_min else 0)
+    by_price = options.prune == BY_PRICE
+    p_min = (PRUNE if by_price else options.prune or 0) / 100
+    rule = rule._replace(p_min=p_min, by_price=by_price, ngram_nodes=options.ngram_nodes if p_min else 0)
     return kinds_of(head.config)[1](head, tree, options.slots, length, rule)

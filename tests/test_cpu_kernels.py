@@ -774,8 +774,8 @@ def test_nodes_are_pruned_by_their_measured_price(monkeypatch):
         return 1.0, 1.4
 
     monkeypatch.setattr(Engine, "_time_steps", measure)
-    for unpriced, p_min in ((True, 0.13), (False, 0.1)):
-        drafter = eagle_drafter(packed_head(model), trees.PAPER25, p_min=0.1, unpriced=unpriced)
+    for by_price, p_min in ((True, 0.13), (False, 0.1)):
+        drafter = eagle_drafter(packed_head(model), trees.PAPER25, p_min=0.1, by_price=by_price)
         engine = Engine(model, None, drafter, EngineConfig(backend=backend(), eagle_always=False))
         for seed in range(2):
             engine.generate([1, 2, 3], SamplingParams(max_new_tokens=3, seed=seed)).run()

@@ -142,10 +142,7 @@ def arm_options(name: str, given: dict[str, str], directory: Path | None) -> tup
             raise UsageError(f"--arm {name}: option {key} {why}; allowed: {', '.join(known)}.")
         if key in PATHS and directory and not Path(text).exists() and (directory / text).exists():
             text = str(directory / text)
-        try:
-            options[key] = read_option(key, text)
-        except UsageError as error:
-            raise UsageError(f"--arm {name}: {error}") from None
+        options[key] = read_option(key, text, f"--arm {name}: ")
     return SAME_TOKENS if options.get("verify", "match") == "match" else SAME_DISTRIBUTION, options
 
 

@@ -271,11 +271,13 @@ class BlockDrafter(HeadDrafter):
         slots = self._slots(inputs)
         if self.dynamic and self._searches_in_cpp(inputs, slots):
             return self._searched(inputs, slots)
-        if not (self.head.config.markov or self._whole_logits(inputs)):
-            draft = self._independent(inputs, slots)
-        else:
+        if self.head.config.markov or self._whole_logits(inputs):
             rows = self._rows(inputs, slots, 0, inputs.root[:, None], None)
             draft = self._dynamic(inputs, rows, ()) if self.dynamic else self._static(inputs, rows, ())
+        elif self.dynamic:  # the candidates at a depth are the same after every parent
+            draft = Draft(*best_prefixes(self._target_ids(slots.ids), slots.scores, inputs.root, self.N))
+        else:
+            draft = independent_tree(self.tree, inputs.root, self._target_ids(slots.ids), slots.scores)
         return self._pruned(draft) if self.prunes(inputs.mode) else draft
 
     def _whole_logits(self, inputs: DraftInput) -> bool:
@@ -379,13 +381,6 @@ class BlockDrafter(HeadDrafter):
         softened = bool(self.head.config.markov) and self._softened(inputs)
         how = inputs.root, inputs.sampling.temperature, *tables, softened, tree.N, tree.topk, p_min
         return Draft(*torch.ops.eaglet_cpu.slot_tree.default(*candidates, *how))
-
-    def _independent(self, inputs: DraftInput, slots: Slots) -> Draft:
-        """A tree whose candidates at a depth are the same after every parent."""
-        ids, scores = self._target_ids(slots.ids), slots.scores
-        if self.dynamic:
-            return Draft(*best_prefixes(ids, scores, inputs.root, self.N))
-        return independent_tree(self.tree, inputs.root, ids, scores)
 
     def _pruned(self, draft: Draft) -> Draft:
         """The nodes that are accepted with a probability of p_min at least. It waits for the host, so it is for CPUs.

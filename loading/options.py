@@ -385,16 +385,19 @@ def options_from(args: argparse.Namespace, *names: str) -> dict[str, Any]:
     return given
 
 
-def read_option(name: str, text: str) -> Any:
-    """The value of an option from text, as an arm of the benchmark gives it. Raises UsageError with what is allowed."""
+def read_option(name: str, text: str, whose: str = "") -> Any:
+    """The value of an option from text, as an arm of the benchmark gives it. Raises UsageError with what is allowed.
+
+    whose: how the message begins.
+    """
     (f,) = _declared([name])
     if isinstance(f.default, bool):
         if text not in ("on", "off"):
-            raise UsageError(f"{name}={text!r:.40}; allowed: on, off.")
+            raise UsageError(f"{whose}{name}={text!r:.40}; allowed: on, off.")
         return text == "on"
     if f.metadata["least"] is not None:
         if not text.isdecimal():
-            raise UsageError(f"{name}={text!r:.40}; allowed: an integer.")
+            raise UsageError(f"{whose}{name}={text!r:.40}; allowed: an integer.")
         return int(text)
     return tuple(text.split(",")) if isinstance(f.default, tuple) else text
 

@@ -335,16 +335,12 @@ def test_the_search_in_cpp_finds_the_same_trees(kind, settings):
     mode = SamplingParams(**settings).mode
     noise = sampling.noise_ahead(state.sampling.seed, state.n, drafter.D + 1, state.hashes) if mode.sample else None
     inputs = draft_input(state, mode, noise)
+    plain = drafter.draft(inputs)
     with KernelBackend("cpu", "cpu").active():
-        slots = drafter._slots(inputs)
-        assert drafter._searches_in_cpp(inputs, slots)
-        got = drafter._searched(inputs, slots)
+        assert drafter._searches_in_cpp(inputs, drafter._slots(inputs))
+        got = drafter.draft(inputs)
         drafter.p_min, drafter.scoring = 0.04, "noisy"
-        pruned = drafter._searched(inputs, slots)
-    if kind:
-        plain = drafter._dynamic(inputs, drafter._rows(inputs, slots, 0, inputs.root[:, None], None), ())
-    else:
-        plain = drafter._independent(inputs, slots)
+        pruned = drafter.draft(inputs)
     for b in range(B):
         want = paths_of(plain, b)
         same_tree(paths_of(got, b), want, 1e-4)

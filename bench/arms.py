@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from bench.random_models import random_head
 from decoding.params import SamplingParams
@@ -39,7 +39,6 @@ SHARED = (
 )  # fmt: skip
 PATHS = ("eagle", "draft_checkpoint", "medusa")
 DYNAMIC = "dynamic:16,4,4"  # the default dynamic tree on a CPU, where no row is free
-CHAIN = "chain:3"  # the default chain there
 MTP_CHAINS = ("chain:1", "chain:2", "chain:3", "chain:4")  # what other programs draft with the layer that models bring
 DYNAMIC_GPU = "dynamic:32,6,8"
 MULTI_ROUND = {"verify": "multi-round"}
@@ -60,8 +59,7 @@ Arrivals = list[list[float]]
 Together = Callable[[Sequence[list[int]], SamplingParams], Arrivals]
 
 
-@dataclass
-class Sample:
+class Sample(NamedTuple):
     """What one run gave. ids and steps are as the engine returned them; `counted` truncates at the first stop."""
 
     token_ids: list[int]
@@ -171,7 +169,7 @@ def default_arms(directory: Path, config: ModelConfig, cuda: bool) -> list[Spec]
         elif cuda:
             trees = {"paper25": "paper25", "dynamic": DYNAMIC_GPU}
         else:
-            trees = {"paper25": "paper25", "dynamic": DYNAMIC, "chain": CHAIN}
+            trees = {"paper25": "paper25", "dynamic": DYNAMIC, "chain": "chain:3"}
         heads += [(f"{name} {kind}", {"eagle": name, "tree": tree}) for kind, tree in trees.items()]
     return heads + others
 

@@ -69,7 +69,7 @@ def peers_of(args: argparse.Namespace, base: Engine, ctx: int) -> list[Arm]:
         arms += [HFArm(kind, twin, base.tokenizer, copied) for kind in ("hf", "hf-static")]
     arms += [NativeArm(name, args.checkpoint, ctx) for name in NATIVE if name in args.baseline]
     if "torch" in args.baseline:
-        arms.append(TorchArm(base.model, ctx, base.model.quant == "int4", base.model.device.type == "cuda"))
+        arms.append(TorchArm(base.model, ctx, base.model.quant == "int4"))
     return arms
 
 
@@ -249,14 +249,15 @@ class TorchArm(Arm):
     rounded again for torch's int4 kernel, from the floats that ours stand for. Otherwise they are ours.
     """
 
-    def __init__(self, model: Transformer, ctx: int, int4: bool, compiled: bool):
+    def __init__(self, model: Transformer, ctx: int, int4: bool):
         """Raises UsageError for a model that is no plain LLaMA."""
         c = self.config = model.config
         if c.model_type != "llama" or c.qkv_bias or c.o_bias or c.mlp_bias or model.lm_head is None:
             raise UsageError("--baseline torch runs LLaMA models without biases and tied embeddings; leave it out.")
+        compiled = model.device.type == "cuda"
         about = {"torch": torch.__version__, "int4": int4, "compiled": compiled}
         super().__init__(f"torch{' compiled' * compiled}{' int4' * int4}", OTHER_ENGINE, about)
-        self.model, self.dtype = model, torch.bfloat16 if int4 and model.device.type == "cuda" else model.dtype
+        self.model, self.dtype = model, torch.bfloat16 if int4 and compiled else model.dtype
         static: list[Tensor] = [model.embed_tokens.weight, model.rotary.cos, model.rotary.sin]
 
         def linear(owner: nn.Module) -> Callable[[Tensor], Tensor]:

@@ -11,10 +11,9 @@ import importlib.util
 import os
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import islice, zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from engine.engine import Engine
 from support.errors import UsageError, at_least
@@ -35,8 +34,7 @@ def find_model() -> Path | None:
     return next((file for folder in folders for file in sorted(Path(folder).glob("*.gguf"))), None)
 
 
-@dataclass(frozen=True)
-class Question:
+class Question(NamedTuple):
     """One item of a suite. A turn is a user's message, or text to continue, or a tuple of token ids."""
 
     suite: str
@@ -106,8 +104,7 @@ def add_questions(parser: Any, limit: str, default: int = 0) -> None:
     add("--system", metavar="TEXT", help='"paper": the 508 characters of the EAGLE evaluation')
 
 
-@dataclass(frozen=True)
-class Prompts:
+class Prompts(NamedTuple):
     """How turns become prompt ids: by the model's chat template with the history, or as text to continue."""
 
     tokenizer: Any

@@ -206,7 +206,6 @@ def slot_masks(config: BlockConfig, device: torch.device) -> tuple[Tensor, Tenso
 class Slots(NamedTuple):
     """What the forward of a block gives."""
 
-    hidden: Tensor  # [B, D, H] what the LM head reads
     mixed: Tensor  # [B, D, H or r] what corrections read
     logits: Tensor | None  # [B, D, Vd]; None where nothing but the best of them are wanted
     ids: Tensor | None  # [B, D, K] the shortlists of a head that corrects them: places in the draft vocabulary
@@ -244,7 +243,6 @@ class BlockDrafter(HeadDrafter):
         super().__init__(head, tree, batch_size, slots + config.slots, rule._replace(ngram_nodes=0))
         if rule.shared_noise and config.markov:
             self.scoring = "noisy"
-        self.used = max(self.D, 1)  # slots that are
         device = self.cache.device
         self.masks = torch.full((1, config.slots - 1), config.mask_id, device=device)
         self.block_depth = torch.arange(config.slots, device=device)[None]
@@ -301,10 +299,10 @@ class BlockDrafter(HeadDrafter):
 
     def _slots(self, inputs: DraftInput) -> Slots:
         """Run a block, and make the shortlists."""
-        hidden = self._hidden(inputs).narrow(1, 0, self.used)
+        hidden = self._hidden(inputs).narrow(1, 0, max(self.D, 1))  # of the slots that are used
         config, whole = self.head.config, self._whole_logits(inputs)
         if whole and not config.markov:
-            return Slots(hidden, hidden, self.head.narrow_logits(hidden), None, None)
+            return Slots(hidden, self.head.narrow_logits(hidden), None, None)
         count = self.tree.topk if self.dynamic else max(self.tree.max_children, 1)
         if config.markov:
             count = min(max(config.shortlist, count), self.head.vocab_size)
@@ -312,12 +310,12 @@ class BlockDrafter(HeadDrafter):
         noise = inputs.noise if self.shared_noise and not self.multi_round else None
         best = None if whole or noise is not None else self.head.top(hidden, count)
         if best is not None:
-            return Slots(hidden, mixed, None, best.ids, best.scores)
+            return Slots(mixed, None, best.ids, best.scores)
         logits = self.head.narrow_logits(hidden)
-        ahead = None if noise is None else noise.narrow(1, 0, self.used)
+        ahead = None if noise is None else noise.narrow(1, 0, hidden.shape[1])
         noisy = bool(config.markov) or self.scoring == "noisy"
         best = sampling.draft_topk(logits, ahead, self.draft_ids, inputs.sampling, inputs.mode, count, noisy)
-        return Slots(hidden, mixed, logits, *best)
+        return Slots(mixed, logits, *best)
 
     def _rows(self, inputs: DraftInput, slots: Slots, depth: int, tokens: Tensor, state: Tensor | None) -> Rows:
         """Rows of the target's tokens [B, W] at a depth. state: theirs, of a recurrent head."""

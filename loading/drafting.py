@@ -113,14 +113,6 @@ def default_tree(options: LoadOptions, quantization: str | None, head: EagleConf
     return f"dynamic:{nodes},{7 if head.version == 3 else 5},8"
 
 
-def can_be_pruned(config: EagleConfig | BlockConfig | None) -> bool:
-    """Whether the CPU kernels draft with a head of this config, and leave out the nodes that do not pay. Others are
-    replaced by plain steps while they do not pay."""
-    if not isinstance(config, EagleConfig):
-        return True
-    return not (config.extra_norms or config.unshifted or isinstance(config, AssistantConfig))
-
-
 def block_tree(config: BlockConfig, nodes: int = 26) -> str:
     """The dynamic tree that a block head drafts by default."""
     return f"dynamic:{nodes},{min(config.depth, 8) - 1},8"
@@ -134,7 +126,9 @@ def with_tree(options: LoadOptions, quantization: str | None, head: EagleConfig 
     tree, prune, ngram_nodes, block = options.tree, options.prune, options.ngram_nodes, isinstance(head, BlockConfig)
     if block and prune and ngram_nodes:
         raise UsageError("--prune and --ngram-nodes do not go together for a head that drafts blocks; leave one out.")
-    by_default = tree is None and options.can_prune and can_be_pruned(head) and not (block and ngram_nodes)
+    # the CPU kernels do not draft with these heads, which plain steps replace while they do not pay
+    other = isinstance(head, AssistantConfig) or isinstance(head, EagleConfig) and (head.extra_norms or head.unshifted)
+    by_default = tree is None and options.can_prune and not (other or block and ngram_nodes)
     if ngram_nodes is None:
         ngram_nodes = NGRAM_NODES if by_default and prune is None and not block else 0
     if prune is None:

@@ -121,9 +121,8 @@ def prepare(args: argparse.Namespace, progress: Progress) -> tuple[Bench, dict[s
         **ranks_json(base),
     }
     stops = base.stop_ids(SamplingParams()) or NO_STOP
-    where = environment(base.model.device)
     arms = arms_of(args, base, ctx) + peers_of(args, base, ctx)
-    return Bench(arms, questions, prompts, settings, stops, ctx, progress, where), model
+    return Bench(arms, questions, prompts, settings, stops, ctx, progress, environment(base.model.device)), model
 
 
 def run(args: argparse.Namespace) -> int:

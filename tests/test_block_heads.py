@@ -60,10 +60,11 @@ def test_logits_are_those_of_the_formulas(tmp_path, name):
     features = features_of(config)
     first = TEXT - min(3, head.config.depth)
     drafter, state = after(head, features, tap_ids(config), first)
-    slots = drafter._slots(draft_input(state, SamplingParams().mode))
+    inputs = draft_input(state, SamplingParams().mode)
+    hidden, slots = drafter._hidden(inputs), drafter._slots(inputs)
     out, z = block_outputs(config, tensors, features, ANCHOR, MODEL)
-    torch.testing.assert_close(slots.hidden[0], out, rtol=0, atol=1e-10)
-    torch.testing.assert_close(head.narrow_logits(slots.hidden)[0], z, rtol=0, atol=1e-10)
+    torch.testing.assert_close(hidden[0], out, rtol=0, atol=1e-10)
+    torch.testing.assert_close(head.narrow_logits(hidden)[0], z, rtol=0, atol=1e-10)
     if head.config.markov:
         path, state = [ANCHOR, 5, 60, 5, 33], None
         for d in range(min(len(path), head.config.depth)):

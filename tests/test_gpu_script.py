@@ -356,7 +356,7 @@ def test_torch_alone_decodes_our_tokens():
         prompt = list(range(7, 20))
         want = engine.generate_batch([prompt], params).run()[0].token_ids
         assert len(set(want)) > 3
-        peer = TorchArm(engine.model, 64, False, False)
+        peer = TorchArm(engine.model, 64, False)
         assert peer.run(prompt, params).token_ids == want == peer.run(prompt, params).token_ids
 
         weight, x = torch.randn(64, 96), torch.randn(5, 96)

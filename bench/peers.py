@@ -64,9 +64,8 @@ def peers_of(args: argparse.Namespace, base: Engine, ctx: int) -> list[Arm]:
     """The arms that --baseline asks for. Raises UserError for a model that they cannot run."""
     arms: list[Arm] = []
     if "hf" in args.baseline:
-        model = floats_of(base, None if args.shape else args.checkpoint)
-        twin, copied = hf_model(model), bool(base.model.quant)
-        arms += [HFArm(kind, twin, base.tokenizer, copied) for kind in ("hf", "hf-static")]
+        twin = hf_model(floats_of(base, None if args.shape else args.checkpoint))
+        arms += [HFArm(kind, twin, base.tokenizer, bool(base.model.quant)) for kind in ("hf", "hf-static")]
     arms += [NativeArm(name, args.checkpoint, ctx) for name in NATIVE if name in args.baseline]
     if "torch" in args.baseline:
         arms.append(TorchArm(base.model, ctx, base.model.quant == "int4"))

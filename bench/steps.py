@@ -138,8 +138,7 @@ def client_lines(
     lengths: tokens of each client's prompt. text: ids of which every client gets a part of its own.
     """
     longest = max(lengths) + params.max_new_tokens
-    pairs = {(arm.name, count): arm.together(count, longest) for arm in arms for count in clients}
-    runs = {pair: run for pair, run in pairs.items() if run is not None}
+    runs = {(arm.name, count): run for arm in arms for count in clients if (run := arm.together(count, longest))}
     cases = [(*pair, length) for length in lengths for pair in runs]
     rounds: dict[tuple[str, int, int], list[Arrivals]] = {case: [] for case in cases}
     for number in range(CLIENT_ROUNDS + 1):

@@ -61,7 +61,7 @@ def tree_shape(options: LoadOptions) -> tuple[int, int]:
     tree = parse_tree(options.trees[0])  # a misspelt name is an error even where nothing is drafted
     if not options.drafter_kind:
         return 1, 0
-    return WithNGrams.shape(tree.N, tree.D, options.ngram_nodes) if options.ngram_nodes else (tree.N, tree.D)
+    return WithNGrams.shape(tree.N, tree.D, options.ngram_nodes or 0)
 
 
 def build_trees(options: LoadOptions, device: torch.device) -> DynamicTree | TreeTables:

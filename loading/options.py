@@ -36,7 +36,6 @@ NGRAM_NODES = 16  # the deepest tree that is allowed
 NO_HEAD = "none"  # what --eagle says where no head shall draft
 # What `--compile` does. torch.compile rounds in its own way, so on a GPU only "graph" promises plain decoding's tokens.
 COMPILE_MODES = ("graph", "blocks", "reduce-overhead")
-FIRST_OF_DRAFTING = "eagle"  # with this field the second group of --help begins
 
 
 def option(help: str, default: Any = None, choices: Iterable[str] = (), **more: str | int) -> Any:
@@ -362,7 +361,7 @@ def add_options(parser: argparse.ArgumentParser, *names: str, **defaults: Any) -
             words |= {"action": "append", "default": list(default)}
         elif about["least"] is not None:
             words |= {"type": at_least(about["least"])}
-        group = model if known.index(f.name) < known.index(FIRST_OF_DRAFTING) else drafting
+        group = model if known.index(f.name) < known.index("eagle") else drafting  # the first one of drafting
         group.add_argument(flag(f.name), **words)
 
 

@@ -17,7 +17,7 @@ from decoding.params import SamplingParams
 from decoding.step import DecodeState, draft_input
 from drafters.block import BlockDrafter
 from loading.drafting import build_head
-from weights.block_heads import read_head, save_block
+from weights.block_heads import BlockConfig, read_head, save_block
 
 LAYOUTS = layouts()
 MODEL = target()

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
-from engine.results import Chunk, GenerationResult, TokenLogprob
+from cli.steps import StepRecorder
+from engine.results import Chunk, TokenLogprob
+from engine.streams import Stream
 from serving.requests import Ask
 from text.splitter import ARGUMENTS, CALL, TEXT, THOUGHT, Piece, Splitter
 from text.tokenizer import Tokenizer
@@ -22,29 +24,12 @@ class ToolCall:
     arguments: str = ""
 
 
-@dataclass
-class Event:
-    """What the engine says of one choice: steps, and the result when it has ended."""
-
-    index: int
-    chunks: list[Chunk]
-    result: GenerationResult | None = None
-    seen: dict[str, Any] = field(default_factory=dict)  # of the steps, where the request asks for it
-
-    def add(self, later: Event) -> None:
-        """Add what came later of the same choice."""
-        self.chunks += later.chunks
-        self.result = later.result
-        if later.seen:
-            self.seen |= later.seen | {"steps": self.seen.get("steps", []) + later.seen["steps"]}
-
-
 # A token, and how likely it and others were. Of the first token of a prompt that is not known.
 TokenInfo = tuple[int, TokenLogprob | None]
 
 
 class Part(NamedTuple):
-    """What an event made certain of a choice. Each call comes as a part with its name, and then its arguments as they
+    """What became certain of a choice. Each call comes as a part with its name, and then its arguments as they
     grow, in parts without a name; the numbers count the calls of the choice."""
 
     index: int
@@ -53,20 +38,23 @@ class Part(NamedTuple):
     calls: Sequence[tuple[int, ToolCall]]
     tokens: Sequence[TokenInfo]
     finish: str  # "stop", "length" or "tool_calls" in the last part, else ""
-    seen: Mapping[str, Any]
+    seen: Mapping[str, Any]  # of the steps, where the request asks for it
 
 
 class Answer:
     """One choice while it is decoded, and afterwards."""
 
-    def __init__(self, index: int, ask: Ask, tokenizer: Tokenizer | None, stop_ids: Sequence[int]):
+    def __init__(self, index: int, ask: Ask, tokenizer: Tokenizer | None, stream: Stream, stop_ids: Sequence[int]):
         """stop_ids: those that end the text, which have no place among the tokens with log-probabilities."""
         self.index = index
+        self.stream = stream
+        self.result = stream.result
+        self.recorder: StepRecorder | None = None  # where the request asks for its steps
         self.text = ""
         self.thought = ""
         self.tokens: list[TokenInfo] = []
         self.finish = ""
-        self.result: GenerationResult | None = None
+        self._taken = 0  # chunks
         self._stop_ids = frozenset(stop_ids)
         self._ask = ask
         self._calls: list[ToolCall] = []
@@ -83,13 +71,12 @@ class Answer:
         """The calls so far, or the first one where the request wants only one."""
         return self._calls[:1] if self._ask.one_call else self._calls
 
-    def take(self, event: Event) -> Part:
-        """Add what the engine said of this choice."""
-        ended = event.result is not None
-        cut = ended and event.result.stop_reason in ("length", "interrupted")
+    def take(self, chunks: Sequence[Chunk], ended: bool) -> Part:
+        """Add what the engine said of this choice since the last call. ended: there is no more of it."""
+        cut = ended and self.result.stop_reason in ("length", "interrupted")
         pieces: list[Piece] = []
         tokens: list[TokenInfo] = []
-        for chunk in event.chunks:
+        for chunk in chunks:
             pieces += self._splitter.push(chunk.text) if self._splitter else [Piece(TEXT, chunk.text)]
             if self._ask.logprobs is not None:
                 pairs = zip(chunk.token_ids, chunk.logprobs, strict=True)
@@ -103,10 +90,18 @@ class Answer:
         self.thought += thought
         self.tokens += tokens
         if ended:
-            self.result = event.result
             whole = bool(self.calls) and not (cut and self._splitter.in_call)
             self.finish = "tool_calls" if whole else "length" if cut else "stop"
-        return Part(self.index, text, thought, calls, tokens, self.finish, event.seen)
+        seen = self._seen(len(chunks)) if self.recorder and chunks else {}
+        return Part(self.index, text, thought, calls, tokens, self.finish, seen)
+
+    def _seen(self, chunks: int) -> dict[str, Any]:
+        """The steps behind the next chunks, for those who draw the trees. The first chunk comes from the prompt."""
+        recorder, before = self.recorder, self._taken
+        self._taken += chunks
+        views = recorder.views[max(before - 1, 0) : self._taken - 1]
+        first = {} if before else {"first": recorder.first, "scores": recorder.meaning(self.result.temperature)}
+        return first | {"steps": [asdict(view) for view in views]}
 
     def _sort(self, pieces: Sequence[Piece]) -> tuple[str, str, list[tuple[int, ToolCall]]]:
         """What the pieces add to the text, the thought and the calls."""

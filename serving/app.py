@@ -193,9 +193,7 @@ class Api:
         """One request, from its body to its answer. kinds: an entry of ENDPOINTS."""
         self.scheduler.check()
         parse, writer_class = kinds
-        job = await self.scheduler.job(parse, await read_body(request, self.settings.max_body))
-        writer = writer_class(job)
-        self.scheduler.admit(job)
+        writer = writer_class(await self.scheduler.admit(parse, await read_body(request, self.settings.max_body)))
         return Reply(writer, self.settings.send_seconds, partial(self._ended, request.scope["path"], writer))
 
     async def small(self, request: Request, deed: Deed) -> Response:
@@ -215,8 +213,8 @@ class Api:
         counts = self.metrics.counts
         counts["cancelled_total"] += how == "cancelled"
         counts["slow_clients_total"] += how == "slow"
-        streams = [stream.result for stream in writer.job.streams]
-        results = [result for result in streams if result.new_tokens or result.stop_reason == "length"]
+        results = [answer.result for answer in writer.job.answers]
+        results = [result for result in results if result.new_tokens or result.stop_reason == "length"]
         self.metrics.decoded(results, writer.job.queue_seconds)
         figures = writer.timings()
         read = f"{figures['prompt_n']:,} + {figures['cache_n']:,} cached"

@@ -134,9 +134,8 @@ class _Run:
     async def _answer(self, request: Line) -> Line:
         parse, writer_class = ENDPOINTS[request["url"]]
         try:
-            job = await self.scheduler.job(parse, json.dumps(request["body"]).encode())
+            job = await self.scheduler.admit(parse, json.dumps(request["body"]).encode())
             writer = writer_class(job)
-            self.scheduler.admit(job)
             await job.complete()
             status, answer = 200, writer.whole()
             self.tokens += sum(result.new_tokens for result in job.results)

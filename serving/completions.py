@@ -88,7 +88,7 @@ class Writer:
 
     def usage(self) -> tuple[int, int, int]:
         """Tokens of the prompts, those of them that were cached, and new tokens. Choices of one prompt share it."""
-        results = [stream.result for stream in self.job.streams]
+        results = [answer.result for answer in self.job.answers]
         prompts = results[:: self.ask.n]
         cached = sum(r.cached_tokens for r in prompts)
         return sum(r.prompt_tokens for r in prompts), cached, sum(r.new_tokens for r in results)
@@ -132,7 +132,7 @@ class ChunkWriter(Writer):
     def _prompt_tokens(self, index: int) -> list[TokenInfo]:
         """The tokens of the prompt of a choice, with log-probabilities where those are asked for."""
         ids = self.ask.prompt_ids[index // self.ask.n]
-        return list(zip(ids, self.job.streams[index].result.prompt_logprobs, strict=True))
+        return list(zip(ids, self.job.answers[index].result.prompt_logprobs, strict=True))
 
     def _ranked(self, token: int, chances: TokenLogprob) -> dict[str, dict[str, Any]]:
         """A token and the likeliest ones, by their ids. Ranks are known of these only."""

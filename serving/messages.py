@@ -153,7 +153,7 @@ class MessageWriter(Writer):
 
     def _stop(self) -> tuple[str, str | None]:
         """Why the answer ended, and the stop sequence that ended it."""
-        result = self.job.streams[0].result
+        result = self.answer.result
         if result.stop_reason != "stop" or self.job.tokenizer is None or self.answer.calls:
             return STOP_REASONS[self.answer.finish], None
         written = self.job.tokenizer.decode(result.token_ids, continuation=True)

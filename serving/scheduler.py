@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import itertools
+import operator
 import secrets
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,9 +22,9 @@ from decoding.params import SamplingParams, per_row, with_suggestions
 from engine.grammar_text import GrammarError, ReadGrammar
 from engine.intake import Intake
 from engine.ranks import RankLost
-from engine.results import GenerationResult
+from engine.results import Chunk, GenerationResult
 from engine.streams import Stream
-from serving.answers import Answer, Event
+from serving.answers import Answer, Part
 from serving.fields import BUSY, SERVER, ApiError, blamed, no_replica, parse_object, unsupported
 from serving.prompts import adapter_named, drop_oldest, prompts_of, settings_of, too_long
 from serving.requests import Ask, Parse
@@ -61,15 +63,8 @@ class Job:
     """
 
     def __init__(
-        self,
-        loop: asyncio.AbstractEventLoop,
-        engine: Intake,
-        settings: ServeSettings,
-        ask: Ask,
-        params: SamplingParams,
-        streams: Sequence[Stream],
+        self, engine: Intake, settings: ServeSettings, ask: Ask, params: SamplingParams, streams: Sequence[Stream]
     ):
-        """loop: the one whose tasks read the events."""
         self.model = adapter_named(engine, ask.model) or settings.model  # what the answer calls the model
         self.tokenizer = engine.tokenizer
         self.ask = ask
@@ -77,110 +72,106 @@ class Job:
         grammar = params.grammar
         unenforced = grammar.unenforced if isinstance(grammar, ReadGrammar) else ()
         self.ignored = [*ask.ignored, *(f"JSON schema: {name}" for name in unenforced)]  # what is asked for in vain
-        self.streams = streams
+        stop_ids = engine.stop_ids(params)
+        self.answers = [Answer(i, ask, engine.tokenizer, stream, stop_ids) for i, stream in enumerate(streams)]
         self.cancelled = False
         self.failure: Exception | None = None
-        self.finished = asyncio.Event()  # set when nothing more will be decoded
-        self.task: asyncio.Task[None] | None = None
-        self.answers = [Answer(i, ask, engine.tokenizer, engine.stop_ids(params)) for i in range(len(streams))]
+        self.queued = 0.0  # when it was (`time.perf_counter`)
         self._engine = engine
         self._max_seconds = settings.max_seconds
-        self._asked = self._until = 0.0
-        self._recorders: list[StepRecorder | None] = [None] * len(streams)
-        self._left = len(streams)  # streams that have not ended
+        self._running = set(self.answers)  # those whose streams have not ended
+        self._news: deque[tuple[Answer, Chunk | None]] = deque()  # None: the end of this choice
         self._ended = False
-        self._loop = loop
-        self._events: deque[Event] = deque()
         self._some = asyncio.Event()  # set when there is something to read
         self._urgent = asyncio.Event()  # set when the reader shall not wait for more
 
     @property
     def results(self) -> list[GenerationResult]:
         """The results of the choices that have ended."""
-        return [answer.result for answer in self.answers if answer.result is not None]
+        return [answer.result for answer in self.answers if answer.finish]
 
     @property
     def started(self) -> bool:
         """Whether the engine has a row for it, or had one."""
-        return any(stream.began for stream in self.streams)
+        return any(answer.stream.began for answer in self.answers)
 
     @property
     def queue_seconds(self) -> float:
         """How long it waited for a row."""
-        began = min((stream.began for stream in self.streams if stream.began), default=time.perf_counter())
-        return began - self._asked
+        began = (answer.stream.began for answer in self.answers if answer.stream.began)
+        return min(began, default=time.perf_counter()) - self.queued
 
     def cancel(self) -> None:
         """Stop after the step, or the part of a prompt, that runs now. A job that still waits gives up its place."""
         self.cancelled = True
-        for stream in self.streams:
-            stream.stop()
+        for answer in self.answers:
+            answer.stream.stop()
 
-    def start(self) -> None:
-        """Queue all streams. Raises ApiError where the steps cannot be recorded."""
-        self._asked = time.perf_counter()
-        self._until = time.monotonic() + self._max_seconds
+    def start(self, ended: Callable[[], None]) -> None:
+        """Queue all streams. Raises ApiError where the steps cannot be recorded.
+
+        ended: is called when nothing more will be decoded, in the event loop that runs now.
+        """
+        self.queued = time.perf_counter()
+        self._loop = asyncio.get_running_loop()
+        self._tell = ended
         if self.ask.steps:  # only such a request is watched, because the engine then waits for the host
             try:
-                self._recorders = [StepRecorder(self._engine, stream.result) for stream in self.streams]
+                for answer in self.answers:
+                    answer.recorder = StepRecorder(self._engine, answer.result)
             except ValueError as error:
                 raise unsupported("eaglet.steps", one_line(error, notes=False)) from None
-        for index, stream in enumerate(self.streams):
-            stream.start(functools.partial(self._news, index))
+        for answer in self.answers:
+            answer.stream.start(functools.partial(self._read, answer))
 
-    def _news(self, index: int) -> None:
+    def _read(self, answer: Answer) -> None:
         """Take what a stream has made. The engine's thread calls this."""
-        stream = self.streams[index]
         try:
-            while stream.ready:
-                chunk = stream.take()
+            while answer in self._running and answer.stream.ready:
+                chunk = answer.stream.take()
+                if chunk is not None and answer.recorder:
+                    answer.recorder.push(chunk)
+                if chunk is not None or not self.cancelled:
+                    self._put(answer, chunk)
                 if chunk is None:
-                    if not self.cancelled:
-                        self._put(Event(index, [], stream.result))
-                    self._close(index)
-                    return
-                recorder = self._recorders[index]
-                if recorder:
-                    recorder.push(chunk)
-                self._put(Event(index, [chunk], seen=_seen(recorder, stream.result) if recorder else {}))
+                    self._close(answer)
         except Exception as error:
             self.failure = error
             self.cancel()
-            self._close(index)
-            return
-        if time.monotonic() > self._until:
-            stream.stop()
+            self._close(answer)
+        if time.perf_counter() > self.queued + self._max_seconds:
+            answer.stream.stop()
 
-    def _close(self, index: int) -> None:
-        """A stream has ended."""
-        recorder, self._recorders[index] = self._recorders[index], None
-        if recorder:
-            self._engine.remove_observer(recorder)
-        self._left -= 1
-        if not self._left:
-            self._set(self.finished)
-
-    def end(self) -> None:
-        """Say that nothing more will come."""
-        self._ended = True
-        self._set(self._some, self._urgent)
-
-    def _put(self, event: Event) -> None:
+    def _put(self, answer: Answer, chunk: Chunk | None) -> None:
         """Tell the reader, at once if the choice has ended."""
-        self._events.append(event)
-        if event.result is not None:
-            self._set(self._some, self._urgent)
-        elif not self._some.is_set():
-            self._set(self._some)
+        self._news.append((answer, chunk))
+        if chunk is None:
+            self._call(self._urgent.set)
+        if chunk is None or not self._some.is_set():
+            self._call(self._some.set)
 
-    def _set(self, *events: asyncio.Event) -> None:
-        """Set events of the loop. The engine's thread may call this."""
+    def _close(self, answer: Answer) -> None:
+        """A stream has ended."""
+        self._running.discard(answer)
+        if answer.recorder:
+            self._engine.remove_observer(answer.recorder)
+        if not self._running:
+            self._call(self._end)
+
+    def _call(self, function: Callable[[], None]) -> None:
+        """Have the event loop call this. The engine's thread may ask for it."""
         with contextlib.suppress(RuntimeError):  # the loop has ended
-            for event in events:
-                self._loop.call_soon_threadsafe(event.set)
+            self._loop.call_soon_threadsafe(function)
 
-    async def events(self) -> AsyncIterator[Event | None]:
-        """What this job made, and None when that was nothing for a while. Raises what stopped the decoding.
+    def _end(self) -> None:
+        """Nothing more will come."""
+        self._ended = True
+        self._some.set()
+        self._urgent.set()
+        self._tell()
+
+    async def parts(self) -> AsyncIterator[Part | None]:
+        """What became certain of the answers, and None when that was nothing for a while. Raises what ended the decoding.
 
         The worker and the loop share Python's lock and often the cores, so a task that woke up for every step would slow
         the steps down. What comes first is taken at once. After that the task comes back every GATHER seconds, or when a
@@ -192,8 +183,10 @@ class Job:
                 continue
             self._some.clear()
             ended = self._ended  # whatever came before the end is there by now
-            for event in self._take():
-                yield event
+            news = [self._news.popleft() for _ in range(len(self._news))]
+            for answer, group in itertools.groupby(news, key=operator.itemgetter(0)):
+                chunks = [chunk for _, chunk in group]
+                yield answer.take([chunk for chunk in chunks if chunk is not None], None in chunks)
             if ended:
                 if self.failure is not None:
                     raise self.failure
@@ -203,20 +196,8 @@ class Job:
 
     async def complete(self) -> None:
         """Wait for the whole answers. Raises what stopped the decoding."""
-        async for event in self.events():
-            if event is not None:
-                self.answers[event.index].take(event)
-
-    def _take(self) -> list[Event]:
-        """The events so far, those of one choice as one."""
-        taken: list[Event] = []
-        for _ in range(len(self._events)):
-            event = self._events.popleft()
-            if taken and taken[-1].index == event.index:
-                taken[-1].add(event)
-            else:
-                taken.append(event)
-        return taken
+        async for _ in self.parts():
+            pass
 
 
 async def is_set(event: asyncio.Event, seconds: float) -> bool:
@@ -227,14 +208,7 @@ async def is_set(event: asyncio.Event, seconds: float) -> bool:
     return event.is_set()
 
 
-def _seen(recorder: StepRecorder, result: GenerationResult) -> dict[str, Any]:
-    """What a stream says of its last step, for those who draw the trees."""
-    if recorder.views:
-        return {"steps": [asdict(recorder.views[-1])]}
-    return {"first": recorder.first, "scores": recorder.meaning(result.temperature), "steps": []}
-
-
-def prepare(loop: asyncio.AbstractEventLoop, engine: Intake, settings: ServeSettings, parse: Parse, body: bytes) -> Job:
+def prepare(engine: Intake, settings: ServeSettings, parse: Parse, body: bytes) -> Job:
     """Read a request and make its streams, which have not started. Raises ApiError for anything that is wrong with it.
 
     This takes a while, so it runs off the event loop.
@@ -262,7 +236,7 @@ def prepare(loop: asyncio.AbstractEventLoop, engine: Intake, settings: ServeSett
             params, _ = with_suggestions(engine.generation, given | {"max_new_tokens": most})
         with blamed(ask.source):
             streams += [engine.generate(ids, own, adapter_named(engine, ask.model)) for own in per_row(params, ask.n)]
-    return Job(loop, engine, settings, ask, params, streams)
+    return Job(engine, settings, ask, params, streams)
 
 
 class Scheduler:
@@ -290,8 +264,7 @@ class Scheduler:
     @property
     def tokens_per_second(self) -> float:
         """What the jobs under way get together, each at its own mean rate so far."""
-        running = (job for job in self.jobs if not job.finished.is_set())
-        return sum(stream.result.tokens_per_second for job in running for stream in job.streams)
+        return sum(answer.result.tokens_per_second for job in self.jobs for answer in job.answers)
 
     def check(self) -> None:
         """Raise ApiError if no request can be taken now."""
@@ -307,26 +280,21 @@ class Scheduler:
             why = f"{self.waiting} requests wait already, which is the limit"
             raise ApiError(429, f"{why}; try again in {seconds} s", None, "queue_full", BUSY, seconds)
 
-    async def job(self, parse: Parse, body: bytes) -> Job:
-        """Read a request off the event loop (`prepare`)."""
+    async def admit(self, parse: Parse, body: bytes) -> Job:
+        """Read a request off the event loop (`prepare`), and queue it. Raises ApiError if the queue is full, and for all
+        that is wrong with the request."""
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self.preparing, prepare, loop, self.engine, self.settings, parse, body)
-
-    def admit(self, job: Job) -> None:
-        """Queue a job. Raises ApiError if the queue is full, and where the job cannot be watched as it asks."""
+        job = await loop.run_in_executor(self.preparing, prepare, self.engine, self.settings, parse, body)
         self._check_room()
-        job.start()
+        job.start(functools.partial(self._ended, job))
         self.jobs.add(job)
-        job.task = asyncio.create_task(self._follow(job))
+        return job
 
-    async def _follow(self, job: Job) -> None:
-        asked = time.monotonic()
-        await job.finished.wait()
+    def _ended(self, job: Job) -> None:
         if isinstance(job.failure, torch.AcceleratorError | RankLost):
             self.broken = self.draining = True  # no kernel runs any more in this process, or another one is gone
-        self._seconds += 0.2 * (time.monotonic() - asked - self._seconds)
+        self._seconds += 0.2 * (time.perf_counter() - job.queued - self._seconds)
         self.jobs.discard(job)
-        job.end()
 
 
 def engine_error(error: BaseException) -> ApiError:

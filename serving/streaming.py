@@ -69,16 +69,16 @@ class Reply:
         """
         begun = False
         try:
-            async for event in self.job.events():
+            async for part in self.job.parts():
                 messages: list[Message] = []
                 if not begun:
                     begun = True
                     told = [(name.lower().encode(), value.encode()) for name, value in self._headers.items()]
                     await send({"type": "http.response.start", "status": 200, "headers": [*HEADERS, *told]})
                     messages += self.writer.start()
-                if event is not None:
-                    messages += self.writer.part(self.job.answers[event.index].take(event))
-                if messages or event is None:
+                if part is not None:
+                    messages += self.writer.part(part)
+                if messages or part is None:
                     await self._body(send, _encoded(messages) or PING)
             if len(self.job.results) == len(self.job.answers):
                 await self._body(send, _encoded(self.writer.end()))

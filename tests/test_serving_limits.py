@@ -201,21 +201,17 @@ def test_a_client_that_reads_nothing_is_given_up(engine, monkeypatch):
 
 
 def test_the_engine_does_not_wait_for_a_reader(engine, monkeypatch):
-    """All tokens are decoded before anybody reads, and they come as one event."""
+    """All tokens are decoded before anybody reads, and they come as one part."""
 
     async def decode() -> tuple[int, int]:
-        job = Job(asyncio.get_running_loop(), engine, ServeSettings(), Ask({}), SamplingParams(), made)
-        job.start()
-        await job.finished.wait()
-        decoded = made[0].given
-        job.end()
-        events = [event async for event in job.events()]
-        return decoded, len(events)
+        job, ended = Job(engine, ServeSettings(), Ask({}), SamplingParams(), made), asyncio.Event()
+        job.start(ended.set)
+        await ended.wait()
+        return made[0].given, len([part async for part in job.parts()])
 
     made = script(monkeypatch, engine, "a b c d e f")
     engine.generate([1], SamplingParams())
-    decoded, events = asyncio.run(decode())
-    assert decoded == len(made[0].ids) and events == 1
+    assert asyncio.run(decode()) == (len(made[0].ids), 1)
 
 
 def test_a_client_that_leaves_while_its_prompt_is_read_ends_that(engine, monkeypatch):

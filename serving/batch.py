@@ -8,7 +8,6 @@ import asyncio
 import json
 import math
 import time
-from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -73,7 +72,8 @@ def run_file(args: argparse.Namespace) -> int:
     limits = {"max_queue": AHEAD * engine.batch_size, "max_seconds": math.inf}
     settings = ServeSettings(name, **limits, defaults={"seed": 0} | settings_given(args))
     try:
-        report.line(asyncio.run(_Run(engine, settings, output, args.quiet).answer_all(requests[answered:])))
+        run = _Run(engine, settings)
+        report.line(asyncio.run(run.answer_all(requests[answered:], output, Progress(args.quiet))))
     finally:
         engine.close()
     return 0
@@ -86,57 +86,39 @@ class _Run:
     was answered before an interruption stays in the file.
     """
 
-    def __init__(self, engine: Intake, settings: ServeSettings, output: Path, quiet: bool):
-        self.engine = engine
-        self.output = output
-        self.progress = Progress(quiet)
+    def __init__(self, engine: Intake, settings: ServeSettings):
         self.scheduler = Scheduler(engine, settings)
-        self.pending: deque[asyncio.Task[Line]] = deque()  # in the order of the requests
-        self.tokens = self.wrong = self.done = 0
+        self.room = asyncio.Semaphore(AHEAD * engine.batch_size)
+        self.tokens = self.wrong = 0
         self.began = time.monotonic()
 
-    async def answer_all(self, requests: Sequence[Line]) -> str:
+    async def answer_all(self, requests: Sequence[Line], output: Path, progress: Progress) -> str:
         """Answer the requests. Returns a line about what was done. Raises what keeps the engine from going on."""
-        room = asyncio.Semaphore(AHEAD * self.engine.batch_size)
+        tasks = [asyncio.create_task(self._answer(request)) for request in requests]
         try:
-            for request in requests:
-                await room.acquire()
-                task = asyncio.create_task(self._answer(request))
-                task.add_done_callback(lambda _: room.release())
-                self.pending.append(task)
-                self._write(len(requests))
-            while self.pending:
-                await asyncio.wait([self.pending[0]])
-                self._write(len(requests))
+            for done, task in enumerate(tasks, 1):
+                append_json_lines(output, await task)
+                progress(done / len(tasks), f"{done} of {len(tasks)}, {self._speed()[1]:.0f} tok/s")
         finally:
-            self.progress.close()
+            progress.close()
             for job in self.scheduler.jobs:
                 job.cancel()
         refused = f"   {self.wrong:,} refused, and their lines say why" if self.wrong else ""
         seconds, rate = self._speed()
-        return f"{self.done:,} requests   {self.tokens:,} tok   {seconds:.1f} s   {rate:.1f} tok/s{refused}"
+        return f"{len(tasks):,} requests   {self.tokens:,} tok   {seconds:.1f} s   {rate:.1f} tok/s{refused}"
 
     def _speed(self) -> tuple[float, float]:
         """Seconds since the start, and the tokens of each."""
         seconds = max(time.monotonic() - self.began, 1e-9)
         return seconds, self.tokens / seconds
 
-    def _write(self, total: int) -> None:
-        """Write the answers whose turn has come."""
-        answers: list[Line] = []
-        while self.pending and self.pending[0].done():
-            answers.append(self.pending.popleft().result())
-        if answers:
-            append_json_lines(self.output, *answers)
-            self.done += len(answers)
-            self.progress(self.done / total, f"{self.done} of {total}, {self._speed()[1]:.0f} tok/s")
-
     async def _answer(self, request: Line) -> Line:
         parse, writer_class = ENDPOINTS[request["url"]]
         try:
-            job = await self.scheduler.admit(parse, json.dumps(request["body"]).encode())
-            writer = writer_class(job)
-            await job.complete()
+            async with self.room:
+                job = await self.scheduler.admit(parse, json.dumps(request["body"]).encode())
+                writer = writer_class(job)
+                await job.complete()
             status, answer = 200, writer.whole()
             self.tokens += sum(result.new_tokens for result in job.results)
         except (torch.AcceleratorError, RankLost):  # no other request can be answered either

@@ -191,7 +191,6 @@ class Replicas(Intake):
         template: str | None = None,
         say: Callable[[str], None] = lambda line: None,
         deadline: float = DEADLINE,
-        kind: type = Replica,
     ):
         """Start the replicas, and return when the first one is ready.
 
@@ -202,7 +201,6 @@ class Replicas(Intake):
             template: the chat template.
             say: is given a line about every replica that comes or goes.
             deadline: seconds after which a replica whose requests have not moved is started again.
-            kind: the class of the actors.
 
         Raises UsageError where Ray is missing or cannot be reached, and what `load` raises.
         """
@@ -224,7 +222,7 @@ class Replicas(Intake):
         self._settled = 0.0  # when requests were last looked at that may have been stopped
         self._closing = threading.Event()
         self._failure: BaseException | None = None  # why the last one that has gone for good could not start
-        actors = start_actors(kind, asked, count, address, cache, deadline)
+        actors = start_actors(asked, count, address, cache, deadline)
         self.peers = [Peer(number, actor) for number, actor in enumerate(actors)]
         self._queue = Queue(self.peers)
         self._threads = [threading.Thread(target=self._follow, args=(peer,), daemon=True) for peer in self.peers]
@@ -419,10 +417,10 @@ class Replicas(Intake):
                 asked = peer.actor.load.remote()
 
 
-def start_actors(kind: type, asked: LoadOptions, count: int, address: str | None, *arguments: object) -> list[Any]:
+def start_actors(asked: LoadOptions, count: int, address: str | None, *arguments: object) -> list[Any]:
     """Reach Ray, or start one, and let it place the replicas. Returns their handles at once.
 
-    asked: for each of them. arguments: of `kind`, after the options of `load`.
+    asked: for each of them. arguments: of Replica, after the options of `load`.
     """
     for name, value in {**ENVIRONMENT, **({} if address else OWN)}.items():
         os.environ.setdefault(name, value)
@@ -452,7 +450,7 @@ def start_actors(kind: type, asked: LoadOptions, count: int, address: str | None
         raise UsageError(f"--replicas {count} need {count * ranks} GPUs, and there are {gpus}. Use fewer.")
     threads = asked.threads or max(1, cpus // (count * ranks))
     needs = {"num_cpus": 1, "num_gpus": ranks} if on_gpu else {"num_cpus": threads * ranks if address else 0}
-    actor = ray.remote(max_restarts=-1, **needs)(kind)
+    actor = ray.remote(max_restarts=-1, **needs)(Replica)
     options = vars(replace(asked, threads=threads, device=asked.place))
     return [actor.remote(options, *arguments) for _ in range(count)]
 

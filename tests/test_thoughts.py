@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from functools import partial
 
 import pytest
@@ -107,6 +108,21 @@ def test_responses_have_a_reasoning_item(engine, client, template, monkeypatch):
         "type": "function_call_output", "call_id": whole.output[2].call_id, "output": "2"}]  # fmt: skip
     client.responses.create(model="demo", input=items)
     assert [message.get("thought") for message in seen[0]] == [None, THOUGHT, None]
+
+
+def test_a_thought_behind_a_text_is_an_item_of_its_own(engine, client, template, monkeypatch):
+    """A stream of /v1/responses that ends with an error, because gpt-oss thinks again after it has said something."""
+    template(HARMONY)
+    said = "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant<|channel|>analysis<|message|>"
+    begun, shown = len(engine.tokenizer.encode(said, add_bos=False)), threading.Event()
+    made = script(monkeypatch, engine, f"{said}Hm.<|end|>", gate=lambda: made[0].given < begun or shown.wait(20))
+    with client.responses.stream(model="demo", input="x") as stream:
+        for event in stream:
+            if event.type == "response.output_text.delta":
+                shown.set()
+        final = stream.get_final_response()
+    assert [item.type for item in final.output] == ["message", "reasoning"]
+    assert (final.output_text, final.output[1].content[0].text) == ("I look.", "Hm.")
 
 
 def test_anthropics_blocks_in_both_directions(engine, server, template, monkeypatch):

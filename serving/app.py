@@ -17,6 +17,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from starlette.applications import Starlette
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
@@ -130,16 +131,15 @@ class Metrics:
         """All figures in Prometheus' text format."""
         now = dict(self.counts) | {"requests_running": scheduler.running, "requests_waiting": scheduler.waiting}
         series = {"": now | {"tokens_per_second": scheduler.tokens_per_second}}
+        for (path, status), number in sorted(self.requests.items()):
+            series[f'{{path="{path}",status="{status}"}}'] = {"requests_total": number}
         for labels, figures in scheduler.engine.figures().items():
             series[labels] = series.get(labels, {}) | figures
         lines: list[str] = []
         for name, about in ABOUT.items():
             told = [f"eaglet_{name}{labels} {figures[name]}" for labels, figures in series.items() if name in figures]
-            if name == "requests_total":
-                counts = sorted(self.requests.items())
-                told = [f'eaglet_{name}{{path="{path}",status="{status}"}} {n}' for (path, status), n in counts]
-            elif not name.startswith("replica_"):
-                told = told or [f"eaglet_{name} 0"]
+            if not told and not name.startswith(("replica_", "requests_")):
+                told = [f"eaglet_{name} 0"]
             if told:
                 kind, _, words = about.partition(": ")
                 lines += [f"# HELP eaglet_{name} {words}", f"# TYPE eaglet_{name} {kind}", *told]
@@ -172,14 +172,13 @@ class Api:
         self.scheduler = Scheduler(engine, settings)
         self.metrics = Metrics()
         self.created = int(time.time())
-        self._page = chat_page()
 
     def app(self) -> ASGIApp:
         """The ASGI application."""
         routes = [
             *(Route(path, partial(self.answer, kinds=kinds), methods=["POST"]) for path, kinds in ENDPOINTS.items()),
             *(Route(path, partial(self.small, deed=deed), methods=["POST"]) for path, deed in SMALL.items()),
-            Route("/", self.chat),
+            Route("/", chat_page(), methods=["GET"]),
             Route("/v1/models", self.models),
             Route("/v1/models/{name:path}", self.model),
             Route("/health", self.health),
@@ -222,10 +221,6 @@ class Api:
         made = sum(result.new_tokens for result in results)
         notes = [f"ignored: {', '.join(writer.job.ignored)}"] if writer.job.ignored else []
         self.say("   ".join([path, f"prompt {read} tok", f"{made:,} tok", rate, *notes, *([how] if how else [])]))
-
-    async def chat(self, request: Request) -> Response:
-        """GET /"""
-        return self._page
 
     async def models(self, request: Request) -> Response:
         """GET /v1/models"""
@@ -353,16 +348,17 @@ class Guard:
         if scope["type"] != "http":
             return
         app, scope = self.app, scope | {"path": known_path(scope["path"])}
-        origin = dict(scope["headers"]).get(b"origin", b"")
-        listed = self._is_listed(origin.decode("latin-1"))
-        shared = [(b"access-control-allow-origin", origin), (b"vary", b"Origin")] if listed else []
+        headers = Headers(scope=scope)
+        origin = headers.get("origin", "")
+        listed = self._is_listed(origin)
+        shared = [(b"access-control-allow-origin", origin.encode("latin-1")), (b"vary", b"Origin")] if listed else []
         try:
             # A browser asks before it sends the request itself, and it asks without the key.
             if listed and scope["method"] == "OPTIONS":
-                asked = dict(scope["headers"]).get(b"access-control-request-headers", b"").decode("latin-1")
+                asked = headers.get("access-control-request-headers", "")
                 app = Response(status_code=204, headers=PREFLIGHT | {"Access-Control-Allow-Headers": asked})
             else:
-                self._check(scope)
+                self._check(scope["path"], headers)
         except ApiError as error:
             app = error_response(error)
         await app(scope, receive, counted)
@@ -371,15 +367,14 @@ class Guard:
         """Whether pages of this origin may use the server although it is another site."""
         return bool(origin) and not {origin, "*"}.isdisjoint(self.settings.cors_origins)
 
-    def _check(self, scope: Scope) -> None:
+    def _check(self, path: str, headers: Headers) -> None:
         """Raise ApiError unless this client may make this request."""
-        headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
-        host = headers.get(b"host", "")
+        host = headers.get("host", "")
         try:
             hostname = urlsplit(f"//{host}").hostname
         except ValueError:
             raise ApiError(400, "the Host header is no name or address", None, "wrong_host") from None
-        origin = headers.get(b"origin", f"http://{host}")
+        origin = headers.get("origin", f"http://{host}")
         if origin.partition("://")[2] != host and not self._is_listed(origin):
             raise ApiError(403, "pages of other sites may not use this server", None, "wrong_origin", FORBIDDEN)
         if not self.settings.api_keys:
@@ -388,11 +383,11 @@ class Guard:
                 why = f"without an API key this server answers under the names {', '.join(self.names)} only"
                 raise ApiError(403, why, None, "wrong_host", FORBIDDEN)
             return
-        if scope["path"] in OPEN_PATHS:
+        if path in OPEN_PATHS:
             return
-        kind, _, given = headers.get(b"authorization", "").partition(" ")
+        kind, _, given = headers.get("authorization", "").partition(" ")
         if kind.lower() != "bearer":
-            given = headers.get(b"x-api-key", "")  # how Anthropic's clients send it
+            given = headers.get("x-api-key", "")  # how Anthropic's clients send it
         # all are compared, so that the time tells nothing about them
         known = [hmac.compare_digest(given.strip().encode(), key.encode()) for key in self.settings.api_keys]
         if not any(known):

@@ -14,18 +14,9 @@ from support.reader import parse_json
 MAX_CHOICES = 16  # answers that one request may ask for
 COMPLETION_TOKENS = 16  # what OpenAI's API gives where max_tokens is left out
 # Fields of SamplingParams that a client may set under the same name -> their type.
-SETTINGS = {
-    "repeat_penalty": float,
-    "temperature": float,
-    "top_p": float,
-    "top_k": int,
-    "min_p": float,
-    "presence_penalty": float,
-    "frequency_penalty": float,
-    "repetition_penalty": float,
-    "seed": int,
-    "min_tokens": int,
-}
+SETTINGS = dict.fromkeys(("temperature", "top_p", "min_p", "repeat_penalty", "repetition_penalty"), float)
+SETTINGS |= dict.fromkeys(("presence_penalty", "frequency_penalty"), float)
+SETTINGS |= dict.fromkeys(("top_k", "seed", "min_tokens"), int)
 SAME = {"repeat_penalty": "repetition_penalty", "min_tokens": "min_new_tokens"}  # names of others for settings
 NO_LIMIT = -1  # how llama.cpp's and LM Studio's clients ask for an answer of any length
 MOST_TOKENS = 2**31

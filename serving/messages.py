@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from itertools import takewhile
 from typing import Any
 
 from engine.intake import Intake
@@ -99,6 +100,9 @@ class MessageWriter(Writer):
         yield self._event("message_start", message=self._message([], None, None))
 
     def part(self, part: Part) -> Iterator[Message]:
+        more = list(takewhile(lambda told: not told[1].name, part.calls))  # of the call that is open, before any text
+        for _, call in more:
+            yield self._delta({"type": "input_json_delta", "partial_json": call.arguments})
         if part.thought:
             yield from self._begin({"type": "thinking", "thinking": "", "signature": ""})
             yield self._delta({"type": "thinking_delta", "thinking": part.thought})
@@ -108,7 +112,7 @@ class MessageWriter(Writer):
             yield self._delta({"type": "text_delta", "text": text})
         else:
             self._held = text
-        for _, call in part.calls:
+        for _, call in part.calls[len(more) :]:
             if call.name:
                 yield from self._begin(_call(call), new=True)
             else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import threading
 from functools import partial
 
 import pytest
@@ -133,6 +134,16 @@ def test_messages_with_tools(engine, claude, monkeypatch):
         assert [block.type for block in answer.content] == ["text", "tool_use", "tool_use"]
         assert answer.content[1].input == {"a": 1} and answer.stop_reason == "tool_use"
     assert whole.content[0].text == final.content[0].text
+    begun, named = CALL[: CALL.index("1")], threading.Event()
+    tokens = len(engine.tokenizer.encode(begun, add_bos=False))
+    with monkeypatch.context() as patch:
+        made = script(patch, engine, f"{CALL} Done.", gate=lambda: made[0].given < tokens or named.wait(20))
+        with claude.messages.stream(**asked) as stream:
+            for event in stream:
+                if event.type == "content_block_start":
+                    named.set()
+            final = stream.get_final_message()
+    assert (final.content[0].input, final.content[1].text) == ({"a": 1}, "Done.")
 
 
 def test_bad_messages_are_errors_of_anthropics_form(claude, server):

@@ -78,9 +78,8 @@ class Answer:
         tokens: list[TokenInfo] = []
         for chunk in chunks:
             pieces += self._splitter.push(chunk.text) if self._splitter else [Piece(TEXT, chunk.text)]
-            if self._ask.logprobs is not None:
-                pairs = zip(chunk.token_ids, chunk.logprobs, strict=True)
-                tokens += [(token, chances) for token, chances in pairs if token not in self._stop_ids]
+            pairs = zip(chunk.token_ids, chunk.logprobs, strict=False)  # none, unless the request asks for them
+            tokens += [(token, chances) for token, chances in pairs if token not in self._stop_ids]
         if ended and self._splitter:
             pieces += self._splitter.finish(cut)
         text, thought, calls = self._sort(pieces)

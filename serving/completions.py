@@ -215,7 +215,7 @@ class ChatWriter(ChunkWriter):
         return {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish}
 
     def _logprobs(self, tokens: Sequence[TokenInfo]) -> dict[str, Any]:
-        if self.ask.logprobs is None:
+        if self.job.params.logprobs is None:
             return {}
         return {"logprobs": {"content": self.logprobs(tokens), "refusal": None}}
 
@@ -247,7 +247,7 @@ class CompletionWriter(ChunkWriter):
         prompt = self.ask.prompts[index // self.ask.n]
         if not isinstance(prompt, str):
             prompt = self.job.tokenizer.decode(prompt) if self.job.tokenizer else "".join(map(str, prompt))
-        return prompt, self._prompt_tokens(index) if self.ask.logprobs is not None else []
+        return prompt, self._prompt_tokens(index) if self.job.params.logprobs is not None else []
 
     def part(self, part: Part) -> Iterator[Message]:
         if self.ask.echo and part.index not in self._echoed:
@@ -264,7 +264,7 @@ class CompletionWriter(ChunkWriter):
         return chosen | self.of_prompt(index)
 
     def _choice(self, index: int, text: str, tokens: Sequence[TokenInfo], finish: str | None = None) -> dict[str, Any]:
-        logprobs = None if self.ask.logprobs is None else self._columns(index, tokens)
+        logprobs = None if self.job.params.logprobs is None else self._columns(index, tokens)
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish}
 
     def _columns(self, index: int, tokens: Sequence[TokenInfo]) -> dict[str, list]:

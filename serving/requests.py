@@ -56,11 +56,10 @@ class Ask:
     stream: bool = False
     include_usage: bool = False
     steps: bool = False  # stream every step with its tree, too
-    logprobs: int | None = None  # alternatives for every token; None: no log-probabilities
     stop_token_ids: tuple[int, ...] = ()  # ids that end the text, beside the model's own
     ignore_eos: bool = False  # the model's own stop ids do not end the text
     echo: bool = False  # the answer begins with the prompt
-    prompt_logprobs: int | None = None  # the same as `logprobs`, for the tokens of the prompt
+    prompt_logprobs: int | None = None  # alternatives for every token of the prompt; None: no log-probabilities
     prompt_ids: list[Sequence[int]] = field(default_factory=list)  # of every prompt, where they are needed again
     variables: dict[str, Any] = field(default_factory=dict)  # for the chat template
     drop_oldest: bool = False  # leave out the oldest turns of a chat that does not fit
@@ -84,7 +83,7 @@ def chat_ask(body: dict[str, Any]) -> Ask:
     ask = common(fields, "max_completion_tokens", "max_tokens")
     ask.messages = [_message(message) for message in fields.some("messages")]
     if fields.get("logprobs", bool, False):
-        ask.logprobs = fields.integer("top_logprobs", 0, MAX_LOGPROBS, 0)
+        ask.given["logprobs"] = fields.integer("top_logprobs", 0, MAX_LOGPROBS, 0)
     elif fields.given("top_logprobs"):
         raise wrong("top_logprobs", "needs logprobs to be true")
     fields.refuse("functions", ([],), "use tools.")
@@ -113,10 +112,10 @@ def completion_ask(body: dict[str, Any]) -> Ask:
     if ask.n * len(ask.prompts) > MAX_CHOICES:
         raise wrong("n", f"and prompt ask for {ask.n * len(ask.prompts)} answers; allowed: at most {MAX_CHOICES}")
     if fields.given("logprobs"):
-        ask.logprobs = fields.integer("logprobs", 0, MAX_LOGPROBS, 0)
+        ask.given["logprobs"] = fields.integer("logprobs", 0, MAX_LOGPROBS, 0)
     ask.echo = fields.get("echo", bool, False)
-    if ask.echo and ask.logprobs is not None:
-        ask.given["prompt_logprobs"] = max(ask.logprobs, ask.prompt_logprobs or 0)
+    if ask.echo and "logprobs" in ask.given:
+        ask.given["prompt_logprobs"] = max(ask.given["logprobs"], ask.prompt_logprobs or 0)
     fields.refuse("add_special_tokens", (True,), "send token ids to decide about them.")
     fields.refuse("suffix", ("",), "this server only continues text.")
     fields.refuse("best_of", (1, ask.n), "use n.")
@@ -135,7 +134,7 @@ def response_ask(body: dict[str, Any]) -> Ask:
     fields.refuse("background", (False,), "the answer comes with this request.")
     ask.drop_oldest = fields.choice("truncation", ("auto", "disabled"), "disabled") == "auto"
     if "message.output_text.logprobs" in fields.get("include", list, []) or fields.given("top_logprobs"):
-        ask.logprobs = fields.integer("top_logprobs", 0, MAX_LOGPROBS, 0)
+        ask.given["logprobs"] = fields.integer("top_logprobs", 0, MAX_LOGPROBS, 0)
     _read_thinking(ask, fields)
     _read_tools(ask, fields, flat=True)
     return ask

@@ -101,8 +101,8 @@ class ResponseWriter(Writer):
             yield self._delta(self.answer.text, self._held)
 
     def _delta(self, text: str, tokens: Sequence[TokenInfo]) -> Message:
-        logprobs = self.logprobs(tokens) if self.ask.logprobs is not None else []
-        return self._in_item(self._message, "output_text.delta", delta=text, logprobs=logprobs, content_index=0)
+        told = {"delta": text, "logprobs": self.logprobs(tokens)}
+        return self._in_item(self._message, "output_text.delta", **told, content_index=0)
 
     @property
     def _thinks(self) -> bool:
@@ -128,7 +128,7 @@ class ResponseWriter(Writer):
         yield self._in_item(item, "output_item.done", item=item)
 
     def _text_part(self, text: str) -> dict[str, Any]:
-        logprobs = self.logprobs(self.answer.tokens) if self.ask.logprobs is not None and text else []
+        logprobs = self.logprobs(self.answer.tokens) if text else []
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
 
     def _response(self, status: str, items: list[dict[str, Any]]) -> dict[str, Any]:

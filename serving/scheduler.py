@@ -91,15 +91,14 @@ class Job:
         return [answer.result for answer in self.answers if answer.finish]
 
     @property
-    def started(self) -> bool:
-        """Whether the engine has a row for it, or had one."""
-        return any(answer.stream.began for answer in self.answers)
+    def began(self) -> float:
+        """When the engine first had a row for it, 0.0 before that."""
+        return min((answer.stream.began for answer in self.answers if answer.stream.began), default=0.0)
 
     @property
     def queue_seconds(self) -> float:
         """How long it waited for a row."""
-        began = (answer.stream.began for answer in self.answers if answer.stream.began)
-        return min(began, default=time.perf_counter()) - self.queued
+        return (self.began or time.perf_counter()) - self.queued
 
     def cancel(self) -> None:
         """Stop after the step, or the part of a prompt, that runs now. A job that still waits gives up its place."""
@@ -220,8 +219,6 @@ def prepare(engine: Intake, settings: ServeSettings, parse: Parse, body: bytes) 
     given = {"seed": secrets.randbits(32)} | settings.defaults | ask.given
     if ask.messages:
         given |= settings_of(engine.tokenizer, ask)
-    if ask.logprobs is not None:
-        given["logprobs"] = ask.logprobs
     if ask.ignore_eos or ask.stop_token_ids:
         own = (NO_TOKEN,) if ask.ignore_eos else engine.stop_ids(SamplingParams())
         given["stop_ids"] = (*own, *ask.stop_token_ids)
@@ -254,7 +251,7 @@ class Scheduler:
     @property
     def running(self) -> int:
         """How many jobs are decoded."""
-        return sum(job.started for job in self.jobs)
+        return sum(job.began > 0 for job in self.jobs)
 
     @property
     def waiting(self) -> int:

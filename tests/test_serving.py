@@ -38,21 +38,14 @@ def expected(engine, messages=ASK, **params) -> str:
 
 
 @pytest.fixture
-def ask(client):
-    """ask(path, **body) is the object that answers a request; a bad request raises the client's error."""
-    return lambda path, **body: client.post(path, body=body, cast_to=object)
+def ask(server):
+    return server.ask
 
 
 @pytest.fixture
-def refused(ask):
+def refused(server):
     """refused(path, **body) is the error object of a request."""
-
-    def refused(path: str, **body) -> dict:
-        with pytest.raises(openai.BadRequestError) as caught:
-            ask(path, **body)
-        return caught.value.body
-
-    return refused
+    return lambda path, **body: server.ask(path, 400, **body)["error"]
 
 
 def joined(chunks) -> str:
@@ -209,19 +202,6 @@ def test_logprobs_are_those_of_the_chunks(engine, client, monkeypatch):
     assert [stream.params.logprobs for stream in made] == [2, 0, 2, 1, None]
 
 
-def test_logprobs_of_the_model(engine, client):
-    """The log-probabilities are those that the engine gives for the same request, and they belong to the text."""
-    given = dict(temperature=0.7, seed=2)
-    prompt = engine.tokenizer.encode_chat(ASK)
-    (result,) = engine.generate(prompt, SamplingParams(max_new_tokens=9, logprobs=3, **given)).run()
-    asked = dict(model="demo", messages=ASK, max_tokens=9, logprobs=True, top_logprobs=3, **given)
-    choice = client.chat.completions.create(**asked).choices[0]
-    content = choice.logprobs.content
-    assert [entry.logprob for entry in content] == pytest.approx([entry.logprob for entry in result.logprobs])
-    assert "".join(entry.token for entry in content) == choice.message.content == result.text
-    assert all(len(entry.top_logprobs) == 3 and entry.top_logprobs[0].logprob >= entry.logprob for entry in content)
-
-
 # ------------------------------------------------------------------ tools
 
 
@@ -272,24 +252,19 @@ ADDER = {"name": "add", "parameters": {"type": "object", "properties": {"a": {"t
 ADDERS = [{"type": "function", "function": ADDER}, *TOOLS]
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_call_that_must_come_follows_the_tools_schema(client, stream):
+def test_a_call_that_must_come_follows_the_tools_schema(client):
     """tool_choice that only asks the model, arguments that follow no schema, and a call that is streamed as text."""
     pytest.importorskip("llguidance")
-    named = {"type": "function", "function": {"name": "add"}}
-    for choice in ("required", named):
+    for choice in ("required", {"type": "function", "function": {"name": "add"}}):
         asked = dict(model="demo", messages=ASK, tools=ADDERS[:1], tool_choice=choice, temperature=1, seed=4)
-        answer = client.chat.completions.create(**asked, stream=stream)
-        if stream:
-            chunks = [chunk.choices[0] for chunk in answer]
-            assert not any(chunk.delta.content for chunk in chunks) and chunks[-1].finish_reason == "tool_calls"
-            ((name, written),) = streamed_calls(chunks)
-        else:
-            assert answer.choices[0].finish_reason == "tool_calls" and answer.choices[0].message.content is None
-            (call,) = answer.choices[0].message.tool_calls
-            name, written = call.function.name, call.function.arguments
+        whole = client.chat.completions.create(**asked).choices[0]
+        chunks = [chunk.choices[0] for chunk in client.chat.completions.create(**asked, stream=True)]
+        assert whole.message.content is None and not any(chunk.delta.content for chunk in chunks)
+        assert whole.finish_reason == chunks[-1].finish_reason == "tool_calls"
+        ((name, written),) = streamed_calls(chunks)
         arguments = json.loads(written)
         assert name == "add" and list(arguments) == ["a"] and arguments["a"] <= 99
+        assert [call.function.arguments for call in whole.message.tool_calls] == [written]
     flat = {"type": "function", "name": "add"}
     asked = dict(model="demo", input="x", tools=[ADDER | {"type": "function"}], tool_choice=flat)
     response = client.responses.create(**asked, extra_body={"seed": 1})

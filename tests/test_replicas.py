@@ -139,25 +139,14 @@ def test_ray_is_neither_imported_nor_needed_without_replicas(monkeypatch):
         Replicas(OPTIONS, 2)
 
 
-class Stuck:
-    """An engine whose steps never end."""
-
-    def __init__(self):
-        self.batch = SimpleNamespace(parts=7)
-
-    def generate(self, prompt, params, adapter):
-        return SimpleNamespace(start=lambda listener: None, stop=lambda: None)
-
-    def figures(self):
-        return {"": {}}
-
-
 def test_an_engine_that_does_not_move_ends_its_process(monkeypatch):
     """A GPU that hangs, while the process around it answers; an engine without requests that counts as hanging."""
+    stream = SimpleNamespace(start=lambda listener: None, stop=lambda: None)
+    stuck = SimpleNamespace(batch=SimpleNamespace(parts=7), generate=lambda *asked: stream, figures=lambda: {"": {}})
 
     async def live(requests: int) -> None:
         made = Replica({}, None, deadline=0.2)
-        made._engine, made._loop = Stuck(), asyncio.get_running_loop()
+        made._engine, made._loop = stuck, asyncio.get_running_loop()
         for number in range(requests):
             await made.begin(number, [1], SamplingParams(), "")
         for _ in range(8):

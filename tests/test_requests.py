@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import socket
+import sys
 import zlib
 from functools import partial
 
@@ -111,7 +112,8 @@ def test_log_probabilities_of_a_prompt_are_those_of_decoding(engine):
 
 def test_echo_with_log_probabilities(post, server, engine):
     """lm-evaluation-harness's request: a column that does not start with the prompt's first token, a continuation whose
-    sum is another one than the engine's, another answer in a stream, and a new token where none is asked for."""
+    sum is another one than the engine's, another answer in a stream, a new token where none is asked for, and two parts
+    of characters under the name U+FFFD, of which the likelier one is lost from top_logprobs."""
     ids = engine.tokenizer.encode(TEXT)
     asked = {"prompt": [ids, ids[:4]], "max_tokens": 1, "temperature": 0, "logprobs": 1, "echo": True, "seed": 1234}
     whole = post(COMPLETIONS, **asked)
@@ -139,6 +141,9 @@ def test_echo_with_log_probabilities(post, server, engine):
     full = post(COMPLETIONS, prompt=[[5] * 1024], max_tokens=0, echo=True, logprobs=0)
     assert len(full["choices"][0]["logprobs"]["tokens"]) == 1024
     post(COMPLETIONS, 400, prompt=[[5] * 1024], max_tokens=1)
+    tokens = post(COMPLETIONS, prompt="日本", max_tokens=0, echo=True, logprobs=20)["choices"][0]["logprobs"]
+    assert any(name.startswith("bytes:\\x") for name in tokens["tokens"]), tokens["tokens"]
+    assert all(len(top) in (20, 21) for top in tokens["top_logprobs"][1:])
 
 
 def test_prompt_logprobs_as_vllm_has_them(post, engine):
@@ -153,17 +158,12 @@ def test_prompt_logprobs_as_vllm_has_them(post, engine):
     assert len(chat["prompt_logprobs"]) == len(engine.tokenizer.encode_chat(ASK))
 
 
-def test_a_token_that_is_part_of_a_character_has_a_name_of_its_own(post, engine):
-    """Two tokens of the name U+FFFD, of which the likelier one is lost from top_logprobs."""
-    ids = engine.tokenizer.encode("日本")
-    tokens = post(COMPLETIONS, prompt=ids, max_tokens=0, echo=True, logprobs=20)["choices"][0]["logprobs"]
-    assert any(name.startswith("bytes:\\x") for name in tokens["tokens"]), tokens["tokens"]
-    assert all(len(top) in (20, 21) for top in tokens["top_logprobs"][1:])
-
-
 def test_tasks_run_in_this_process(engine, tmp_path, monkeypatch):
     """The model of lm-evaluation-harness: a sum over other tokens than the continuation, a greedy one that is not, a text
     that goes on behind a stop string; and without the package, one line that says so."""
+    with monkeypatch.context() as patch, pytest.raises(UsageError, match="pip install lm-eval"):
+        patch.setitem(sys.modules, "lm_eval", None)
+        harness.model_class()
     lm_eval = pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed (pip install lm-eval)")
     from lm_eval.api.instance import Instance
 
@@ -183,13 +183,6 @@ def test_tasks_run_in_this_process(engine, tmp_path, monkeypatch):
     given = {"until": ["\n"], "max_gen_toks": 30, "do_sample": False, "temperature": 0.7}
     (text,) = model.generate_until([asked("generate_until", arguments=("def main():\n    return x", given))])
     assert "\n" not in text and lm_eval.__version__
-
-
-def test_tasks_without_the_harness_are_one_line(monkeypatch):
-    """A traceback where lm_eval is not installed."""
-    monkeypatch.setitem(__import__("sys").modules, "lm_eval", None)
-    with pytest.raises(UsageError, match="pip install lm-eval"):
-        harness.model_class()
 
 
 # ------------------------------------------------------------------ paths, methods and bodies
@@ -330,12 +323,6 @@ def test_requests_in_other_words(post, server, name):
         asked = httpx.post(server.address + path, json=sent | limit)
         kinds = [f"tools of type {tool['type']!r}" for tool in sent["tools"]]
         assert asked.headers["x-ignored"] == ", ".join(kinds)
-
-
-def test_a_result_that_is_missing_is_an_error(server):
-    """A model that is told that its tool gave nothing, because the client's field has another name."""
-    items = [*CALLED, {"type": "function_call_output", "call_id": "c", "content": "2"}]
-    assert server.refuses(RESPONSES, "input[2].output", input=items)["code"] == "missing_required_parameter"
 
 
 def test_what_is_not_enforced_is_told(post, server):

@@ -102,7 +102,8 @@ def test_completions_continue_texts_and_ids(engine, client):
 
 
 def test_n_choices_have_seeds_of_their_own_and_share_the_prompt(engine, client):
-    """Choice i has the text of seed + i, whole and streamed, and the prompt's tokens count once."""
+    """Choice i has the text of seed + i, whole and streamed, and the prompt's tokens count once. Without a seed each
+    request gets another one, and `timings.seed` repeats its answer."""
     given = dict(temperature=1.5, max_new_tokens=12)
     texts = [expected(engine, seed=seed, **given) for seed in (5, 6, 7)]
     asked = dict(model="demo", messages=ASK, n=3, seed=5, temperature=1.5, max_tokens=12)
@@ -113,15 +114,10 @@ def test_n_choices_have_seeds_of_their_own_and_share_the_prompt(engine, client):
     for chunk in client.chat.completions.create(stream=True, **asked):
         streamed[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
     assert streamed == texts
-
-
-def test_without_a_seed_the_answer_names_the_one_that_it_used(engine, client):
-    """Two requests without a seed get different ones, and `timings.seed` repeats an answer."""
-    asked = dict(model="demo", messages=ASK, temperature=1.5, max_tokens=16)
-    first, second = (client.chat.completions.create(**asked) for _ in range(2))
+    first, second = (client.chat.completions.create(**asked | {"seed": None}) for _ in range(2))
     assert first.timings["seed"] != second.timings["seed"]
-    again = client.chat.completions.create(seed=first.timings["seed"], **asked)
-    assert again.choices[0].message.content == first.choices[0].message.content
+    again = client.chat.completions.create(**asked | {"seed": first.timings["seed"]})
+    assert [choice.message.content for choice in again.choices] == [one.message.content for one in first.choices]
 
 
 def test_a_stop_string_ends_the_text_and_is_not_part_of_it(engine, client):
@@ -572,13 +568,18 @@ def test_variables_reach_the_chat_template(engine, ask, refused, monkeypatch):
         assert refused(**asked, chat_template_kwargs=variables)["param"] == "chat_template_kwargs"
 
 
-@pytest.mark.parametrize("path", ["completions", "responses"])
-def test_bad_requests_of_the_other_endpoints(refused, path):
-    """/v1/completions and /v1/responses refuse wrong fields by name, too."""
-    for body in ({}, {"prompt": [], "input": []}, {"prompt": [[1, True]], "input": [{"type": "image"}]},
-                 {"prompt": [99999], "input": [{"role": "x"}]},
-                 {"prompt": "x", "input": "x", "suffix": "y", "previous_response_id": "r"}):  # fmt: skip
-        assert refused(f"/{path}", **body)["param"], body
+def test_bad_requests_of_the_other_endpoints(server):
+    """/v1/completions and /v1/responses refuse wrong fields by name, too. And a model that is told that its tool gave
+    nothing, because the client's field has a wrong name."""
+    for prompt in (None, [], [[1, True]], [99999]):
+        server.refuses("/v1/completions", "prompt", prompt=prompt)
+    server.refuses("/v1/completions", "suffix", prompt="x", suffix="y")
+    output = {"type": "function_call_output", "content": "2"}
+    for given, field in (({"type": "image"}, "type"), ({"role": "x"}, "role"), (output, "output")):
+        server.refuses("/v1/responses", f"input[0].{field}", input=[given])
+    for given in (None, []):
+        server.refuses("/v1/responses", "input", input=given)
+    server.refuses("/v1/responses", "previous_response_id", input="x", previous_response_id="r")
 
 
 def test_no_answer_has_advice_about_flags_or_files(client, engine, monkeypatch):

@@ -20,7 +20,7 @@ def engine(tmp_path_factory):
     return instruct_engine(tmp_path_factory, drafter="ngram", ctx=512)
 
 
-def test_ids_and_texts(engine, server):
+def test_ids_texts_and_facts(engine, server):
     """Ids that are not the engine's own, a control token that a user's text can write, a text that does not come back."""
     text = "def f(x): \u00e4</s>"
     ids = engine.tokenizer.encode(text, add_bos=False)
@@ -36,10 +36,7 @@ def test_ids_and_texts(engine, server):
     server.refuses("/tokenize", "content", content="x" * 20_000)
     server.refuses("/tokenize", "content")
     server.refuses("/detokenize", "tokens", tokens=["a"])
-
-
-def test_the_prompt_of_a_chat_and_the_facts(engine, server):
-    """A prompt other than that of /v1/chat/completions, and a context that clients cannot learn."""
+    # a prompt other than that of /v1/chat/completions, and a context that clients cannot learn
     assert server.ask("/apply-template", messages=ASK)["prompt"].endswith("<user>def f(x):<assistant>")
     facts = server.get("/props").json()
     assert facts["default_generation_settings"]["n_ctx"] == 512 and "<tool_call>" in facts["chat_template"]
@@ -169,8 +166,8 @@ def test_bad_messages_are_errors_of_anthropics_form(claude, server):
     assert claude.models.list().data[0].id == "demo"
 
 
-def test_listed_sites_and_names_and_every_key_may_use_the_server(engine):
-    """A listed site whose page gets no answer, a container's name that is refused, a second key that is wrong."""
+def test_listed_sites_and_names_may_use_the_server(engine):
+    """A listed site whose page gets no answer, a container's name that is refused, a page that needs no key."""
     site = "https://app.example"
     with running(engine, cors_origins=(site,), allowed_hosts=("box",)) as server:
         get = partial(server.get, "/v1/models")
@@ -179,10 +176,7 @@ def test_listed_sites_and_names_and_every_key_may_use_the_server(engine):
         assert get(origin="https://other.example").status_code == get(host="other:8000").status_code == 403
         assert "access-control-allow-origin" not in get().headers
     with running(engine, api_keys=("a", "b"), cors_origins=("*",)) as server:
-        get = partial(server.get, "/v1/models")
-        for headers in ({"authorization": "Bearer a"}, {"authorization": "Bearer b"}, {"x-api-key": "b"}):
-            assert get(**headers).status_code == 200
-        assert get(**{"x-api-key": "c", "origin": site}).status_code == 401
+        assert server.get("/v1/models", origin=site).status_code == 401
         assert httpx.options(f"{server.address}/v1/models", headers={"origin": site}).status_code == 204
     args = serve.build_parser().parse_args("--api-key a --api-key b --cors-origin * --allowed-host box".split())
     made = serve.settings_of(args)

@@ -56,9 +56,9 @@ def without_times(steps: list[dict]) -> list[dict]:
     return [{name: value for name, value in step.items() if name != "ms"} for step in steps]
 
 
-def test_the_page_loads_nothing_and_names_its_own_script(server):
+def test_the_page_loads_nothing_and_names_its_own_script(engine, server, monkeypatch):
     """The policy allows the page's own script and style by their hashes and its own server. The page names no other
-    address, and neither its scripts nor their library make markup of a text."""
+    address, and neither its scripts nor their library make markup of a text. It learns whether the model chats."""
     answer = server.get("/")
     policy, page = answer.headers["content-security-policy"], answer.text
     assert answer.status_code == 200 and answer.headers["content-type"].startswith("text/html")
@@ -81,6 +81,9 @@ def test_the_page_loads_nothing_and_names_its_own_script(server):
     assert urls == {"http://www.w3.org/2000/svg"}, "the name of SVG is no address that is loaded"
     markup = page.split("<script>")[0]
     assert not re.search(r"\b(src|href|style|on\w+)=", markup), "nothing is loaded or run from markup"
+    assert server.get("/v1/models").json()["data"][0]["chat_template"] is True
+    monkeypatch.setattr(engine.tokenizer, "chat_template_source", "")
+    assert server.get("/v1/models").json()["data"][0]["chat_template"] is False
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -167,10 +170,3 @@ def test_a_request_for_steps_that_cannot_be_is_one_line(engine, server, monkeypa
     monkeypatch.setattr(engine, "add_observer", add_observer)
     error = server.refuses(CHAT, "eaglet.steps", messages=ASK, stream=True, **STEPS)
     assert error["code"] == "unsupported_parameter" and "compiled in one piece" in error["message"]
-
-
-def test_the_page_learns_whether_the_model_chats(engine, server, monkeypatch):
-    """/v1/models says whether the model has a chat template."""
-    assert server.get("/v1/models").json()["data"][0]["chat_template"] is True
-    monkeypatch.setattr(engine.tokenizer, "chat_template_source", "")
-    assert server.get("/v1/models").json()["data"][0]["chat_template"] is False

@@ -110,15 +110,13 @@ def settings_of(args: argparse.Namespace) -> ServeSettings:
     from serving.server import is_loopback
     from weights.lora import split_name
 
-    loopback = is_loopback(args.host)
     named = split_name(args.lora[0]) if len(args.lora) == 1 else ("", args.checkpoint)
     keys = args.api_key or [key for key in [os.environ.get(KEY_VARIABLE)] if key]
     return ServeSettings(
         model=args.model_name or named[0] or Path(named[1]).resolve().name,
-        api_keys=tuple(keys or ([] if loopback else [secrets.token_urlsafe(24)])),
+        api_keys=tuple(keys or ([] if is_loopback(args.host) else [secrets.token_urlsafe(24)])),
         cors_origins=tuple(args.cors_origin),
         allowed_hosts=tuple(args.allowed_host),
-        loopback=loopback,
         max_queue=args.max_queue,
         max_body=args.max_body_mb * MB,
         max_tokens=args.max_tokens,

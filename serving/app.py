@@ -63,6 +63,9 @@ ABOUT = {
     "replica_deaths_total": "counter: how often it has died",
     "replica_requests_total": "counter: requests that it got",
     "replica_prefix_hits_total": "counter: those of them that it got because it had seen the beginning of their prompt",
+    "queue_seconds": "histogram: time that a request waited",
+    "time_to_first_token_seconds": "histogram: time from a request to its first token",
+    "time_between_tokens_seconds": "histogram: mean time between two tokens of an answer",
 }
 READING = ("/", "/health", "/metrics", "/v1/models", *FACTS)
 ENDPOINTS: dict[str, tuple[Parse, type[Writer]]] = {  # what reads a request, and what writes its answer
@@ -72,11 +75,6 @@ ENDPOINTS: dict[str, tuple[Parse, type[Writer]]] = {  # what reads a request, an
     "/v1/messages": (message_ask, MessageWriter),
 }
 PATHS = (*READING, *ENDPOINTS, *SMALL)
-TIMES = {
-    "queue_seconds": "time that a request waited",
-    "time_to_first_token_seconds": "time from a request to its first token",
-    "time_between_tokens_seconds": "mean time between two tokens of an answer",
-}
 BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)  # seconds
 
 
@@ -107,7 +105,7 @@ class Metrics:
     def __init__(self) -> None:
         self.requests: Counter[tuple[str, int]] = Counter()
         self.counts: Counter[str] = Counter()
-        self.times = {name: Histogram() for name in TIMES}
+        self.times = {name: Histogram() for name, about in ABOUT.items() if about.startswith("histogram")}
 
     def answered(self, path: str, status: int) -> None:
         """Count an answer. Paths that do not exist share one name, because clients could invent any number."""
@@ -138,14 +136,13 @@ class Metrics:
         lines: list[str] = []
         for name, about in ABOUT.items():
             told = [f"eaglet_{name}{labels} {figures[name]}" for labels, figures in series.items() if name in figures]
-            if not told and not name.startswith(("replica_", "requests_")):
+            if name in self.times:
+                told = self.times[name].lines(f"eaglet_{name}")
+            elif not told and not name.startswith(("replica_", "requests_")):
                 told = [f"eaglet_{name} 0"]
             if told:
                 kind, _, words = about.partition(": ")
                 lines += [f"# HELP eaglet_{name} {words}", f"# TYPE eaglet_{name} {kind}", *told]
-        for name, about in TIMES.items():
-            lines += [f"# HELP eaglet_{name} {about}", f"# TYPE eaglet_{name} histogram"]
-            lines += self.times[name].lines(f"eaglet_{name}")
         return "\n".join(lines) + "\n"
 
 
@@ -378,8 +375,8 @@ class Guard:
         if origin.partition("://")[2] != host and not self._is_listed(origin):
             raise ApiError(403, "pages of other sites may not use this server", None, "wrong_origin", FORBIDDEN)
         if not self.settings.api_keys:
-            # Without a key, a page could reach the server through a name of its own that leads to this machine.
-            if self.settings.loopback and host and hostname not in self.names:
+            # Such a server listens on this machine alone, to which a page of another site could give a name of its own.
+            if host and hostname not in self.names:
                 why = f"without an API key this server answers under the names {', '.join(self.names)} only"
                 raise ApiError(403, why, None, "wrong_host", FORBIDDEN)
             return

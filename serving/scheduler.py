@@ -45,7 +45,6 @@ class ServeSettings:
     api_keys: tuple[str, ...] = ()  # a client must send one of these; empty: none is needed
     cors_origins: tuple[str, ...] = ()  # pages of these sites may use the server; "*": of all sites
     allowed_hosts: tuple[str, ...] = ()  # names under which a server without a key answers, beside the local ones
-    loopback: bool = True  # whether only this machine can reach the server
     max_queue: int = 8  # requests that may wait for a slot
     max_body: int = 2 * MB  # bytes of a request
     max_tokens: int | None = None  # tokens of one answer; None: what is left of the context

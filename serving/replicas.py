@@ -229,7 +229,7 @@ class Replicas(Intake):
         for thread in self._threads:
             thread.start()
         with self._changed:
-            self._changed.wait_for(lambda: self._facts is not None or self._lost)
+            self._changed.wait_for(lambda: self._facts is not None or all(peer.gone for peer in self.peers))
         if self._facts is None:
             self.close()
             raise self._failure
@@ -303,15 +303,11 @@ class Replicas(Intake):
 
     # ---- who decodes what: the caller of these holds `_changed` ------------------------------------------------
 
-    @property
-    def _lost(self) -> bool:
-        return all(peer.gone for peer in self.peers)
-
     def _dispatch(self) -> None:
         """Hand out the requests that wait, as far as there are free slots."""
         if time.monotonic() > self._settled + GATHER:  # it looks at all requests
             self.settle()
-        if self._lost:
+        if all(peer.gone for peer in self.peers):
             for passage in self._queue.take(lambda passage: True):
                 passage.end(RankLost("no replica is left."))
         while given := self._queue.next():

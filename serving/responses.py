@@ -9,6 +9,8 @@ from serving.answers import Part, TokenInfo
 from serving.completions import Message, Writer, new_id
 from serving.scheduler import Job
 
+FIXED = {"object": "response", "error": None, "previous_response_id": None, "store": False}
+FIXED |= {"text": {"format": {"type": "text"}}}
 REPEATED = ("instructions", "metadata", "tools", "user")  # fields of the request that the response repeats
 
 
@@ -137,27 +139,22 @@ class ResponseWriter(Writer):
         params, raw = self.job.params, self.ask.raw
         response = {
             "id": self.id,
-            "object": "response",
             "created_at": self.created,
             "status": status,
-            "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
             "model": self.job.model,
             "output": list(items),
             "max_output_tokens": raw.get("max_output_tokens"),
             "parallel_tool_calls": not self.ask.one_call,
-            "previous_response_id": None,
-            "store": False,
             "temperature": params.temperature,
             "top_p": params.top_p,
-            "text": {"format": {"type": "text"}},
             "tool_choice": raw.get("tool_choice") or "auto",
             "truncation": "auto" if self.ask.drop_oldest else "disabled",
             "usage": self._usage() if ended else None,
         }
         repeated = {name: raw.get(name) for name in REPEATED}
         repeated["tools"] = repeated["tools"] or []
-        return response | repeated | ({"timings": self.timings()} if ended else {})
+        return response | FIXED | repeated | ({"timings": self.timings()} if ended else {})
 
     def _usage(self) -> dict[str, Any]:
         prompt, cached, new = self.usage()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
@@ -79,9 +79,9 @@ class Reply:
                 if part is not None:
                     messages += self.writer.part(part)
                 if messages or part is None:
-                    await self._body(send, _encoded(messages) or PING)
+                    await self._body(send, *messages)
             if len(self.job.results) == len(self.job.answers):
-                await self._body(send, _encoded(self.writer.end()))
+                await self._body(send, *self.writer.end())
         except TimeoutError:
             raise
         except Exception as failure:
@@ -89,16 +89,14 @@ class Reply:
             if not begun:
                 await error_response(error)(scope, receive, send)
                 return
-            await self._body(send, _encoded([self.writer.error(error)]))
-        await self._body(send, b"", more=False)
+            await self._body(send, self.writer.error(error))
+        await self._body(send, more=False)
 
-    async def _body(self, send: Send, data: bytes, more: bool = True) -> None:
+    async def _body(self, send: Send, *messages: Message, more: bool = True) -> None:
+        """Send messages, or where there are none a comment. more: this is not the end."""
+        data = b"".join(message.encode() for message in messages)
         async with asyncio.timeout(self.send_seconds):
-            await send({"type": "http.response.body", "body": data, "more_body": more})
-
-
-def _encoded(messages: Iterable[Message]) -> bytes:
-    return b"".join(message.encode() for message in messages)
+            await send({"type": "http.response.body", "body": data or (PING if more else b""), "more_body": more})
 
 
 async def _client_left(receive: Receive) -> None:

@@ -112,17 +112,15 @@ def settings_of(args: argparse.Namespace) -> ServeSettings:
 
     named = split_name(args.lora[0]) if len(args.lora) == 1 else ("", args.checkpoint)
     keys = args.api_key or [key for key in [os.environ.get(KEY_VARIABLE)] if key]
+    same = ("max_queue", "max_tokens", "max_seconds", "send_seconds")  # limits, whose options have the settings' names
     return ServeSettings(
         model=args.model_name or named[0] or Path(named[1]).resolve().name,
         api_keys=tuple(keys or ([] if is_loopback(args.host) else [secrets.token_urlsafe(24)])),
         cors_origins=tuple(args.cors_origin),
         allowed_hosts=tuple(args.allowed_host),
-        max_queue=args.max_queue,
         max_body=args.max_body_mb * MB,
-        max_tokens=args.max_tokens,
         drop_oldest=args.when_full == "drop-oldest",
-        max_seconds=args.max_seconds,
-        send_seconds=args.send_seconds,
+        **{name: vars(args)[name] for name in same},
         defaults=settings_given(args),
         version=VERSION,
     )

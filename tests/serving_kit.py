@@ -152,13 +152,9 @@ class ScriptedStream(Stream):
         super().__init__(engine.requests([prompt], [params]), self)
         self.ids = engine.tokenizer.encode(text, add_bos=False)
         self.decoder = engine.tokenizer.stream(continuation=True, shown=params.shown_ids)
-        self.prompt = prompt
-        self.params = params
-        self.logprob = logprob
-        self.gate = gate
-        self.turn = turn
+        (self.request,) = self._requests
+        self.logprob, self.gate, self.turn = logprob, gate, turn
         self.given = 0
-        self.ended = False
 
     def submit(self, request: Request) -> None:
         threading.Thread(target=self._decode, args=(request,), daemon=True).start()
@@ -181,7 +177,7 @@ class ScriptedStream(Stream):
             except Exception as error:
                 end = error
             self.turn.release()
-        self.ended = request.ended = True
+        request.ended = True
         request.inbox.end(end)
 
     def _say(self, request: Request) -> None:

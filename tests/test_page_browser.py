@@ -222,10 +222,7 @@ def test_the_text_of_an_answer_is_markdown_and_never_markup(engine, browser, mon
     assert browser.until("copy") == 'def f(x):\n    return "</script>"  # **not bold**\n'
     browser.go()
     assert browser.do("log.querySelector('.text').innerHTML") == grown
-
-
-def test_a_growing_text_draws_its_last_block_only(browser):
-    """Every piece of an answer that draws all of the answer again, so that selections and long answers suffer."""
+    # every piece of an answer draws its last block only, so that selections and long answers do not suffer
     browser.do("""
         var made = new Answer(), drawn = [], all = "";
         for (let i = 0; i < 30; i++) made.piece(`paragraph *${i}*\\n\\n`, -1, "");

@@ -160,17 +160,8 @@ def test_an_engine_that_does_not_move_ends_its_process(monkeypatch):
     assert end.value.code == INTERNAL
 
 
-def test_the_page_has_the_tables_of_the_record():
-    """Figures of another run, or of none."""
-    page = (ROOT / "docs" / "replicas.md").read_text(encoding="utf-8")
-    records = read_json_lines(ROOT / "results" / "scale.jsonl")
-    assert scale.scale_table(records) in page
-    for one in (one for one in records if one["type"] == "front"):
-        assert f" | {one['ms']:.1f} ms | {1e3 / one['ms']:.0f} |" in page
-
-
-def test_the_simulation_counts_what_is_decoded():
-    """Requests that are lost or doubled in the simulation, or caches that know every text."""
+def test_the_simulation_counts_what_is_decoded_and_its_tables_are_on_the_page():
+    """Requests that are lost or doubled in the simulation, caches that know every text, and figures of another run."""
     times = scale.Times(read_json_lines(scale.STEPS), read_json_lines(scale.PROMPTS))
     few, crowd = scale.simulate(2, 8, times, True), scale.simulate(4, 96, times, True)
     # each of 16 chats asks once in 20 s and the time of an answer
@@ -179,6 +170,11 @@ def test_the_simulation_counts_what_is_decoded():
     assert crowd["tokens_per_second"] < 4 * scale.SLOTS / times.rows[-1], "more than all rows at all times"
     by_load = scale.simulate(4, 96, times, False)
     assert crowd["tokens_per_second"] > by_load["tokens_per_second"] and by_load["cached_share"] < crowd["cached_share"]
+    page = (ROOT / "docs" / "replicas.md").read_text(encoding="utf-8")
+    records = read_json_lines(ROOT / "results" / "scale.jsonl")
+    assert scale.scale_table(records) in page
+    for one in (one for one in records if one["type"] == "front"):
+        assert f" | {one['ms']:.1f} ms | {1e3 / one['ms']:.0f} |" in page
 
 
 # ---- with Ray --------------------------------------------------------------------------------------------------------

@@ -188,7 +188,7 @@ def test_tasks_run_in_this_process(engine, tmp_path, monkeypatch):
 # ------------------------------------------------------------------ paths, methods and bodies
 
 
-def test_paths_with_and_without_v1(server):
+def test_paths_and_methods(server):
     """A base URL without /v1, with a slash at its end, or with /v1 twice; a path that opens what needs a key."""
     get = server.get
     for path in ("/models", "/v1/models/", "//v1//models", "/v1/v1/models", "/models/demo", "/v1/models/demo/"):
@@ -203,10 +203,7 @@ def test_paths_with_and_without_v1(server):
     metrics = get("/metrics").text
     assert 'path="/v1/completions"' in metrics and 'path="/completions' not in metrics
     assert get("/chat").status_code == get("/v1/chat/completion").status_code == 404
-
-
-def test_methods(server):
-    """A HEAD or OPTIONS that is an error, a preflight of a browser's client that forbids its own headers."""
+    # a HEAD or OPTIONS that is an error, a preflight of a browser's client that forbids its own headers
     head = httpx.head(f"{server.address}/v1/models")
     assert (head.status_code, head.content) == (200, b"") and httpx.head(server.address).status_code == 200
     told = httpx.options(server.address + CHAT)
@@ -223,7 +220,7 @@ def raw_deflate(data: bytes) -> bytes:
     return packer.compress(data) + packer.flush()
 
 
-def test_packed_bodies(server):
+def test_bodies(server):
     """A body that is packed and read as text; one that unpacks to more than the limit, and fills memory; a damaged one,
     one that goes on behind its end, and a coding that no decoder is there for."""
     body = json.dumps({"prompt": "x", "max_tokens": 1}).encode()
@@ -243,11 +240,7 @@ def test_packed_bodies(server):
     for coding in ("br", "zstd", "gzip, gzip"):
         answer = send(body, coding)
         assert answer.status_code == 415 and coding in answer.json()["error"]["message"]
-
-
-def test_chunked_bodies_and_clients_that_wait(server):
-    """A body in chunks, and a client that sends its body only when it is told to."""
-    body = json.dumps({"prompt": "x", "max_tokens": 1}).encode()
+    # a client that sends its body only when it is told to, and a body in chunks
     head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n"
     with socket.create_connection(server.socket.getsockname()[:2], timeout=30) as link:
         link.sendall(f"{head}Expect: 100-continue\r\nContent-Length: {len(body)}\r\n\r\n".encode())
@@ -372,10 +365,7 @@ def test_templates_that_want_turns_get_them(engine, server, post, monkeypatch, s
     assert "be brief\n\ndef f(x):" in post("/apply-template", messages=late)["prompt"]
     monkeypatch.setitem(engine.tokenizer.chat_templates, "default", "{{ raise_exception('never') }}")
     assert "never" in post("/apply-template", 400, messages=ASK)["error"]["message"]
-
-
-def test_a_user_behind_the_result_of_a_tool():
-    """Mistral's templates count calls and results as no turn, so that the user comes twice."""
+    # Mistral's templates count calls and results as no turn, so that the user comes twice.
     call = {"role": "assistant", "content": "", "tool_calls": [CALL]}
     messages = [*ASK, call, {"role": "tool", "content": "2"}, *ASK]
     assert [m["role"] for m in in_turns(messages, True)] == ["user", "assistant", "tool", "assistant", "user"]

@@ -195,7 +195,7 @@ def test_logprobs_are_those_of_the_chunks(engine, client, monkeypatch):
     response = client.responses.create(**asked)
     assert response.output[0].content[0].logprobs[0].logprob == -0.5
     client.completions.create(model="demo", prompt="x")
-    assert [stream.params.logprobs for stream in made] == [2, 0, 2, 1, None]
+    assert [stream.request.params.logprobs for stream in made] == [2, 0, 2, 1, None]
 
 
 # ------------------------------------------------------------------ tools
@@ -655,7 +655,7 @@ def test_a_client_that_leaves_is_cancelled_within_two_steps(engine, server, clie
         for _ in range(20):
             steps.release()
         server.idle()
-    assert made[0].given <= before + 2 < len(made[0].ids) and made[0].ended
+    assert made[0].given <= before + 2 < len(made[0].ids) and made[0].request.ended
     asked = dict(model="demo", messages=ASK, max_tokens=8)
     assert client.chat.completions.create(**asked).choices[0].message.content == expected(engine, max_new_tokens=8)
 

@@ -156,8 +156,8 @@ def test_anthropics_blocks_in_both_directions(engine, server, template, monkeypa
 
 
 def test_a_budget_closes_the_thought(engine, client, template):
-    """A budget that is ignored, one token too many or too few, a thought that is closed twice, and other tokens before
-    the end than without a budget."""
+    """A budget that is ignored, one token too many or too few, a thought that is closed twice, other tokens before the
+    end than without a budget, and an answer that a client has begun and that goes on inside a thought."""
     template(OPENS)
     encode = partial(engine.tokenizer.encode, continuation=True)
     prompt = engine.tokenizer.encode_chat(ASK)
@@ -174,6 +174,9 @@ def test_a_budget_closes_the_thought(engine, client, template):
         message = chat(client, max_tokens=8, **off).choices[0].message
         assert message.content == without_thought(engine, max_new_tokens=8), off
         assert not hasattr(message, "reasoning_content"), off
+    begun = [*ASK, {"role": "assistant", "content": "It is"}]
+    message = chat(client, messages=begun, max_tokens=8).choices[0].message
+    assert message.content == without_thought(engine, "It is", max_new_tokens=8)
 
 
 def test_grammars_and_forced_calls_come_behind_the_thought(engine, client, template):
@@ -198,14 +201,6 @@ def test_grammars_and_forced_calls_come_behind_the_thought(engine, client, templ
     for more in ({"reasoning_budget": 6}, {"enable_thinking": False}):
         message = chat(client, response_format=form, max_tokens=60, **more).choices[0].message
         assert list(json.loads(message.content)) == ["n"]
-
-
-def test_an_answer_goes_on_behind_a_thought(engine, client, template):
-    """An answer that a client has begun and that goes on inside a thought which the template opens."""
-    template(OPENS)
-    begun = [*ASK, {"role": "assistant", "content": "It is"}]
-    message = chat(client, messages=begun, max_tokens=8).choices[0].message
-    assert message.content == without_thought(engine, "It is", max_new_tokens=8)
 
 
 def test_marks_that_are_special_tokens_are_seen(tmp_path, monkeypatch):
@@ -246,7 +241,7 @@ def test_the_terminal_folds_thoughts_away(engine, template, monkeypatch, capsys)
     assert capsys.readouterr().out == f"{THOUGHT}\n"
     assert conversation.messages[-1] == {"role": "assistant", "content": "Hello.", "thought": THOUGHT}
     conversation.take("Again")
-    assert engine.tokenizer.decode(made[1].prompt) == "<user>Hi<assistant>Hello.<user>Again<assistant>"
+    assert engine.tokenizer.decode(made[1].request.prompt) == "<user>Hi<assistant>Hello.<user>Again<assistant>"
     script(monkeypatch, engine, SAID.partition("</think>")[0])
     conversation.take("Hm")
     assert "without an answer" in capsys.readouterr().err

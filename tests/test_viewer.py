@@ -260,7 +260,8 @@ def test_a_reader_may_come_late():
 
 
 def test_trees_are_drawn_while_the_request_runs(monkeypatch):
-    """Each step is drawn before the next one runs, and no line is wider than the terminal."""
+    """Each step is drawn before the next one runs, no line is wider than the terminal, and a step of plain decoding, whose
+    nodes are the root and the own token, says "no draft"."""
     monkeypatch.setenv("COLUMNS", "50")
     engine = engine_of()
     recorder, out = StepRecorder(engine), io.StringIO()
@@ -270,6 +271,11 @@ def test_trees_are_drawn_while_the_request_runs(monkeypatch):
             writer.step(recorder.views[-1], recorder.first)
         assert out.getvalue().count("\nstep ") == done
     assert max(map(columns, out.getvalue().splitlines())) <= 50
+    plain, out = followed(engine_of("root"), tokens=3), io.StringIO()
+    TreeWriter(out).step(plain.views[0], "")
+    assert [node.kind for node in plain.views[0].nodes] == ["root", "own"]
+    assert plain.views[0].nodes[0].text == plain.first, "not the token that the step itself wrote there"
+    assert "1 token (no draft, the model's own)" in out.getvalue()
 
 
 NODES = [

@@ -260,8 +260,8 @@ def test_a_reader_may_come_late():
 
 
 def test_trees_are_drawn_while_the_request_runs(monkeypatch):
-    """Each step is drawn before the next one runs, no line is wider than the terminal, and a step of plain decoding, whose
-    nodes are the root and the own token, says "no draft"."""
+    """Each step is drawn before the next one runs, no line is wider than the terminal, and a step of plain decoding has
+    the root and the own token as its nodes, and says "no draft"."""
     monkeypatch.setenv("COLUMNS", "50")
     engine = engine_of()
     recorder, out = StepRecorder(engine), io.StringIO()

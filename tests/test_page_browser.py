@@ -147,7 +147,8 @@ def app() -> QApplication:
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory):
-    return instruct_engine(tmp_path_factory, eagle=str(DEMO / "eagle3"), ctx=512)
+    # always drafts: otherwise the colours depend on how fast this machine is at the moment
+    return instruct_engine(tmp_path_factory, eagle=str(DEMO / "eagle3"), eagle_always=True, ctx=512)
 
 
 @pytest.fixture

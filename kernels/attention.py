@@ -423,7 +423,6 @@ def _attention_cpu(
 @operation(
     "tree_attention", "tree_attention", _tree_attention_triton, lambda q, *rest: q.new_empty(q.transpose(1, 2).shape),
     problem=_attention_problem, cpu=_attention_cpu, cpu_problem=lambda q, kv, *rest: cpu_problem(q, kv), plain=False,
-    by_hand=True,
 )  # fmt: skip
 def tree_attention(
     q: Tensor, kv: Tensor, start: Tensor, visible: Tensor, positions: Tensor, window: int, scale: float,

@@ -228,18 +228,16 @@ class Operation:
     mutates: Sequence[str] = ()  # the arguments that are written
     at: tuple[int, ...] = (0,)  # the arguments whose dtypes, device and gradients decide
     plain: Callable[..., bool] | bool = True  # whether the reference may take the place of the operator
-    inside: Callable | None = None  # what the operator runs instead of the reference
     copies: bool = False  # whether the reference returns views, which an operator may not
-    by_hand: bool = False  # register the operator with `define_operator`, which is faster on a CPU
 
     def __post_init__(self) -> None:
         functools.update_wrapper(self, self.reference)
-        signature = inspect.signature(self.inside or self.reference, eval_str=True)
+        signature = inspect.signature(self.reference, eval_str=True)
         kinds = [p.annotation for p in signature.parameters.values()]
         self.records = {i: kind for i, kind in enumerate(kinds) if _is_record(kind)}
         result = signature.return_annotation
         self.result = result if _is_record(result) else None
-        self.defaults = [p.default for p in inspect.signature(self.reference).parameters.values()]
+        self.defaults = [p.default for p in signature.parameters.values()]
         self.written = [i for i, name in enumerate(signature.parameters) if name in self.mutates]
         self.operator = self._register(signature)
 
@@ -280,9 +278,9 @@ class Operation:
 
     def by_reference(self, *args):
         """What the operator gives where the reference does the call. The arguments are those of the reference."""
-        out = (self.inside or self.reference)(*args)
+        out = self.reference(*args)
         if self.copies:
-            out = [tensor.clone() for tensor in out]
+            out = [tensor.clone(memory_format=torch.contiguous_format) for tensor in out]
         return out if out is None or isinstance(out, Tensor) else tuple(out)
 
     def _named(self, args: Sequence) -> list:
@@ -307,11 +305,7 @@ class Operation:
         def fake(*args):
             return self.shapes(*self._named(args))
 
-        if self.by_hand:
-            return define_operator(self.name, fake, schema)(self._run)
-        full = f"eaglet::{self.name}"
-        torch.library.custom_op(full, self._run, mutates_args=self.mutates, schema=schema).register_fake(fake)
-        return getattr(torch.ops.eaglet, self.name).default
+        return define_operator(self.name, fake, schema)(self._run)
 
 
 _LIBRARY = torch.library.Library("eaglet", "FRAGMENT")  # its registrations live as long as this object

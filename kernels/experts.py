@@ -252,10 +252,7 @@ def _expert_shapes(x, routes, tensors, numbers, gated) -> Tensor:
     return x.new_empty(*routes.ids.shape, n // 2 if gated else n)
 
 
-@operation(
-    "expert_linear", "packed_experts", _triton_experts, _expert_shapes, problem=_experts_problem, plain=False,
-    by_hand=True,
-)  # fmt: skip
+@operation("expert_linear", "packed_experts", _triton_experts, _expert_shapes, problem=_experts_problem, plain=False)
 def expert_linear(x: Tensor, routes: Routes, tensors: PackedTensors, numbers: list[int], gated: int) -> Tensor:
     """x [T,K] or [T,k,K] -> [T,k,N]: row (t, j) is expert routes.ids[t, j] applied to x[t] or x[t, j]."""
     weight, out = from_parts(tensors, numbers), _expert_shapes(x, routes, tensors, numbers, gated)

@@ -161,14 +161,6 @@ def _rope_triton(out, qkv, cos, sin, kv, slots, q_weight, k_weight, eps, value_n
     )  # fmt: skip
 
 
-def _rope_inside(
-    qkv: Tensor, cos: Tensor, sin: Tensor, kv: Tensor, slots: Tensor, q_weight: Tensor | None, k_weight: Tensor | None,
-    eps: float, value_norm: bool, shares: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    q, _ = rope_write_kv.reference(qkv, cos, sin, kv, slots, q_weight, k_weight, eps, value_norm, shares)
-    return q.contiguous(), rope_outputs(qkv, kv, shares)[1].zero_()
-
-
 def _rope_cpu(qkv, cos, sin, kv, slots, *norm) -> tuple[Tensor, None]:
     rows = qkv.contiguous(), cos.contiguous(), sin.contiguous(), kv, slots.contiguous()
     return torch.ops.eaglet_cpu.rope_write_kv.default(*rows, *norm).transpose(1, 2), None
@@ -177,16 +169,16 @@ def _rope_cpu(qkv, cos, sin, kv, slots, *norm) -> tuple[Tensor, None]:
 @operation(
     "rope_write_kv", "rope_write_kv", _rope_triton, lambda qkv, cos, sin, kv, *rest: rope_outputs(qkv, kv, rest[-1]),
     cpu=_rope_cpu, cpu_problem=lambda qkv, cos, sin, kv, *rest: cpu_problem(qkv, kv),
-    problem=lambda qkv, cos, sin, kv, *rest: cache_problem(kv), mutates=("kv",), inside=_rope_inside,
+    problem=lambda qkv, cos, sin, kv, *rest: cache_problem(kv), mutates=("kv",), copies=True,
     # Inductor cannot fuse the bytes of the scales of an int8 cache.
     plain=lambda qkv, cos, sin, kv, *rest: kv.dtype != torch.int8,
 )  # fmt: skip
 def rope_write_kv(
     qkv: Tensor, cos: Tensor, sin: Tensor, kv: Tensor, slots: Tensor, q_weight: Tensor | None = None,
     k_weight: Tensor | None = None, eps: float = 0.0, value_norm: bool = False, shares: bool = False,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Rotate q and k, write k and v into the cache in place, and return q [B,Hq,T,hd] and the counters at zero
-    that `tree_attention` needs, None outside of operators. No host sync.
+    that `tree_attention` needs, of which C++ gives none. No host sync.
 
     qkv [B,T,Hq+2Hkv,hd], or [B,T,Hq,hd] if this layer shares the keys and values that another one wrote.
     cos, sin [B,T,hd/2] float32: dimension i is paired with i + hd/2.
@@ -214,4 +206,4 @@ def rope_write_kv(
     q, k = turned.flatten(3).to(x.dtype).transpose(1, 2).split((q.shape[2], kv_heads), 1)
     if not shares:
         write_kv(kv, k, v.transpose(1, 2), slots)
-    return q, None
+    return q, qkv.new_zeros(len(qkv) * kv.shape[2], dtype=torch.int32)

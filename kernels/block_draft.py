@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kernels.backend import jit, operation, tl, triton
-from kernels.choice import rank_of
+from kernels.choice import NOTHING, rank_of
 from kernels.draft import store_paths, store_root
 
 
@@ -177,7 +177,7 @@ def follow_kernel(
     u = tl.where(u == u, u, float("-inf"))
     top = tl.maximum(tl.max(u, 0), 0.0)
     total = top + tl.log(tl.sum(tl.exp(u - top), 0) + rest * tl.exp(-top))
-    rank = tl.where(there, rank_of(u, k), -9223372036854775808)
+    rank = tl.where(there, rank_of(u, k), NOTHING)
     c = tl.arange(0, CP)
     place = tl.zeros((CP,), tl.int64)
     value = tl.zeros((CP,), tl.float32)
@@ -186,7 +186,7 @@ def follow_kernel(
         hit = rank == best
         place = tl.where(c == i, tl.sum(tl.where(hit, token, 0), 0), place)
         value = tl.where(c == i, tl.max(tl.where(hit, u, float("-inf")), 0), value)
-        rank = tl.where(hit, -9223372036854775808, rank)
+        rank = tl.where(hit, NOTHING, rank)
     tl.store(best_ids + row * COUNT + c, place, mask=c < COUNT)
     tl.store(best_scores + row * COUNT + c, value - total, mask=c < COUNT)
 

@@ -74,21 +74,12 @@ def rank_of(key, i):
 
 
 @jit
-def largest_groups(best, K, KP: tl.constexpr, BLOCK: tl.constexpr):
-    """The places [KP] of the K largest of best [BLOCK], in descending order. best[j] is the rank of a number i with
-    i % BLOCK = j. If it is the largest of all ranks with such numbers, the K largest of all lie in these K groups."""
-    k = tl.arange(0, KP)
-    groups = tl.zeros((KP,), tl.int32)
-    for i in range(K):
-        rank = tl.max(best, 0)
-        groups = tl.where(k == i, ((0x7FFFFFFF - (rank & 0x7FFFFFFF)) % BLOCK).to(tl.int32), groups)
-        best = tl.where(best == rank, NOTHING, best)
-    return groups
-
-
-@jit
 def largest(ranks, K, KP: tl.constexpr):
-    """The numbers [KP] of the K largest of all ranks, in descending order."""
+    """The numbers [KP] of the K largest of all ranks, in descending order.
+
+    If each of `BLOCK` ranks is the largest of those whose numbers have the same remainder, the K largest of all ranks
+    lie in the K groups that these numbers name modulo BLOCK.
+    """
     k = tl.arange(0, KP)
     found = tl.zeros((KP,), tl.int32)
     for i in range(K):
@@ -175,9 +166,7 @@ def kept_mass(kept, weights, t):
 
 
 @jit
-def heaviest(
-    row, V, kept, bound, top, temperature, floor, target, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
+def heaviest(row, V, kept, bound, top, temperature, floor, target, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr):
     """The greatest int32 t for which {image >= t} weighs `target` or more, -2^31 if there is none.
 
     It is found bit by bit. Only if the logits of `greatest_images` weigh too little, all logits are read again for every
@@ -265,10 +254,10 @@ def choose_kernel(
 
 
 @jit
-def add_exponentials(top, total, x):
-    """(running maxima, running sums of exp(x - maximum)) of each lane with one more x."""
+def add_exponentials(top, total, x, count):
+    """(running maxima, running sums of exp(x - maximum)) of each lane with one more x, which stands for `count`."""
     higher = tl.maximum(top, x)
-    return higher, total * tl.exp(top - higher) + tl.exp(x - higher)
+    return higher, total * tl.exp(top - higher) + count * tl.exp(x - higher)
 
 
 @jit
@@ -330,7 +319,7 @@ def draft_topk_kernel(
         i = start + lane
         z, key = draft_key(row, noise, ids, heat, i, i < V, SAMPLE, TRIMMED)
         best = tl.maximum(best, draft_rank(z, key, cut, i, i < V, FILTERS))
-        raw_top, raw_total = add_exponentials(raw_top, raw_total, z)
+        raw_top, raw_total = add_exponentials(raw_top, raw_total, z, 1.0)
         if NOISY:
             soft = key / softness
             if FILTERS:
@@ -338,9 +327,9 @@ def draft_topk_kernel(
                 alive_count += alive.to(tl.int32)
                 least = tl.minimum(least, tl.where(alive, soft, float("inf")))
                 soft = tl.where(alive, soft, float("-inf"))
-            top, total = add_exponentials(top, total, soft)
+            top, total = add_exponentials(top, total, soft, 1.0)
     k = tl.arange(0, KP)
-    i = largest_groups(best, K, KP, BLOCK)
+    i = largest(best, K, KP) % BLOCK
     if BLOCKS > 1:
         many = i[:, None] + tl.arange(0, BLOCKS)[None, :] * BLOCK
         mask = (k < K)[:, None] & (many < V)
@@ -383,13 +372,9 @@ def merge_topk_kernel(
         at = ((start + lane) * M + row) * (K + 2) + K
         mask = start + lane < TILES
         tile_top = tl.load(tile_values + at, mask=mask, other=float("-inf"))
-        higher = tl.maximum(top, tile_top)
-        total = total * tl.exp(top - higher) + tl.load(tile_values + at + 1, mask=mask, other=0) * tl.exp(
-            tile_top - higher
-        )
-        top = higher
+        top, total = add_exponentials(top, total, tile_top, tl.load(tile_values + at + 1, mask=mask, other=0))
     k = tl.arange(0, KP)
-    i = largest_groups(best, K, KP, BLOCK)
+    i = largest(best, K, KP) % BLOCK
     if BLOCKS > 1:
         many = i[:, None] + tl.arange(0, BLOCKS)[None, :] * BLOCK
         mask = (k < K)[:, None] & (many < count)

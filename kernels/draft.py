@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kernels.backend import jit, operation, tl, triton
-from kernels.choice import largest_groups, rank_of
+from kernels.choice import NOTHING, largest, rank_of
 from kernels.records import Accepted, Rotary, StepBuffers
 
 
@@ -177,7 +177,7 @@ def expand_kernel(
         base = tl.load(pool_scores + b * P + above, mask=there, other=0)
         total += base
         total = tl.minimum(tl.where(total == total, total, float("-inf")), base)
-        best = largest_groups(tl.where(there, rank_of(total, c), -9223372036854775808), K, KP, CP)
+        best = largest(tl.where(there, rank_of(total, c), NOTHING), K, KP)
     size = P + count
     token = tl.load(tokens + b * count + c, mask=there, other=0)
     next_token = tl.load(tokens + b * count + best, mask=k < K, other=0)
@@ -269,10 +269,10 @@ def select_kernel(
     j = tl.arange(0, NP)
     there = c < P
     score = tl.load(scores + b * P + c, mask=there, other=0)
-    rank = tl.where(there, rank_of(score, c), -9223372036854775808)
+    rank = tl.where(there, rank_of(score, c), NOTHING)
     least = tl.max(rank, 0)
     for _ in range(N - 2):
-        least = tl.max(tl.where(rank < least, rank, -9223372036854775808), 0)
+        least = tl.max(tl.where(rank < least, rank, NOTHING), 0)
     kept = there & (rank >= least)
     node = tl.cumsum(kept.to(tl.int32), 0)  # the root is node 0
     at = b * N + node

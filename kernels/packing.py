@@ -253,7 +253,7 @@ def dequantize(weight: PackedWeight, dtype: torch.dtype, fused: bool = False) ->
     Columns keep the stored order if `perm` is set. Not for layout 'cpu'. fused: let one Triton kernel compute
     the same bits, for layout 'planes' without experts.
     """
-    if weight.layout == "tiles" and weight.weight.dim() in (2, 4):
+    if (weight.layout == "tiles" or weight.forms) and weight.weight.dim() in (2, 4):
         return torch.stack([dequantize(weight.expert(e), dtype) for e in range(len(weight.weight))])
     if weight.layout == "tiles":
         return packed_rows(weight, torch.arange(weight.n), dtype)
@@ -486,7 +486,10 @@ def packed_rows(weight: PackedWeight, ids: Tensor, dtype: torch.dtype = torch.fl
     [..., K] in `dtype`."""
     if weight.forms:
         return panel_rows(ids, *weight.parts(), dtype)
-    return _stored_rows(weight, ids).to(dtype)
+    if weight.layout != "tiles":
+        return weight.weight[ids].to(dtype)
+    rows = torch.ops.eaglet_cpu.rows.default(ids.flatten(), weight.weight, weight.scales, weight.mins)
+    return rows.view(*ids.shape, weight.k).to(dtype)
 
 
 def _triton_rows(out, ids, tensors, numbers, dtype) -> None:
@@ -502,13 +505,6 @@ def _row_shapes(ids, tensors, numbers, dtype) -> Tensor:
 def panel_rows(ids: Tensor, tensors: PackedTensors, numbers: list[int], dtype: torch.dtype) -> Tensor:
     """`packed_rows` of a weight with the types of a file."""
     return dequantize(from_parts(tensors, numbers), dtype)[ids]
-
-
-def _stored_rows(weight: PackedWeight, ids: Tensor) -> Tensor:
-    if weight.layout == "dense" or (weight.layout == "planes" and weight.bits == 16):
-        return weight.weight[ids].float()
-    rows = torch.ops.eaglet_cpu.rows.default(ids.flatten(), weight.weight, weight.scales, weight.mins)
-    return rows.view(*ids.shape, weight.k)
 
 
 def pack_half(weight: Tensor, layout: str = "auto", config: LinearConfig | None = None) -> PackedWeight:

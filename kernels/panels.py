@@ -203,9 +203,7 @@ def from_panels(words: Tensor, form: Format, n: int, k: int) -> Blocks:
 
 
 def matrix(words: Tensor, forms: Forms, n: int, k: int) -> Tensor:
-    """The values [..., n, k] of a weight in float32 (`Blocks.floats`), from its words [..., all of them]."""
-    if words.dim() > 1:
-        return torch.stack([matrix(expert, forms, n, k) for expert in words])
+    """The values [n, k] of a weight in float32 (`Blocks.floats`), from its words."""
     found, at = [], 0
     for rows, *numbers in forms:
         form = Format.from_numbers(numbers)

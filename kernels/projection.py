@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -14,15 +16,13 @@ from kernels.tuned import SPLIT_M
 
 
 def packed_linear_rope(
-    x: Tensor, weight: PackedWeight, bias: Tensor | None, head_dim: int, cos: Tensor, sin: Tensor, kv: Tensor,
-    slots: Tensor, q_weight: Tensor | None = None, k_weight: Tensor | None = None, eps: float = 0.0,
-    value_norm: bool = False, shares: bool = False,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """`rope_write_kv` of packed_linear(x [B,T,K], weight, bias), in one launch for up to SPLIT_M rows. No host sync.
+    x: Tensor, weight: PackedWeight, bias: Tensor | None, head_dim: int, *turn: Any
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """`rope_write_kv` of packed_linear(x [B,T,K], weight, bias) with all of its other arguments `turn`, in one launch
+    for up to SPLIT_M rows. No host sync.
 
     Heads are turned by the programs that compute them, each of which has at most TILE_M rows to turn.
     """
-    turn = cos, sin, kv, slots, q_weight, k_weight, eps, value_norm, shares
     if weight.layout != "planes" or beyond_a_step(x):
         return rope_write_kv(packed_linear(x, weight, bias).unflatten(-1, (-1, head_dim)), *turn)
     return planes_linear_rope(weight.reorder(x), *weight.parts(), bias, head_dim, *turn)

@@ -30,7 +30,7 @@ from bench.random_models import SHAPES
 from bench.steps import captured
 from kernels.tuned import LinearConfig, linear_config, read_tuned, tuned_file, write_tuned
 from support.errors import UsageError, at_least, command_parser, run_command
-from support.machine import seconds, synchronize
+from support.machine import seconds
 
 ROWS = 1, 16, 60  # of x: plain decoding, a small tree and a large one
 MODELS = ("llama-2-13b", "llama-2-70b", "llama-2-7b", "llama-3-8b", "mixtral-8x7b")
@@ -59,18 +59,9 @@ def measure(calls: list[Callable[[], Tensor]], repeats: int) -> float:
 
     All calls are one graph. Raises RuntimeError for a call that cannot be captured.
     """
-
-    def run() -> None:
-        for call in calls:
-            call()
-
-    replay = captured(run, DEVICE)
+    replay = captured(lambda: [call() for call in calls], DEVICE)
     replay()  # the first replay uploads the graph
-    samples = []
-    for _ in range(repeats):
-        synchronize(DEVICE)
-        samples.append(seconds(replay, DEVICE))
-    return statistics.median(samples) / len(calls)
+    return statistics.median(seconds(replay, DEVICE) for _ in range(repeats)) / len(calls)
 
 
 def random_weight(bits: int, n: int, k: int, dtype: torch.dtype, config: LinearConfig) -> kernels.PackedWeight:

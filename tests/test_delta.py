@@ -1,7 +1,7 @@
 """Recurrent layers: nodes of trees have the bits of separate sequences, and the memory follows the accepted path.
 
-Tests named `test_interpreted_*` need TRITON_INTERPRET=1 before Triton is imported. tests/test_interpreter_steps.py runs
-them.
+Tests named `test_interpreted_*` ask the reference and C++, and where tests/test_interpreter_steps.py runs them, with
+TRITON_INTERPRET=1 before Triton is imported, the kernels of Triton.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from model import new_memory
 
 SIZES = DeltaConfig(key_heads=2, value_heads=4, key_dim=16, value_dim=24, kernel=4)
 ROW = SIZES.channels + 2 * SIZES.value_heads
-SMALL = DeltaConfig(key_heads=1, value_heads=2, key_dim=16, value_dim=8, kernel=4)  # for Triton's interpreter
-BACKENDS = ("reference", "cpu")
+BACKENDS = ("triton",) if kernels.INTERPRETED else ("reference", "cpu")
 needs_kernels = pytest.mark.skipif(bool(kernels.cpu_problem()), reason="the CPU kernels do not run here")
 interpreted = pytest.mark.skipif(not kernels.INTERPRETED, reason="run by tests/test_interpreter_steps.py")
 
@@ -31,13 +30,6 @@ def backend(request: pytest.FixtureRequest):
     if request.param == "cpu" and kernels.cpu_problem():
         pytest.skip("the CPU kernels do not run here")
     with kernels.KernelBackend(request.param, "cpu").active() as active:
-        yield active
-
-
-@pytest.fixture
-def triton():
-    """The kernels on Triton's interpreter."""
-    with kernels.KernelBackend("triton", "cpu").active() as active:
         yield active
 
 
@@ -53,13 +45,11 @@ def one_layer(batch: int, nodes: int = 1, depth: int = 0, sizes: DeltaConfig = S
     return next(new_memory(sizes, 1, batch, nodes, depth, torch.float32, torch.device("cpu")).layers())
 
 
-def read_text(
-    layer: Memory, rows: torch.Tensor, keep: int | None = None, sizes: DeltaConfig = SIZES
-) -> torch.Tensor:  # fmt: skip
+def read_text(layer: Memory, rows: torch.Tensor, keep: int | None = None) -> torch.Tensor:
     """Walk rows [B, T, R] of a text, of which the first `keep` count, and take them into the memory."""
     layer.keep.fill_(rows.shape[1] if keep is None else keep)
-    read = kernels.delta_rule(rows, *weights(sizes), layer, None)
-    layer.path[:, : sizes.kernel - 1] = kernels.next_window(layer, rows, sizes.kernel - 1)
+    read = kernels.delta_rule(rows, *weights(), layer, None)
+    layer.path[:, : SIZES.kernel - 1] = kernels.next_window(layer, rows, SIZES.kernel - 1)
     layer.pending.zero_()
     layer.keep.zero_()
     return read
@@ -95,27 +85,34 @@ def test_a_walk_is_depth_first():
 
 
 @pytest.mark.parametrize("batch", [1, 3])
-def test_nodes_have_the_bits_of_separate_sequences(backend, batch):
-    """Catches a sibling's memory or convolution window under a node, and bits that depend on the number of rows."""
-    for seed in range(20 if batch == 1 else 5):
+def test_interpreted_nodes_have_the_bits_of_separate_sequences(backend, batch):
+    """Catches a sibling's memory or convolution window under a node, also of nodes that pad a forward, which are all
+    roots, a path that is advanced twice or not at all, and bits that depend on the number of rows."""
+    count = 1 if kernels.INTERPRETED else 20 // batch
+    for seed in range(11, 11 + count):
         generator = torch.Generator().manual_seed(seed)
         size = 1 + seed % 12
-        text, tree = (torch.randn(batch, n, ROW, generator=generator) for n in (9, size))
+        text, path, tree = (torch.randn(batch, n, ROW, generator=generator) for n in (5, 4, size))
         each = torch.stack([random_tree(size, seed * batch + b) for b in range(batch)])
-        depth = int(each.sum(-1).max()) - 1
-        layer = one_layer(batch, size, depth)
+        each[2:] = torch.eye(size, dtype=torch.bool)
+        layer = one_layer(batch, size, max(4, int(each.sum(-1).max()) - 1))
         read_text(layer, text)
+        layer.path[:, 3:7] = path
+        layer.pending[:] = torch.tensor((4, 1, 0)[:batch])
         out = kernels.delta_rule(tree, *weights(), layer, kernels.depth_first(each))
-        for b in range(batch):
-            for node in range(size):
-                path = tree[b : b + 1, each[b, node]]
+        for b, pending in enumerate((4, 1, 0)[:batch]):
+            known, alone = torch.cat((text[b], path[b, :pending])), one_layer(1)
+            read_text(alone, known[None])
+            assert torch.equal(layer.memory[b], alone.memory[0])
+            for node in (0, size // 2, size - 1) if kernels.INTERPRETED else range(size):
                 alone = one_layer(1)
-                for row in (*text[b].unbind(0), *path[0].unbind(0)):
-                    expected = read_text(alone, row[None, None])
-                assert torch.equal(out[b, node], expected[0, 0])
+                own = torch.cat((known, tree[b, each[b, node]]))
+                for rows in own[None].split(len(own) if kernels.INTERPRETED else 1, 1):
+                    expected = read_text(alone, rows)
+                assert torch.equal(out[b, node], expected[0, -1])
 
 
-def test_a_memory_advances_along_the_accepted_path(backend):
+def test_interpreted_memory_advances_along_the_accepted_path(backend):
     """Catches pending rows that are dropped or advanced twice, a wrong window behind them, and a finished sequence that
     goes on."""
     generator = torch.Generator().manual_seed(0)
@@ -136,30 +133,25 @@ def test_a_memory_advances_along_the_accepted_path(backend):
     assert torch.equal(layer.memory[2], before[2])
 
 
-def check_chunks(sizes: DeltaConfig, chunks: tuple[int, ...], padding: float) -> torch.Tensor:
-    """A text that is read in padded chunks has the bits of the whole one. Returns what the padding read."""
-    rows = torch.randn(
-        2, sum(chunks), sizes.channels + 2 * sizes.value_heads, generator=torch.Generator().manual_seed(3)
-    )
-    whole, parts, out, padded = one_layer(2, sizes=sizes), one_layer(2, sizes=sizes), [], []
-    expected = read_text(whole, rows, sizes=sizes)
+@pytest.mark.parametrize(
+    "chunks", [(1, 5, 3)] if kernels.INTERPRETED else [(1,) * 14, (5, 9), (9, 5), (2, 1, 11), (14,)]
+)
+def test_interpreted_chunks_of_a_text_leave_the_same_memory(backend, chunks):
+    """Catches a window that is cut at the border of a chunk, and padding that is taken into the memory, or by Triton even
+    read."""
+    rows = torch.randn(2, sum(chunks), ROW, generator=torch.Generator().manual_seed(3))
+    whole, parts, out = one_layer(2), one_layer(2), []
+    expected = read_text(whole, rows)
     for part in rows.split(chunks, 1):
-        size = part.shape[1]
-        read = read_text(parts, torch.nn.functional.pad(part, (0, 0, 0, 3), value=padding), size, sizes)
+        size, value = part.shape[1], torch.nan if kernels.INTERPRETED else 7.0
+        read = read_text(parts, torch.nn.functional.pad(part, (0, 0, 0, 3), value=value), size)
         out.append(read[:, :size])
-        padded.append(read[:, size:])
+        assert not kernels.INTERPRETED or not read[:, size:].any()
     assert torch.equal(torch.cat(out, 1), expected)
     assert torch.equal(parts.memory, whole.memory) and torch.equal(parts.path[:, :3], whole.path[:, :3])
-    return torch.cat(padded, 1)
 
 
-@pytest.mark.parametrize("chunks", [(1,) * 14, (5, 9), (9, 5), (2, 1, 11), (14,)])
-def test_chunks_of_a_text_leave_the_same_memory(backend, chunks):
-    """Catches a window that is cut at the border of a chunk, and padding that is taken into the memory."""
-    check_chunks(SIZES, chunks, 7.0)
-
-
-def test_the_rule_equals_its_definition(backend):
+def test_interpreted_rule_equals_its_definition(backend):
     """Catches a wrong gate, norm, scale or decay: float64 and plain loops, from the published formulas."""
     conv, a_log, dt_bias = (w.double() for w in weights())
     rows = torch.randn(1, 8, ROW, generator=torch.Generator().manual_seed(5))
@@ -180,15 +172,19 @@ def test_the_rule_equals_its_definition(backend):
             assert torch.allclose(got[t, head].double(), query @ memory[head] / d.key_dim**0.5, atol=1e-5)
 
 
-def test_a_gated_norm_equals_its_definition(backend):
-    """Catches a norm over the wrong axis and a gate without its silu; and a row has the same bits among others."""
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_interpreted_gated_norm_equals_its_definition(backend, dtype):
+    """Catches a norm over the wrong axis, a gate without its silu or read as if it were not a part of wider rows, and
+    columns past the end of a head; and a row has the same bits among others."""
     generator = torch.Generator().manual_seed(0)
-    x, gate = torch.randn(2, 5, 4, 24, generator=generator), torch.randn(2, 5, 96, generator=generator)
-    weight = torch.randn(24, generator=generator)
+    x, wide = torch.randn(2, 5, 4, 24, generator=generator), torch.randn(2, 5, 200, generator=generator).to(dtype)
+    weight, gate = torch.randn(24, generator=generator).to(dtype), wide[..., 50:146]
     got = kernels.gated_norm(x, gate, weight, 1e-6)
     normed = x.double() / (x.double().square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight
     expected = normed.flatten(-2) * torch.nn.functional.silu(gate.double())
-    assert torch.allclose(got.double(), expected, atol=1e-5)
+    assert got.dtype == dtype and torch.allclose(
+        got.double(), expected, rtol=2e-3 * (dtype == torch.float16), atol=1e-5
+    )
     for t in range(5):
         assert torch.equal(kernels.gated_norm(x[:1, t : t + 1], gate[:1, t : t + 1], weight, 1e-6), got[:1, t : t + 1])
 
@@ -244,15 +240,9 @@ def test_sizes_without_a_kernel_are_named(sizes, why):
 # ---- Triton's interpreter ----------------------------------------------------------------------------------
 
 
-def small_rows(batch: int, *counts: int, seed: int = 0) -> list[torch.Tensor]:
-    """Random rows [batch, n, R] of the small layer, for each n."""
-    generator, row = torch.Generator().manual_seed(seed), SMALL.channels + 2 * SMALL.value_heads
-    return [torch.randn(batch, n, row, generator=generator) for n in counts]
-
-
 @interpreted
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_interpreted_rule_equals_its_reference(triton, dtype):
+def test_interpreted_rule_equals_its_reference(backend, dtype):
     """Catches a wrong head, column, address, window, gate or decay, in a layer among others whose batch is strided, of
     which one sequence has finished; and the first look, which makes the same comparison of the memory."""
     generator, tolerance = torch.Generator().manual_seed(0), 1e-5
@@ -263,7 +253,7 @@ def test_interpreted_rule_equals_its_reference(triton, dtype):
     for layer in (own, other):
         layer.keep[:] = torch.tensor([3, 1])
         layer.pending[:], layer.frozen[:] = 0, False
-        with (triton if layer is other else kernels.KernelBackend("reference")).active():
+        with (backend if layer is other else kernels.KernelBackend("reference")).active():
             read = kernels.delta_rule(text, *facts, layer, None)
             if layer is own:
                 expected = read
@@ -278,41 +268,3 @@ def test_interpreted_rule_equals_its_reference(triton, dtype):
         kernels.delta_rule(tree, *facts, other, walk)
     assert len(comparison.compared) == 1 and not comparison.found.wrong
     assert torch.equal(other.memory[1], before[1]) and not torch.equal(other.memory[0], before[0])
-
-
-@interpreted
-def test_interpreted_nodes_have_the_bits_of_separate_sequences(triton):
-    """Catches a sibling's memory or window under a node, also of nodes that pad a forward, which are all roots, and a
-    path that is advanced twice or not at all."""
-    trees = torch.stack([random_tree(9, 3), random_tree(9, 5), torch.eye(9, dtype=torch.bool)])
-    text, path, rows = small_rows(3, 2, 4, 9)
-    layer = one_layer(3, 9, 8, SMALL)
-    read_text(layer, text, sizes=SMALL)
-    layer.path[:, 3:7], pending = path, (4, 1, 0)
-    layer.pending[:] = torch.tensor(pending)
-    out = kernels.delta_rule(rows, *weights(SMALL), layer, kernels.depth_first(trees))
-    for b, count in enumerate(pending):
-        known = torch.cat((text[b], path[b, :count]))[None]
-        alone = one_layer(1, sizes=SMALL)
-        read_text(alone, known, sizes=SMALL)
-        assert torch.equal(layer.memory[b], alone.memory[0])
-        for node in range(9):
-            own = torch.cat((known, rows[b : b + 1, trees[b, node]]), 1)
-            assert torch.equal(out[b, node], read_text(one_layer(1, sizes=SMALL), own, sizes=SMALL)[0, -1])
-
-
-@interpreted
-def test_interpreted_chunks_of_a_text_leave_the_same_memory(triton):
-    """Catches a window that is cut at the border of a chunk, and padding that is taken into the memory or read."""
-    assert not check_chunks(SMALL, (1, 5, 3), torch.nan).any()
-
-
-@interpreted
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_interpreted_gated_norm_equals_its_reference(triton, dtype):
-    """Catches a gate that is read as if it were not a part of wider rows, and columns past the end of a head."""
-    generator = torch.Generator().manual_seed(0)
-    x, gate = torch.randn(2, 3, 4, 24, generator=generator), torch.randn(2, 3, 200, generator=generator).to(dtype)
-    facts = x, gate[..., 50:146], torch.randn(24, generator=generator).to(dtype), 1e-6
-    got, want = kernels.gated_norm(*facts), kernels.gated_norm.reference(*facts)
-    assert got.dtype == dtype and torch.allclose(got, want, rtol=2e-3 if dtype == torch.float16 else 1e-5, atol=1e-6)

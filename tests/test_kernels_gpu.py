@@ -283,7 +283,7 @@ def test_int8_cache_on_device():
 
 
 @pytest.mark.parametrize("name,cases", [
-    ("noise_is_the_generators", [()]), ("choice_is_the_plain_one", [()]), ("rows_are_placed", [()]),
+    ("noise_is_the_generators", [()]), ("choice_is_the_plain_one", [(5,), (5000,)]), ("rows_are_placed", [()]),
     ("draft_topk_is_the_plain_one", [(97, True, True), (5000, True, False), (9000, False, True)]),
     ("merge_takes_the_best_of_all_tiles", [(5, 4), (1002, 10)]),
     ("trees_grow_as_in_plain_code", [(4, 3, 14), (8, 2, 24), (1, 3, 4)]),  # expand, select, accept, commit, keep, move

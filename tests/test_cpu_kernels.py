@@ -360,65 +360,9 @@ def test_what_is_not_finite_stays_in_its_row(bad):
     assert not got[2].isfinite().any() and torch.equal(got[rest], clean[rest])
 
 
-def cache_row(dim: int, dtype: torch.dtype) -> int:
-    """Values of a row of a cache, with the bytes of its scale if there is one."""
-    return dim + kernels.KV_SCALE * (dtype == torch.int8)
-
-
 def stored(kv: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Keys and values as a cache of this dtype holds them."""
     return kernels.quantize_rows(kv) if dtype == torch.int8 else kv.to(dtype)
-
-
-@needs_kernels
-def test_norm_and_rope_equal_the_references():
-    """Catches a rotation of the wrong pairs, a norm with the wrong weight, and rows that land in another slot."""
-    x, w = torch.randn(7, 96), torch.randn(96)
-    with backend().active():
-        got = kernels.rms_norm(x, w, 1e-5)
-        assert torch.allclose(got, kernels.rms_norm.reference(x, w, 1e-5), rtol=2e-6, atol=1e-6)
-        assert torch.equal(torch.cat([kernels.rms_norm(row[None], w, 1e-5) for row in x]), got)
-    qkv, angles = torch.randn(2, 5, 8, 32), torch.randn(2, 5, 16)
-    slots = torch.tensor([[3, 4, 5, 6, 11], [0, 1, 2, 3, 4]])
-    weights = torch.randn(32), torch.randn(32), 1e-6
-    more = [(), (*weights, True, False), (weights[0], None, 1e-6, True, True)]  # values normed, too; queries alone
-    cases = [(weights, t) for t in (torch.float16, torch.int8)] + [(norms, torch.float32) for norms in more]
-    for norms, dtype in cases:
-        caches = torch.zeros(2, 2, 2, 2, 12, cache_row(32, dtype), dtype=dtype).unbind(0)
-        with backend().active() as active:
-            q, _ = kernels.rope_write_kv(qkv, angles.cos(), angles.sin(), caches[0], slots, *norms)
-        rotary = angles.cos(), angles.sin()
-        want, _ = kernels.rope_write_kv.reference(qkv, *rotary, caches[1], slots, *(norms or (None, None, 0.0)))
-        assert not active.declined and caches[0].any() == (not norms[4:] or not norms[4])
-        caches = [kernels.dequantize_rows(c, torch.float32) if dtype == torch.int8 else c.float() for c in caches]
-        # A sum near a bound may round either way.
-        level = {torch.float32: 1e-5, torch.float16: 4e-3, torch.int8: 0.06}[dtype]
-        assert torch.allclose(q, want, atol=1e-5) and torch.allclose(*caches, atol=level)
-        assert torch.isclose(*caches, atol=1e-5).float().mean() > 0.98
-
-
-@needs_kernels
-@pytest.mark.parametrize("window", [0, 6])
-@pytest.mark.parametrize("slots", [200, 64, 30])  # 200: more than a chunk of positions; 30: nodes share the trash row
-@pytest.mark.parametrize("dim", [48, 144])  # 144: more than the registers hold at once
-def test_attention_equals_the_reference(window, slots, dim):
-    """Catches a key that is seen twice or not at all, a window off by one, a wrong head, batch row, slot or column."""
-    generator = torch.Generator().manual_seed(window + slots)
-    q = torch.randn(2, 6, 9, dim, generator=generator)
-    kv = torch.randn(2, 2, 3, slots, dim, generator=generator)
-    start = torch.tensor([{200: 186, 64: 50, 30: 22}[slots], 0])
-    parent, ancestors = random_tree(9)
-    depth = ancestors.sum(1) - 1
-    positions = start[:, None] + depth
-    visible = ancestors[None] & (depth[:, None] - depth[None] < window if window else True)
-    arguments = (start, visible.expand(2, -1, -1), positions, window, 0.2)
-    sinks = None, 0.0, torch.randn(6)
-    for more, dtype in (((None, 1.5), torch.float32), (sinks, torch.float32), ((), torch.float16), (sinks, torch.int8)):
-        cache = stored(kv, dtype)
-        with backend().active() as active:
-            got = kernels.tree_attention(q, cache, *arguments, *more)
-        assert not active.declined
-        assert torch.allclose(got, kernels.tree_attention.reference(q, cache, *arguments, *more), atol=1e-5)
 
 
 @needs_kernels
@@ -447,19 +391,6 @@ def test_attention_has_the_same_bits_at_every_width_and_number_of_threads(window
                 assert all(torch.equal(attend(width), alone) for width in (1, 3, 8, 9, 64, S))
     finally:
         torch.set_num_threads(threads)
-
-
-@needs_kernels
-def test_attention_ignores_what_a_query_may_not_see():
-    """Catches 0 x NaN: a rejected branch that overflowed must not reach the accepted path."""
-    q, kv = torch.randn(1, 2, 3, 16), torch.randn(2, 1, 1, 20, 16)
-    visible = torch.tensor([[[1, 0, 0], [1, 1, 0], [1, 0, 1]]]).bool()
-    arguments = (torch.tensor([9]), visible, torch.tensor([[9, 10, 10]]), 0, 0.25)
-    with backend().active():
-        clean = kernels.tree_attention(q, kv, *arguments)
-        kv[:, :, :, 10] = float("nan")
-        got = kernels.tree_attention(q, kv, *arguments)
-    assert torch.equal(got[:, [0, 2]], clean[:, [0, 2]]) and got[:, 1].isnan().all()
 
 
 CONFIG = ModelConfig(

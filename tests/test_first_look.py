@@ -63,16 +63,6 @@ def test_interpreted_kernels_that_are_right_pass(few, shape, quant, head, config
     assert look(model, drafter, config) == Findings()
 
 
-def spoiled(monkeypatch, operation, change):
-    """Let the kernel of an operation do something else: change(its result, its arguments)."""
-    own = operation.triton
-    monkeypatch.setattr(operation, "triton", lambda *args: change(own(*args), args))
-
-
-def off(out, args):
-    return out * 1.05
-
-
 def off_in_one_row(out, args):
     out[:, 0, :5] += 1
     return out
@@ -80,10 +70,6 @@ def off_in_one_row(out, args):
 
 def off_among_others(out, args):
     return out * (1 + 2**-9) if out.shape[-2] == 20 else out
-
-
-def other_integers(out, args):
-    return out[0] + 1, *out[1:]
 
 
 def keys_elsewhere(out, args):
@@ -97,10 +83,11 @@ def refuses(out, args):
 
 @interpreted
 @pytest.mark.parametrize("owner,name,change,wrong,uneven", [
-    (linear, "planes_linear", off, {"packed_linear": "planes_linear is "}, ""),
+    (linear, "planes_linear", lambda out, args: out * 1.05, {"packed_linear": "planes_linear is "}, ""),
     (attention, "tree_attention", off_in_one_row, {"tree_attention": "tree_attention is "}, ""),
     (kernels, "rms_norm", off_among_others, {}, "a row has other bits at rms_norm among 20 rows than alone"),
-    (step, "_write", other_integers, {"commit": "commit differs from its reference in 1 of 1 integers"}, ""),
+    (step, "_write", lambda out, args: (out[0] + 1, *out[1:]),
+     {"commit": "commit differs from its reference in 1 of 1 integers"}, ""),
     (projection, "planes_linear_rope", keys_elsewhere, {"packed_linear": "planes_linear_rope is "}, ""),
     (kernels, "rms_norm", refuses, {"rms_norm": "rms_norm cannot run here (OutOfResources: out of"}, ""),
 ])  # fmt: skip
@@ -109,7 +96,9 @@ def test_interpreted_kernels_that_are_wrong_are_named(few, monkeypatch, owner, n
     row other bits among others: a look that passes whatever the kernels do."""
     monkeypatch.setattr(first_look, "ROWS", (1, 20))
     model, drafter, config = small(quant="int4")
-    spoiled(monkeypatch, getattr(owner, name), change)
+    operation = getattr(owner, name)
+    own = operation.triton
+    monkeypatch.setattr(operation, "triton", lambda *args: change(own(*args), args))
     found = look(model, drafter, config)
     assert list(found.wrong) == list(wrong) and found.uneven == uneven
     assert all(found.wrong[key].startswith(text) for key, text in wrong.items()), found

@@ -11,7 +11,7 @@ import test_delta
 import test_launches
 import test_panels
 import torch
-from test_kernels import error, linear_definition, pack, stored
+from test_kernels import error, experts_definition, linear_definition, pack, stored
 
 import eagle_draft
 import kernels
@@ -85,11 +85,7 @@ def test_experts_on_device(bits, dtype):
         x = torch.randn(tokens, 1024, device="cuda").to(dtype)
         ids = torch.rand(tokens, 8, device="cuda").topk(2).indices
         weights = torch.rand(tokens, 2, device="cuda")
-        want = torch.zeros(tokens, 1024, device="cuda", dtype=torch.float64)
-        for t in range(tokens):
-            for j in range(2):
-                hidden = linear_definition(x[t], up_matrix[ids[t, j]], None, None, True)
-                want[t] += weights[t, j].double() * (down_matrix[ids[t, j]] @ hidden)
+        want = experts_definition(x, weights, ids, up_matrix, down_matrix)
         got = packed_experts(x, sort_pairs(weights, ids, 8), up, down)
         assert error(got, want) < 2 * TOLERANCE[dtype]
         one = packed_experts(x[:1], sort_pairs(weights[:1], ids[:1], 8), up, down)

@@ -27,6 +27,7 @@ from decoding import sampling
 from decoding.drafter import Draft, PlainDrafter
 from decoding.params import SamplingMode, SamplingParams
 from decoding.step import DecodeState, draft_input
+from drafters.trees import TreeDrafter
 from eagle_draft import EagleHead
 from engine.engine import Engine, EngineConfig
 from engine.fused import fused_parts, layers_in_parts, stack, static_draft
@@ -75,13 +76,13 @@ def weight(form: str, n: int = 96, k: int = 256) -> kernels.PackedWeight:
     return kernels.pack_int4(codes, scales.half(), zeros, group, None, torch.float32, "plain", mins=mins)
 
 
-def tiles(plain: kernels.PackedWeight) -> kernels.PackedWeight:
+def tiles(plain: kernels.PackedWeight, reuse: bool = False) -> kernels.PackedWeight:
     """The same weight in the layout that the backend chooses."""
     with backend().active():
         if plain.bits == 8:
-            return kernels.pack_int8(plain.weight, plain.scales, torch.float32)
+            return kernels.pack_int8(plain.weight, plain.scales, torch.float32, reuse=reuse)
         more = (plain.scales, plain.zeros, plain.group_size, None, torch.float32)
-        return kernels.pack_int4(plain.weight, *more, mins=plain.mins)
+        return kernels.pack_int4(plain.weight, *more, mins=plain.mins, reuse=reuse)
 
 
 def stored_weight(kinds: tuple[str, ...], n: int = 96, k: int = 256) -> kernels.PackedWeight:
@@ -325,12 +326,7 @@ def test_tiles_may_take_the_place_of_the_codes(form):
     plain = weight(form, 4104, 128)  # more rows than are packed at a time
     codes, wanted = plain.weight.clone(), tiles(plain)
     assert torch.equal(plain.weight, codes)
-    with backend().active():
-        if plain.bits == 8:
-            packed = kernels.pack_int8(codes, plain.scales, torch.float32, reuse=True)
-        else:
-            more = (plain.scales, plain.zeros, plain.group_size, None, torch.float32)
-            packed = kernels.pack_int4(codes, *more, mins=plain.mins, reuse=True)
+    packed = tiles(replace(plain, weight=codes), reuse=True)
     assert torch.equal(packed.weight, wanted.weight) and packed.weight.data_ptr() == codes.data_ptr()
 
 
@@ -549,14 +545,8 @@ def test_a_draft_in_one_call_has_the_bits_of_its_parts(version, mode, tied):
     with torch.inference_mode(), backend().active():
         pack_(head, torch.float32)
         drafter = eagle_drafter(head, shapes, 2)
-        state = DecodeState(model, drafter, 2, 40)
-        generator = torch.Generator().manual_seed(version)
-        state.tokens.random_(0, 96, generator=generator)
-        state.features.normal_(generator=generator)
-        drafter.cache.normal_(generator=generator)
-        state.n.copy_(torch.tensor([9, 30]))
-        state.count.copy_(torch.tensor([2, 5]))
-        state.root.copy_(state.tokens.gather(1, state.n[:, None])[:, 0])
+        state = random_state(model, drafter, [9, 30], [2, 5], version)
+        drafter.cache.normal_()
         state.sampling.temperature.fill_(0.7)
         state.sampling.seed.copy_(torch.tensor([5, 6]))
         noise = sampling.noise_ahead(state.sampling.seed, state.n, drafter.D + 1, state.hashes)
@@ -579,6 +569,18 @@ def test_a_draft_in_one_call_has_the_bits_of_its_parts(version, mode, tied):
         assert not torch.equal(*whole[1:])
         inputs = inputs._replace(mode=SamplingMode(sample=True, filters=True))
         assert parts.draft_tree(drafter, inputs) is None, "the C++ kernels have no filters"
+
+
+def random_state(model: Transformer, drafter: TreeDrafter, n: list[int], count: list[int], seed: int, ids: int = 96):
+    """The state of sequences with n tokens in the cache and count rows of features, all of them random."""
+    state, generator = DecodeState(model, drafter, len(n), 60), torch.Generator().manual_seed(seed)
+    state.tokens.random_(0, ids, generator=generator)
+    state.features.normal_(generator=generator)
+    state.n.copy_(torch.tensor(n))
+    state.count.copy_(torch.tensor(count))
+    state.root.copy_(state.tokens.gather(1, state.n[:, None])[:, 0])
+    state.sampling.seed.fill_(seed)
+    return state
 
 
 def worth_keeping(draft: Draft, p_min: float) -> list[int]:
@@ -605,15 +607,9 @@ def test_a_pruned_tree_has_the_likely_nodes_of_the_whole_one(p_min, temperature)
         pack_(head, torch.float32)
         head.lm_head.packed.weight.mul_(3)  # some tokens become likely
         drafters = [eagle_drafter(head, trees.parse_tree("paper25"), p_min=p) for p in (1e-30, p_min)]
-        state = DecodeState(model, drafters[0], 1, 40)
-        state.n.fill_(9)
-        state.count.fill_(3)
-        state.sampling.temperature.fill_(temperature)
         for seed in range(8):
-            generator = torch.Generator().manual_seed(seed)
-            state.tokens.random_(0, 96, generator=generator)
-            state.features.normal_(generator=generator)
-            state.sampling.seed.fill_(seed)
+            state = random_state(model, drafters[0], [9], [3], seed)
+            state.sampling.temperature.fill_(temperature)
             inputs = draft_input(state, SamplingMode(sample=temperature > 0), None, parts)
             whole, pruned = (drafter.draft(inputs) for drafter in drafters)
             left = worth_keeping(whole, p_min)
@@ -649,15 +645,9 @@ def test_where_the_text_repeats_itself_its_continuation_is_drafted(temperature):
     parts, found = fused_parts(), []
     with torch.inference_mode(), backend().active():
         drafters = [eagle_drafter(head, trees.parse_tree("paper25"), 2, p_min=0.15, ngram_nodes=k) for k in (0, 12)]
-        state = DecodeState(model, drafters[1], 2, 60)
-        state.count.copy_(torch.tensor([2, 3]))
-        state.sampling.temperature.fill_(temperature)
         for seed in range(20):
-            generator = torch.Generator().manual_seed(seed)
-            state.tokens.random_(0, 3 + seed % 4, generator=generator)
-            state.features.normal_(generator=generator)
-            state.n.copy_(torch.tensor([25 - seed, 30]))
-            state.root.copy_(state.tokens.gather(1, state.n[:, None])[:, 0])
+            state = random_state(model, drafters[1], [25 - seed, 30], [2, 3], seed, 3 + seed % 4)
+            state.sampling.temperature.fill_(temperature)
             for drafter in drafters:
                 drafter.cache.zero_()
             inputs = draft_input(state, SamplingMode(sample=temperature > 0), None, parts)

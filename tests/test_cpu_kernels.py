@@ -767,6 +767,20 @@ def test_layers_that_run_in_parts_are_named_with_their_reason(shape, what):
     assert (stack(model.layers) is None) == bool(what)
 
 
+@needs_kernels
+def test_layers_cannot_be_read_from_another_tensor():
+    """A tensor of numbers that is taken for the memory of layers: a crash instead of an error."""
+    x, nothing = torch.zeros(1, 1, 64), torch.zeros(1, 1, dtype=torch.int64)
+    visible = nothing[None].bool()
+    rotary, kv = [torch.zeros(1, 1, 8)] * 2, torch.zeros(1, 2, 1, 1, 4, 16)
+    nodes = records.flat(records.Nodes(*rotary, nothing, nothing, nothing[0], visible, visible))
+    with backend().active():
+        copied = torch.ops.eaglet_cpu.stack_layers.default([], torch.ones(64), [], [], 0, 1e-5, 1.0, 0.0).clone()
+    for other in (torch.tensor([1]), copied):
+        with pytest.raises(RuntimeError, match="does not hold layers"):
+            torch.ops.eaglet_cpu.layers.default(x, None, other, nodes, kv, True, ())
+
+
 def test_the_table_names_every_operation_and_its_reason(monkeypatch):
     """Catches a report that claims a kernel where the reference runs."""
     monkeypatch.setattr(cpu, "problem", lambda: "")

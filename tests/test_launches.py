@@ -13,6 +13,7 @@ import fake_cuda
 import pytest
 import torch
 from fake_cuda import Launches, OneDevice, fake_gpu, on_fake_gpu, step_engine
+from test_model import random_tree
 from tiny import CTX, DRAFT_VOCAB, PROMPT, needs_triton, tables, tiny_head, tiny_model
 
 import eagle_draft
@@ -212,6 +213,30 @@ def test_interpreted_noise_is_the_generators(ours):
         torch.testing.assert_close(got.double(), -(-torch.log1p(-v)).log(), rtol=close, atol=close)
 
 
+def test_interpreted_noise_is_finite_at_both_ends(ours):
+    """Infinite noise for the smallest or the largest of all words, which no short test draws."""
+    words = torch.tensor([0, 1, 2**32 - 1, 2**32 - 2, 2**31, 2**24])
+    # the kernel mixes a hash with two keys by bijections, so the hashes of any words can be computed backwards
+    seed, n = torch.tensor([3]), torch.tensor([11])
+    first, second = sampling._keys_on_host(seed, n[:, None] + 1).flatten().tolist()
+    hashes = torch.tensor([unmixed(int(word), second) ^ first for word in words])
+    assert sampling.noise_bits(seed, n[:, None] + 1, hashes, hashed=True).flatten().tolist() == words.tolist()
+    got = sampling.noise_ahead(seed, n, 1, hashes).flatten()
+    assert torch.allclose(got, sampling.noise_ahead.reference(seed, n, 1, hashes).flatten(), rtol=1e-6, atol=1e-6)
+    assert got.isfinite().all() and got[0] > 22 and got[2] < -2.8
+
+
+def unmixed(x: int, key: int) -> int:
+    """The inverse of `sampling._mix` for one value."""
+    mask = 0xFFFFFFFF
+    x ^= x >> 16
+    x = x * pow(0x846CA68B, -1, 2**32) & mask
+    x ^= key
+    x ^= x >> 15 ^ x >> 30
+    x = x * pow(0x7FEB352D, -1, 2**32) & mask
+    return x ^ x >> 16
+
+
 @pytest.mark.parametrize("V", [5, 8, 5000])
 def test_interpreted_choice_is_the_plain_one(ours, V):
     """A survivor too many or too few at a tie, NaN that wins or counts as usable, a tie that goes to the higher id, a
@@ -272,6 +297,16 @@ def test_interpreted_draft_topk_is_the_plain_one(ours, V, filters, noisy):
     same(alone, [t[:, 1:] for t in sampling.draft_topk(logits, noise, ids, state, mode, 4, noisy)])
     half = sampling.draft_topk(logits.half(), None, None, state, SamplingMode(), 4)
     same(half, sampling.draft_topk(logits.half().float(), None, None, state, SamplingMode(), 4))
+
+
+def test_interpreted_unusable_draft_logits_come_last(ours):
+    """A candidate of NaN before one that can be drafted, or a score of NaN that spoils a tree's order."""
+    cold = choice.Settings(torch.zeros(2, 1, 1), torch.zeros(2, 1, 1, dtype=torch.int64), *torch.zeros(2, 2, 1, 1))
+    z = torch.tensor([[[float("nan"), 1.0, -float("inf"), 3.0, float("nan"), 2.0]], [[float("nan")] * 6]])
+    best, scores = sampling.draft_topk(z, None, None, cold, SamplingMode(), 6)
+    assert best[0, 0, :3].tolist() == [3, 5, 1] and sorted(best[0, 0].tolist()) == list(range(6))
+    assert torch.allclose(scores[0, 0, :3].exp().sum(), torch.tensor(1.0)) and not scores.isnan().any()
+    assert scores[0, 0, 3:].tolist() == scores[1, 0, :3].tolist() == [-float("inf")] * 3
 
 
 @interpreted
@@ -343,6 +378,26 @@ def test_interpreted_trees_grow_as_in_plain_code(ours, K, levels, N):
     wide = wide._replace(scores=torch.zeros(3, 9000), parent=torch.full((3, 9000), -1))
     growing.select(wide, root, 4, 2)
     assert "8192" in ours.declined["draft_tree"]
+
+
+def test_interpreted_acceptance_is_that_of_the_plain_code(ours):
+    """A path that goes on below a token that differs, an invalid node, or the deeper of two equals by a higher number."""
+    lengths = set()
+    for seed in range(60):
+        g = torch.Generator().manual_seed(seed)
+        N = int(torch.randint(1, 12, (), generator=g))
+        trees = [random_tree(N, seed), random_tree(N, seed + 999)]
+        parent = torch.stack([tree[0] for tree in trees])
+        ancestors = torch.stack([tree[1] for tree in trees])
+        depth = ancestors.sum(-1) - 1
+        tokens, chosen = (torch.randint(0, 2, (2, N), generator=g) for _ in range(2))
+        valid = torch.rand(2, N, generator=g) > 0.1
+        D = int(depth.max()) + seed % 2
+        given = tokens, parent, depth, ancestors, valid, chosen, D
+        got = verify.accept(*given)
+        same(got, verify.accept.reference(*given))
+        lengths |= set(got.count.tolist())
+    assert len(lengths) > 4
 
 
 def launched(call):

@@ -84,14 +84,15 @@ class FakeCuda:
 
     def __init__(self):
         self.log: list[tuple] = []
-        self.pools, self.events, self.current = 0, 0, FakeStream(self, "main")
+        self.pools, self.events, self.current = 0, 0, self.Stream("main")
 
     def Event(self):  # noqa: N802 (torch's name)
+        index, log = self.events, self.log.append
         self.events += 1
-        return FakeEvent(self, self.events - 1)
+        return SimpleNamespace(record=lambda: log(("record", index)), synchronize=lambda: log(("wait", index)))
 
-    def Stream(self):  # noqa: N802
-        return FakeStream(self, "side")
+    def Stream(self, name="side"):  # noqa: N802
+        return SimpleNamespace(name=name, wait_stream=lambda other: self.log.append(("wait_stream", name, other.name)))
 
     def CUDAGraph(self):  # noqa: N802
         return FakeGraph(self)
@@ -127,25 +128,6 @@ class FakeCuda:
             tape.put_back()
         self.log.append(("captured", pool))
         graph.tape = tape
-
-
-class FakeStream:
-    def __init__(self, cuda, name):
-        self.cuda, self.name = cuda, name
-
-    def wait_stream(self, other):
-        self.cuda.log.append(("wait_stream", self.name, other.name))
-
-
-class FakeEvent:
-    def __init__(self, cuda, index):
-        self.cuda, self.index = cuda, index
-
-    def record(self):
-        self.cuda.log.append(("record", self.index))
-
-    def synchronize(self):
-        self.cuda.log.append(("wait", self.index))
 
 
 class FakeGraph:

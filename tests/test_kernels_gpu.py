@@ -141,7 +141,8 @@ def test_attention_on_device(dtype, window, heads, dim, start):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_norm_and_rope_on_device(dtype):
-    """Norm and rope agree with their references, and a normed row alone has the same bits."""
+    """Norm and rope agree with their references, where the cache is int8 up to one level of rounding, and a normed row
+    alone has the same bits."""
     x, w = torch.randn(26, 4096, device="cuda").to(dtype), torch.randn(4096, device="cuda").to(dtype)
     got = kernels.rms_norm(x, w, 1e-5)
     assert error(got, kernels.rms_norm.reference(x.double(), w.double(), 1e-5)) < TOLERANCE[dtype]
@@ -149,12 +150,18 @@ def test_norm_and_rope_on_device(dtype):
     x, w = torch.randn(480, 576, device="cuda").to(dtype), torch.randn(576, device="cuda").to(dtype)
     for rows in (1, 8, 9, 60):
         assert torch.equal(kernels.rms_norm(x[:rows], w, 1e-5), kernels.rms_norm(x, w, 1e-5)[:rows])
-    qkv, angle = torch.randn(1, 26, 48, 128, device="cuda").to(dtype), torch.randn(1, 26, 64, device="cuda")
-    slots = torch.arange(30, 56, device="cuda")[None]
-    caches = [torch.zeros(2, 1, 8, 64, 128, device="cuda", dtype=dtype) for _ in range(2)]
-    out, _ = kernels.rope_write_kv(qkv, angle.cos(), angle.sin(), caches[0], slots)
-    want, _ = kernels.rope_write_kv.reference(qkv, angle.cos(), angle.sin(), caches[1], slots, None, None, 0.0)
-    assert error(out, want.double()) < TOLERANCE[dtype] and error(caches[0], caches[1].double()) < TOLERANCE[dtype]
+    qkv, angle = torch.randn(2, 26, 48, 128, device="cuda").to(dtype), torch.randn(2, 26, 64, device="cuda")
+    slots = torch.stack([torch.arange(30, 56), torch.arange(3, 29)]).cuda()
+    for kept in (dtype, torch.int8):
+        caches = torch.zeros(2, 2, 2, 8, 64, 128 + 4 * (kept == torch.int8), device="cuda", dtype=kept)
+        out, _ = kernels.rope_write_kv(qkv, angle.cos(), angle.sin(), caches[0], slots)
+        want, _ = kernels.rope_write_kv.reference(qkv, angle.cos(), angle.sin(), caches[1], slots, None, None, 0.0)
+        assert error(out, want.double()) < TOLERANCE[dtype]
+        if kept == dtype:
+            assert error(caches[0], caches[1].double()) < TOLERANCE[dtype]
+            continue
+        got, want = kernels.dequantize_rows(caches, torch.float64)
+        assert (got - want).abs().max() <= 1.01 * want.abs().max() / 127 and error(got, want) < 1e-2
 
 
 @pytest.mark.parametrize(
@@ -265,17 +272,6 @@ def test_prefill_attention_on_device(dim, int8, window):
     wide = kernels.dequantize_rows(kv, torch.float64) if int8 else kv
     want = attention_wanted(q, wide, n, visible, positions, window, dim**-0.5)
     assert error(got.cpu(), want) < TOLERANCE[torch.bfloat16]
-
-
-def test_int8_cache_on_device():
-    """Rope writes an int8 cache that equals the reference's up to one level of rounding."""
-    qkv, angle = torch.randn(2, 26, 48, 128, device="cuda").half(), torch.randn(2, 26, 64, device="cuda")
-    slots = torch.stack([torch.arange(30, 56), torch.arange(3, 29)]).cuda()
-    caches = [torch.zeros(2, 2, 8, 64, 132, device="cuda", dtype=torch.int8) for _ in range(2)]
-    kernels.rope_write_kv(qkv, angle.cos(), angle.sin(), caches[0], slots)
-    kernels.rope_write_kv.reference(qkv, angle.cos(), angle.sin(), caches[1], slots, None, None, 0.0)
-    got, want = (kernels.dequantize_rows(c, torch.float64) for c in caches)
-    assert (got - want).abs().max() <= 1.01 * want.abs().max() / 127 and error(got, want) < 1e-2
 
 
 @pytest.mark.parametrize("name,cases", [

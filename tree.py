@@ -11,12 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from kernels.growing import ancestors_from_parents
+from kernels.records import Level
 from support.reader import parse_json, refusal
 
 MAX_NODES = 256
@@ -183,17 +184,6 @@ def _read_tree(file: str) -> StaticTree | DynamicTree:
         return DynamicTree(*value) if "dynamic" in data else StaticTree(tuple(value))
     except ValueError as error:
         raise refusal(where, str(error)) from None
-
-
-class Level(NamedTuple):
-    """One draft forward of a batch of static trees. Padding rows have valid False and see only themselves."""
-
-    depth: int  # of all its nodes
-    node: Tensor  # [B, W] tree node of each row (0 in padding)
-    valid: Tensor  # [B, W] bool
-    source: Tensor  # [B, W] its parent's place among the rows of the level above; it takes the parent's feature
-    place: Tensor  # [B, W] its token's place among all candidates of the level above, max_children for each row
-    visible: Tensor  # [B, W, R] bool over this and all earlier levels' rows (the root's run row is history)
 
 
 @dataclass(frozen=True)

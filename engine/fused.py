@@ -203,10 +203,7 @@ def static_draft(drafter: TreeDrafter) -> Tensor | None:
         return None
     children = max(tables.max_children, 1)
     nodes = records.TreeNodes(tables.source_row * children + tables.rank, tables.parent, tables.depth, tables.valid)
-    levels: list[Tensor] = []
-    for level in tables.levels:
-        levels += records.flat(records.LevelRows(level.source, level.place, level.visible, level.node, level.valid))
-    tree, levels = ([t.contiguous() for t in tensors] for tensors in (records.flat(nodes), levels))
+    tree, levels = ([t.contiguous() for t in records.flat(found)] for found in (nodes, tables.levels))
     layer = head.layer
     noisy = drafter.scoring == "noisy"
     numbers = children, layer.post_norm.eps, layer.attention.scale, head.config.norm_before_residual, noisy

@@ -57,8 +57,8 @@ Tensor tree_draft(std::vector<Tensor> head, std::vector<Tensor> tree, std::vecto
                   double scale, bool keep_normed, bool noisy) {
   auto draft = std::make_unique<TreeDraft>(record<tensors::HeadWeights>(head), record<tensors::TreeNodes>(tree), children, eps,
                                            scale, keep_normed, noisy);
-  for (size_t at = 0; at < levels.size(); at += tensors::LevelRows::TENSORS) {
-    const tensors::LevelRows t(&levels[at]);
+  for (size_t at = 0; at < levels.size(); at += tensors::Level::TENSORS) {
+    const tensors::Level t(&levels[at]);
     draft->levels.push_back({t.node.size(1), integers(t.source), integers(t.place), booleans(t.visible), integers(t.node),
                              booleans(t.valid)});
   }

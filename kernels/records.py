@@ -138,14 +138,15 @@ class TreeNodes(NamedTuple):
     valid: Tensor  # [B, N] bool
 
 
-class LevelRows(NamedTuple):
-    """One draft forward of static trees (`tree.Level`) for the C++ kernels."""
+class Level(NamedTuple):
+    """One draft forward of a batch of static trees. Padding rows have valid False and see only themselves."""
 
-    source: Tensor  # [B, W] the row of the level above that a node grows from
-    place: Tensor  # [B, W] its candidate among those of that level
-    visible: Tensor  # [B, W, R] bool over the rows of the tree so far
-    node: Tensor  # [B, W]
+    depth: int  # of all its nodes
+    node: Tensor  # [B, W] tree node of each row (0 in padding)
     valid: Tensor  # [B, W] bool
+    source: Tensor  # [B, W] its parent's place among the rows of the level above; it takes the parent's feature
+    place: Tensor  # [B, W] its token's place among all candidates of the level above, max_children for each row
+    visible: Tensor  # [B, W, R] bool over this and all earlier levels' rows (the root's run row is history)
 
 
 class DraftText(NamedTuple):
@@ -162,8 +163,7 @@ class DraftText(NamedTuple):
 
 
 RECORDS = (
-    Rotary, Nodes, Memory, Accepted, StepBuffers, LinearWeights, LayerWeights, HeadWeights, TreeNodes, LevelRows,
-    DraftText,
+    Rotary, Nodes, Memory, Accepted, StepBuffers, LinearWeights, LayerWeights, HeadWeights, TreeNodes, Level, DraftText,
 )  # fmt: skip
 
 

@@ -22,6 +22,7 @@ import tree
 from decoding import verify
 from drafters.trees import of_nodes
 from kernels import growing
+from kernels.backend import Operation
 from tree import PAPER25, DynamicTree, StaticTree, chain, parse_tree, tree_tables
 
 FILES = (growing, tree, verify)  # in import order
@@ -37,11 +38,12 @@ real = names_of(FILES)
 
 
 def mutant(old, new):
-    """Copies of the three files with one piece of one source replaced; they import each other, not the originals."""
+    """Copies of the three files with one piece of one source replaced; they import each other, not the originals. Their
+    operators, which plain code does not call, are not registered again."""
     found = sum(source.count(old) for source in SOURCES.values())
     assert found == 1, f"{old!r} occurs {found} times"
     copies = {name: types.ModuleType(name) for name in SOURCES}
-    with mock.patch.dict(sys.modules, copies):
+    with mock.patch.dict(sys.modules, copies), mock.patch.object(Operation, "_register"):
         for name, source in SOURCES.items():
             exec(compile(source.replace(old, new), f"mutated_{name}", "exec"), vars(copies[name]))
     return names_of(copies.values())

@@ -721,10 +721,8 @@ def test_pruned_trees_of_a_batch_keep_what_one_of_them_needs():
         params = SamplingParams(temperature=temperature, max_new_tokens=60)
         plain, *drafted = ([r.token_ids for r in e.generate_batch([[1, 5, 9], [4, 2]], params).run()] for e in engines)
         assert all(ids == plain for ids in drafted)
-    for settings, measured in (
-        (params, False),
-        (replace(params, top_k=5), True),
-    ):  # with top-k the whole tree is checked
+    # With top-k the whole tree is checked.
+    for settings, measured in ((params, False), (replace(params, top_k=5), True)):
         (result,) = engines[1].generate([1, 5, 9], settings).run()
         assert len(result.nodes_per_step) == len(result.drafted) and set(result.nodes_per_step) <= set(range(34))
         assert result.drafted_nodes == 25 or not measured

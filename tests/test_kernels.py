@@ -208,14 +208,9 @@ def test_panels_hold_what_was_stored(bits, group, zeros, experts):
     if bits == 4 and not experts:  # row 130, the second block of k: its panel holds the row's scale behind 512 words
         panel = packed.weight[1, 1].view(4, -1)[0]
         row = panel[512:].contiguous().view(torch.float16)[2]
-        assert row == weights["scales"][128 // group, 130] and panel[32:48].equal(words_of(weights, 130, 1))
-
-
-def words_of(weights, row, block):
-    """The 16 words of one row and K block of stored int4 codes."""
-    q = weights["qweight"][row]
-    codes = torch.stack((q & 15, q >> 4), -1).flatten()
-    return to_planes(codes, 4)[16 * block : 16 * block + 16]
+        q = weights["qweight"][130]
+        words = to_planes(torch.stack((q & 15, q >> 4), -1).flatten(), 4)[16:32]  # of the second block
+        assert row == weights["scales"][128 // group, 130] and panel[32:48].equal(words)
 
 
 # ------------------------------------------------------------------------------------------ linears on CPU

@@ -546,7 +546,7 @@ def test_a_draft_in_one_call_has_the_bits_of_its_parts(version, mode, tied):
         pack_(head, torch.float32)
         drafter = eagle_drafter(head, shapes, 2)
         state = random_state(model, drafter, [9, 30], [2, 5], version)
-        drafter.cache.normal_()
+        drafter.cache.normal_(generator=torch.Generator().manual_seed(version))
         state.sampling.temperature.fill_(0.7)
         state.sampling.seed.copy_(torch.tensor([5, 6]))
         noise = sampling.noise_ahead(state.sampling.seed, state.n, drafter.D + 1, state.hashes)

@@ -26,24 +26,33 @@ CHUNK = 256  # tokens of one forward
 
 
 def tokenize(engine: Intake, settings: ServeSettings, body: dict[str, Any]) -> dict[str, Any]:
-    """POST /tokenize: the ids of a text. The text of control tokens stays text."""
+    """POST /tokenize: the ids of a text, in the form of llama.cpp (`content`) or of vLLM (`prompt`, or `messages`).
+
+    In llama.cpp's form the text of control tokens stays text.
+    """
     fields, tokenizer = Fields(body), _tokenizer(engine)
     fields.refuse("parse_special", (False,), "the text of control tokens stays text.")
-    text = fields.required("content", str)
-    if reason := why_too_long(len(text), engine.ctx):
-        raise wrong("content", reason)
-    ids = tokenizer.encode(text, add_bos=fields.get("add_special", bool, False))
+    name = "prompt" if fields.given("prompt") else "content"
+    if fields.given("messages"):
+        (ids,) = prompts_of(engine, chat_ask(body))
+    else:
+        text = fields.required(name, str)
+        if reason := why_too_long(len(text), engine.ctx):
+            raise wrong(name, reason)
+        begins = ("add_special_tokens", True) if name == "prompt" else ("add_special", False)
+        ids = tokenizer.encode(text, add_bos=fields.get(begins[0], bool, begins[1]), control=name == "prompt")
     if not fields.get("with_pieces", bool, False):
-        return {"tokens": ids}
+        return {"tokens": ids, "count": len(ids), "max_model_len": engine.ctx}
     return {"tokens": [{"id": i, "piece": _piece(tokenizer.pieces.get(i, b""))} for i in ids]}
 
 
 def detokenize(engine: Intake, settings: ServeSettings, body: dict[str, Any]) -> dict[str, Any]:
-    """POST /detokenize: the text of ids, with the text of control tokens."""
+    """POST /detokenize: the text of ids, with the text of control tokens, as llama.cpp and as vLLM call it."""
     ids = Fields(body).required("tokens", list)
     if not all(is_a(i, int) for i in ids):
         raise wrong("tokens", "must be a list of token ids")
-    return {"content": _tokenizer(engine).decode(ids, skip_special=False, continuation=True)}
+    text = _tokenizer(engine).decode(ids, skip_special=False, continuation=True)
+    return {"content": text, "prompt": text}
 
 
 def apply_template(engine: Intake, settings: ServeSettings, body: dict[str, Any]) -> dict[str, Any]:
@@ -116,7 +125,7 @@ def properties(engine: Intake, settings: ServeSettings) -> dict[str, Any]:
 
 
 def tokenizer_facts(engine: Intake, settings: ServeSettings) -> dict[str, Any]:
-    """GET /tokenizer_info: what vLLM's clients ask of a tokenizer."""
+    """GET /tokenizer_info: what vLLM's clients, such as lm-evaluation-harness, ask of a tokenizer."""
     tokenizer = _tokenizer(engine)
     ids = {"bos_token": tokenizer.bos_id, "eos_token": next(iter(engine.stop_ids(SamplingParams())), None)}
     names = {name: None if i is None else tokenizer.pieces[i].decode(errors="replace") for name, i in ids.items()}

@@ -414,7 +414,8 @@ BODIES = {
     ],
     "/v1/messages/count_tokens": [{"messages": CLAUDE, "system": "s", "tools": [{"name": "f", "input_schema": SCHEMA}]}],
     "/v1/embeddings": [{"model": "m", "input": ["a", "b"], "encoding_format": "base64"}, {"input": [[1, 2], [3]]}],
-    "/v1/tokenize/": [{"content": "a b", "add_special": True, "with_pieces": True, "parse_special": False}],
+    "/v1/tokenize/": [{"prompt": "a </s> b", "add_special_tokens": False}, {"messages": TALK, "tools": [TOOL]}],
+    "/tokenize": [{"content": "a b", "add_special": True, "with_pieces": True, "parse_special": False}],
     "/detokenize": [{"tokens": [1, 2, 300]}],
     "/apply-template": [{"messages": TALK, "tools": [TOOL], "chat_template_kwargs": {"a": True}}],
 }  # fmt: skip

@@ -25,11 +25,14 @@ def test_ids_texts_and_facts(engine, server):
     text = "def f(x): \u00e4</s>"
     ids = engine.tokenizer.encode(text, add_bos=False)
     tokenize = partial(server.ask, "/tokenize")
-    assert tokenize(content=text) == {"tokens": ids}
+    assert tokenize(content=text) == {"tokens": ids, "count": len(ids), "max_model_len": 512}
     assert tokenize(content=text, add_special=True)["tokens"] == engine.tokenizer.encode(text)
     pieces = tokenize(content=text, with_pieces=True)["tokens"]
     assert [token["id"] for token in pieces] == ids and not set(ids) & engine.tokenizer.special_ids
-    assert server.ask("/detokenize", tokens=ids)["content"].strip() == text
+    back = server.ask("/detokenize", tokens=ids)
+    assert back["content"].strip() == text and back["prompt"]
+    assert tokenize(prompt="x</s>", add_special_tokens=False)["tokens"][-1] == engine.tokenizer.eos_ids[0]
+    assert tokenize(messages=ASK)["tokens"] == engine.tokenizer.encode_chat(ASK)
     facts = server.get("/tokenizer_info").json()
     assert (facts["bos_token"], facts["eos_token"]) == ("<s>", "</s>") and "<tool_call>" in facts["chat_template"]
     server.refuses("/tokenize", "parse_special", content=text, parse_special=True)

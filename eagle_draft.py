@@ -22,7 +22,7 @@ from torch import Tensor
 import kernels
 from decoding.drafter import DraftInput, StepParts, take_rows
 from drafters.trees import DraftHead, FedRows, HeadDrafter
-from model import MLP, Attention, Block, Nodes, RMSNorm, Transformer
+from model import MLP, Attention, Block, Nodes, RMSNorm, Transformer, weight_bytes
 from support.machine import zeros
 from tree import DynamicTree, TreeTables
 from weights.heads import EagleConfig
@@ -202,6 +202,9 @@ class MtpHead(EagleHead):
     @property
     def norm(self) -> RMSNorm:
         return self.target.mtp.norm
+
+    def bytes_read(self) -> float:
+        return super().bytes_read() + weight_bytes(self.target.mtp)
 
     def norms_of_inputs(self) -> tuple[RMSNorm, RMSNorm]:
         return self.target.mtp.embed_norm, self.target.mtp.feature_norm

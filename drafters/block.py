@@ -26,7 +26,7 @@ from drafters.trees import DEFAULT_RULE, DraftHead, DraftRule, HeadDrafter, inde
 from families.config import ModelConfig
 from kernels.growing import ancestors_from_parents, best_prefixes
 from kernels.records import Rotary
-from model import Block, Nodes, RMSNorm, Transformer, linear, weight_bytes
+from model import Block, Nodes, RMSNorm, Transformer, linear
 from support.machine import zeros
 from tree import DynamicTree, Trees
 from weights.block_heads import BlockConfig
@@ -250,7 +250,7 @@ class BlockDrafter(HeadDrafter):
 
     def bytes_per_step(self, model: Transformer) -> float:
         """Everything is read once."""
-        return weight_bytes(self.head) + (model.lm_head_bytes() if self.head.lm_head is None else 0)
+        return self.head.bytes_read()
 
     def _absorb(self, features: Tensor, where: tuple[Tensor, ...], cache: Tensor) -> None:
         fed = features.shape[1]

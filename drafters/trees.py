@@ -338,6 +338,10 @@ class DraftHead(nn.Module):
             self.lm_head = nn.Linear(*rows.shape[::-1], bias=False, device="meta")
             self.lm_head.weight = nn.Parameter(rows, requires_grad=False)
 
+    def bytes_read(self) -> float:
+        """Bytes of weights that a forward reads: its own, and the target's LM head if this head has none."""
+        return weight_bytes(self) + (self.target.lm_head_bytes() if self.lm_head is None else 0)
+
     def normed(self, output: Tensor) -> Tensor:
         """What the LM head reads of an output."""
         return output
@@ -376,7 +380,7 @@ class HeadDrafter(TreeDrafter):
         A pruned tree has a first forward and rarely all of the others. Only the first one is counted.
         """
         forwards = 1 if self.p_min else 1 + len(self.level_widths())
-        return forwards * (weight_bytes(self.head) + (model.lm_head_bytes() if self.head.lm_head is None else 0))
+        return forwards * self.head.bytes_read()
 
 
 def of_nodes(tables: TreeTables, row: Tensor, root: Tensor, ids: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:

@@ -671,6 +671,7 @@ std::vector<Part> parts_of(const Tensor& codes, const Tensor& table) {
     parts.emplace_back(integers(table) + i * table.size(1), at);
     const Part& part = parts.back();
     STD_TORCH_CHECK(!part.minima || (part.low < 8 && !part.table[0]), "the C++ kernels know no bytes with minima");
+    STD_TORCH_CHECK(part.group == (part.low == 2 || part.high == 2 ? 16 : 32), "the C++ kernels know no such groups of these bits");
     at = part.end();
   }
   STD_TORCH_CHECK(at == end, "the parts of a weight do not fill its bytes");

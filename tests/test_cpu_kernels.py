@@ -175,6 +175,15 @@ def test_products_with_the_types_of_files_equal_their_definition(kinds, activati
 
 
 @needs_kernels
+def test_groups_that_the_kernels_do_not_have_are_refused():
+    """Catches a type of files that is added in Python alone, and that the C++ kernels would read past its end."""
+    packed = stored_weight(["Q4_0"])
+    packed.scales[:, 4] = 16
+    with backend().active(), pytest.raises(RuntimeError, match="know no such groups"):
+        kernels.packed_linear(torch.randn(1, 256), packed)
+
+
+@needs_kernels
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("n", [96, 24])  # halves of whole tiles, and of half ones
 def test_epilogues_equal_the_reference(form, n):

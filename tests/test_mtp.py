@@ -24,6 +24,7 @@ from generate import load
 from loading.drafting import DraftFiles, with_tree
 from loading.memory import plan_memory
 from loading.options import LoadOptions
+from model import weight_bytes
 from weights.checkpoint import Checkpoint
 from weights.heads import mtp_head
 from weights.quantized import QuantSpec
@@ -162,11 +163,14 @@ def test_random_requests_have_the_tokens_of_plain_decoding():
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_checkpoint_with_the_layer_drafts_with_it_by_default(checkpoint, tiny_checkpoint, family):
-    """Catches a layer that is left unused, is read where nobody drafts with it, or is drafted with in secret."""
+    """Catches a layer that is left unused, is read where nobody drafts with it, or is drafted with in secret, and one
+    that the report's share of the bandwidth leaves out."""
     notes: list[str] = []
     engine = load(checkpoint(family), ctx=128, report=notes.append, slots=2)
     assert engine.head.config.kind == "MTP" and any("own MTP layer drafts" in note for note in notes)
     assert not engine.drafter.p_min and engine.fallback  # no kernel prunes its trees, so plain steps may replace them
+    forwards, read = engine.drafter.D, weight_bytes(engine.model.mtp) + engine.model.lm_head_bytes()
+    assert engine.drafter.bytes_per_step(engine.model) == forwards * read
     off = load(checkpoint(family), ctx=128, eagle="none")
     assert off.head is None and off.model.mtp is None and off.plan.weights < engine.plan.weights
     assert load(checkpoint(family), ctx=128, drafter="ngram", tree="chain:4").model.mtp is None

@@ -19,7 +19,7 @@ PACKAGE = "eaglet"
 NOT_SHIPPED = {"tests", "package"}  # of package/, SHIPPED_HERE goes into the package itself
 SHIPPED_HERE = ("__init__.py", "__main__.py")
 DATA = ("demo", "heads")  # folders without code
-IN_THE_REPOSITORY = {"demo", "gpu", "measured", "scale", "train_demo"}  # scripts that need its other files
+IN_THE_REPOSITORY = {"demo", "gpu", "measured", "train_demo"}  # scripts that need its other files
 LEFT_OUT = {".pyc", ".tmp", ".partial"}
 # What the texts of the program call things -> what they are called after installing.
 CALLED = {

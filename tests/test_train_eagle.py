@@ -32,7 +32,7 @@ from training.data import Batch, TokenData, chat_row, read_messages, step_batche
 from training.drafters import Evaluation, train
 from training.eagle import FEATURE_NOISE, INPUTS, TrainHead
 from training.loop import Muon, World
-from training.losses import KeptFeatures, TargetRows, loss_eagle1, loss_eagle3, noise_loss, target_rows
+from training.losses import KeptFeatures, TargetRows, loss_eagle, loss_eagle1, soft_loss, target_rows
 from weights.checkpoint import load_config, load_model
 from weights.heads import read_eagle, save_eagle, save_quantized
 from weights.hf import save_hf
@@ -364,81 +364,57 @@ def test_muon_takes_nearly_the_same_step_in_half_precision():
 # --------------------------------------------------------------------------------------------------- losses
 
 
-def same_gradients(head, loss, expected) -> None:
-    """Whether two losses have the same gradients for every weight of a head."""
-    parameters = dict(head.named_parameters())
-    got, wanted = (torch.autograd.grad(x, [*parameters.values()]) for x in (loss, expected))
-    for name, *pair in zip(parameters, got, wanted, strict=True):
-        torch.testing.assert_close(*pair, msg=lambda text, name=name: f"{name}: {text}")
-
-
-@pytest.mark.parametrize(("steps", "chunk"), [(1, 5), (3, 4), (3, 1000)])
-def test_loss_eagle1_is_the_papers(files, steps, chunk, monkeypatch):
-    """Target feature, mask, noise scale or normalisation shifted or changed, own outputs not fed back, or rows that are
-    lost or counted twice where a chunk ends."""
-    monkeypatch.setattr(losses, "CHUNK", chunk * V)
-    head, target = tiny_head(files)
-    batch, rows = rows_of(head, 12, 0.6)
-    (tokens, mask), features = batch[:2], rows.features
-    noise = torch.rand(2, 12, 32, dtype=torch.float64) * 2 - 1
-    count = int(mask[:, 1:].sum())
-    loss, hits = loss_eagle1(head, batch, rows, steps, count, noise)
-    total, agreed, memory = 0.0, [0] * steps, [] if steps > 1 else None
-    out = (features + noise)[:, :-1]
-    for s in range(steps):
-        out = head.forward_train(F.pad(tokens[:, 1 + s :], (0, s)), out, s, memory)
-        for b in range(2):
-            for i in range(11 - s):
-                j = i + 1 + s
-                if mask[b, j]:
-                    distance = (out[b, i] - features[b, j]).abs()
-                    smooth = torch.where(distance < 1, distance**2 / 2, distance - 0.5).mean()
-                    p = target.logits(features[b, j]).softmax(-1)
-                    q = target.logits(out[b, i]).log_softmax(-1)
-                    total += 0.8**s * (smooth - 0.1 * (p * q).sum())
-                    agreed[s] += int(p.argmax() == q.argmax())
-    assert loss.item() == pytest.approx((total / count).item(), rel=1e-9)
-    assert hits.tolist() == pytest.approx([a / count for a in agreed])
-    same_gradients(head, loss, total / count)
-
-
-@pytest.mark.parametrize(("draft_vocab", "chunk", "share"), [(None, 5, 1.0), (20, 4, 1.0), (20, 1000, 0.6)])
-def test_loss_eagle3_is_the_papers(files, draft_vocab, chunk, share, monkeypatch):
-    """Steps, weights, shifts, the restriction to the draft vocabulary, own outputs not fed back, rows that are lost or
-    counted twice where a chunk ends, or a share of the rows that does not stand for all of them."""
-    head, target = tiny_head(files, 3, draft_vocab=draft_vocab)
+@pytest.mark.parametrize(
+    ("version", "steps", "draft_vocab", "chunk", "share"),
+    [(1, 1, None, 5, 1.0), (1, 3, None, 4, 1.0), (1, 3, None, 1000, 1.0),
+     (3, 3, None, 5, 1.0), (3, 3, 20, 4, 1.0), (3, 3, 20, 1000, 0.6)],
+)  # fmt: skip
+def test_losses_are_those_of_the_papers(files, version, steps, draft_vocab, chunk, share, monkeypatch):
+    """Target feature, mask, noise, steps, weights or shifts changed, own outputs not fed back, a draft vocabulary that
+    does not restrict EAGLE-3, rows that are lost or counted twice where a chunk ends, or a share of the rows that does
+    not stand for all of them."""
+    head, target = tiny_head(files, version, draft_vocab=draft_vocab)
     monkeypatch.setattr(losses, "CHUNK", chunk * head.vocab_size)
-    ids = head.draft_ids if draft_vocab else torch.arange(V)
-    T, steps = 10, 3
-    batch, rows = rows_of(head, T, 0.7)
-    (tokens, mask), (hidden_states, taps) = batch[:2], rows[:2]
+    ids, T = head.draft_ids if draft_vocab else torch.arange(V), 11
+    batch, rows = rows_of(head, T, 0.6)
+    (tokens, mask), states = batch[:2], rows.hidden_states
+    noise = torch.rand(2, T, 32, dtype=torch.float64) * 2 - 1 if version == 1 else None
     generator, again = (torch.Generator().manual_seed(2) for _ in range(2))
     count = int(mask[:, 1:].sum())
-    loss, hits = loss_eagle3(head, batch, rows, steps, count, row_share=share, generator=generator)
-    logits = target.logits(hidden_states)
-    judged = torch.zeros_like(mask)
-    judged[:, 1:][mask[:, 1:]] = torch.rand(int(mask[:, 1:].sum()), generator=again) < share
-    feature, memory, total, agreed = head.fuse(taps[:, :-1]), [], 0.0, [0] * steps
+    of_rows = loss_eagle1 if version == 1 else soft_loss
+    loss, hits = loss_eagle(head, batch, rows, steps, count, of_rows, noise, share, generator)
+    logits, judged = target.logits(states), mask.clone()
+    if share < 1:
+        judged[:, 1:][mask[:, 1:]] = torch.rand(count, generator=again) < share
+    out = rows.features + noise if version == 1 else head.fuse(rows.features)
+    out, memory, total, agreed = out[:, :-1], [] if steps > 1 else None, 0.0, [0] * steps
     for s in range(steps):
-        feature = head.forward_train(F.pad(tokens[:, 1 + s :], (0, s)), feature, s, memory)
+        out = head.forward_train(F.pad(tokens[:, 1 + s :], (0, s)), out, s, memory)
         for b in range(2):
             for i in range(T - 1 - s):
                 j = i + 1 + s
                 if judged[b, j] and logits[b, j].argmax() in ids:
                     p = logits[b, j][ids].softmax(-1)
-                    q = head.predict(feature[b, i]).softmax(-1)
-                    total -= 0.8**s * (p * q.log()).sum()
-                    agreed[s] += int(ids[q.argmax()] == logits[b, j].argmax())
+                    q = (target.logits if version == 1 else head.predict)(out[b, i]).log_softmax(-1)
+                    part = -(p * q).sum()
+                    if version == 1:
+                        distance = (out[b, i] - states[b, j]).abs()
+                        part = torch.where(distance < 1, distance**2 / 2, distance - 0.5).mean() + 0.1 * part
+                    total += 0.8**s * part
+                    agreed[s] += int(p.argmax() == q.argmax())
     count = count * share
     assert loss.item() == pytest.approx((total / count).item(), rel=1e-9)
     assert hits.tolist() == pytest.approx([a / count for a in agreed])
-    same_gradients(head, loss, total / count)
+    parameters = dict(head.named_parameters())
+    got, wanted = (torch.autograd.grad(x, [*parameters.values()]) for x in (loss, total / count))
+    for name, *pair in zip(parameters, got, wanted, strict=True):
+        torch.testing.assert_close(*pair, msg=lambda text, name=name: f"{name}: {text}")
 
 
 def test_a_batch_in_which_no_row_counts_has_no_loss(files):
     """A training run that ends at conversations whose answers are cut off, or at a draw of no row at all."""
     head, _ = tiny_head(files, 3)
-    loss, hits = loss_eagle3(head, *rows_of(head, 8, 0.0), 2, 1.0, 0.5, 0.5)
+    loss, hits = loss_eagle(head, *rows_of(head, 8, 0.0), 2, 1.0, soft_loss, None, 0.5)
     loss.backward()
     assert loss.item() == 0 and hits.tolist() == [0, 0]
 
@@ -449,7 +425,7 @@ def test_noise_loss_is_about_shared_noise():
     p = logits.softmax(-1)
 
     def loss(z: torch.Tensor) -> float:
-        return (noise_loss(z, p, torch.Generator().manual_seed(3)) / len(p)).item()
+        return (losses.noise_loss(z, p, torch.Generator().manual_seed(3)) / len(p)).item()
 
     uniform = torch.empty_like(logits).uniform_(1e-12, 1, generator=torch.Generator().manual_seed(3))
     noise = -(-uniform.log()).log()
@@ -467,7 +443,8 @@ def test_noise_share_weighs_two_losses(files):
 
     def loss(share: float) -> float:
         generator = torch.Generator().manual_seed(4)
-        return loss_eagle3(head, *rows_of(head, 8), 2, 14.0, share, generator=generator)[0].item()
+        judge = lambda rows: losses.with_noise(soft_loss(rows), rows, share, generator)  # noqa: E731
+        return loss_eagle(head, *rows_of(head, 8), 2, 14.0, judge)[0].item()
 
     assert loss(0.25) == pytest.approx(0.75 * loss(0.0) + 0.25 * loss(1.0), rel=1e-9)
     assert loss(1.0) != pytest.approx(loss(0.0), rel=1e-3)

@@ -26,7 +26,7 @@ from model import Attention, Transformer
 from training.data import Batch, TokenData
 from training.drafters import HeadTraining, check_shares, check_taps, layers_like
 from training.loop import Recipe, init_weights, recipe_with
-from training.losses import Rows, TargetRows, in_chunks, with_noise
+from training.losses import Rows, TargetRows, in_chunks, soft_loss, with_noise
 from weights.block_heads import MARKOV, BlockConfig, save_block
 from weights.quantized import lm_head_rows
 
@@ -148,7 +148,7 @@ def slot_loss(
     def loss(rows: Rows) -> Tensor:
         label, (_, factor, confidence) = labels[rows.which], head.parts(rows.output)
         if kind == "jetspec":
-            total = F.cross_entropy(rows.logits, rows.distribution, reduction="sum")
+            total = soft_loss(rows)
         else:
             total = F.cross_entropy(rows.logits, label, reduction="sum")
         if kind in ("dspark", "dflash2"):

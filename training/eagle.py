@@ -20,7 +20,7 @@ from support.errors import UsageError, bad_files
 from training.data import Batch, TokenData
 from training.drafters import Evaluation, HeadTraining, check_shares, check_taps, layers_like
 from training.loop import Recipe, recipe_with
-from training.losses import TargetRows, loss_eagle1, loss_eagle3, target_rows
+from training.losses import Rows, TargetRows, loss_eagle, loss_eagle1, soft_loss, target_rows, with_noise
 from weights.heads import EagleConfig, EagleFile, default_taps, read_card, read_eagle, save_eagle
 from weights.quantized import QuantLinear, lm_head_rows
 from weights.quantizer import digest
@@ -201,19 +201,18 @@ def feature_noise(batch: Batch, size: int, width: float, seed: int) -> Tensor:
 def head_loss(
     head: TrainHead, batch: Batch, rows: TargetRows, count: float, args: argparse.Namespace
 ) -> tuple[Tensor, Tensor]:
-    """(loss, accuracy by draft step) of a micro-batch, divided by `count`. `rows` is what the target computed for it.
-
-    Rows of held-out text have no numbers. They get no noise and are all judged, and only their accuracy is read.
-    """
-    batch = batch._replace(tokens=head.shown(batch.tokens))
-    if head.config.version == 1:
-        noisy = batch.numbers and args.noise > 0
-        noise = feature_noise(batch, head.feature_size, args.noise, args.seed) if noisy else None
-        return loss_eagle1(head, batch, rows, args.ttt_steps, count, noise, (args.feature_weight, args.token_weight))
-    if not batch.numbers:
-        return loss_eagle3(head, batch, rows, args.ttt_steps, count)
+    """(loss, accuracy by draft step) of a micro-batch, divided by `count`. `rows` is what the target computed for it."""
     generator = torch.Generator(batch.tokens.device).manual_seed(args.seed + batch.numbers[0])
-    return loss_eagle3(head, batch, rows, args.ttt_steps, count, args.noise_share, args.row_share, generator)
+    first = head.config.version == 1
+    noise = feature_noise(batch, head.feature_size, args.noise, args.seed) if first and args.noise > 0 else None
+
+    def loss(judged: Rows) -> Tensor:
+        if first:
+            return loss_eagle1(judged, (args.feature_weight, args.token_weight))
+        return with_noise(soft_loss(judged), judged, args.noise_share, generator)
+
+    batch = batch._replace(tokens=head.shown(batch.tokens))
+    return loss_eagle(head, batch, rows, args.ttt_steps, count, loss, noise, args.row_share, generator)
 
 
 def recipe_for(args: argparse.Namespace) -> Recipe:
@@ -296,16 +295,16 @@ class EagleTraining(HeadTraining):
         head.load_state_dict(self.exported(module))
         head.to(self.target.device, self.target.dtype).requires_grad_(False)
         head.rotary.build(self.target.device, self.target.rotary.length)
-        data, length = evaluation.held_out, self.args.length
+        args = argparse.Namespace(**vars(self.args) | {"noise": 0.0, "noise_share": 0.0, "row_share": 1.0})
+        data, length = evaluation.held_out, args.length
         rows = max(1, len(data.ids) // length) if data.stream else data.rows
         hits: Tensor | float = 0.0
         count = 0.0
         for k in range(min(ROWS, rows)):
             ids, mask = (torch.from_numpy(part)[None].to(self.target.device) for part in data.row(k, length))
-            if mask[:, 1:].any():
-                batch = Batch(ids.long(), mask)
-                hits = hits + head_loss(head, batch, target_rows(head, batch.tokens), 1.0, self.args)[1]
-                count += float(mask[:, 1:].sum())
+            batch = Batch(ids.long(), mask, (k,))
+            hits = hits + head_loss(head, batch, target_rows(head, batch.tokens), 1.0, args)[1]
+            count += float(mask[:, 1:].sum())
         return {"held_out_accuracy": (hits / count).tolist() if count else []}
 
     def identity(self) -> dict[str, Any]:

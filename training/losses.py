@@ -116,55 +116,25 @@ class Rows(NamedTuple):
     which: Tensor  # int64 [M], their numbers among the rows of the target
 
 
-def loss_eagle1(
-    head: EagleHead, batch: Batch, target: TargetRows, steps: int, count: float, noise: Tensor | None = None,
-    weights: tuple[float, float] = (1.0, 0.1),
+def loss_eagle(
+    head: EagleHead, batch: Batch, target: TargetRows, steps: int, count: float, loss: Callable[[Rows], Tensor],
+    noise: Tensor | None = None, row_share: float = 1.0, generator: torch.Generator | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """EAGLE-1's objective: smooth L1 to the true feature plus 0.1 times the soft cross-entropy (EAGLE, section 3.2).
+    """The loss of a head that runs on the target's features and then, in more than one step, on its own outputs.
 
-    With more than one step the head also runs on its own outputs, as it does when it drafts (HASS, section 3.2, with the
-    attention of EAGLE-3's training-time test).
+    EAGLE-1 has one step (EAGLE, section 3.2). With more, it runs on its own outputs as it does when it drafts (HASS,
+    section 3.2), with the attention of EAGLE-3's training-time test (EAGLE-3, section 3.2).
 
     Args:
         batch: its tokens are those that the head is shown. Row i of step s sees (feature i or the output of step s - 1,
-            token i + 1 + s). It counts where the mask holds for that token.
+            token i + 1 + s). It counts where the mask holds for that token and, for EAGLE-3, the target's most likely
+            token is in the draft vocabulary.
         target: what the target computed for the same rows.
         count: what the sums are divided by, so that parts of a batch add up to the whole: the rows of step 0.
+        loss: of the rows of a chunk, summed.
         noise: [B, T, H], added to the features that the head sees, or None.
-        weights: of the two parts of the loss.
-
-    Returns:
-        The loss, and by step [steps] the share of rows that agree with the target's most likely token. One host sync per
-        chunk and step.
-    """
-    feature = (target.features if noise is None else target.features + noise)[:, :-1]
-    keep = batch.mask[:, 1:].bool()
-    outputs = [*_on_own_outputs(head, batch.tokens, feature, keep, steps, [] if steps > 1 else None)]
-
-    def loss(rows: Rows) -> Tensor:
-        wide = rows.distribution.dtype
-        regression = F.smooth_l1_loss(rows.output.to(wide), rows.truth.to(wide), reduction="none").mean(-1).sum()
-        return weights[0] * regression + weights[1] * F.cross_entropy(rows.logits, rows.distribution, reduction="sum")
-
-    known = None if target.best is None else target.best[:, 1:][keep]
-    total, hits = in_chunks(head, outputs, target.features[:, 1:][keep], known, loss, outside=True)
-    return total / count, hits / count
-
-
-def loss_eagle3(
-    head: EagleHead, batch: Batch, target: TargetRows, steps: int, count: float, noise_share: float = 0.0,
-    row_share: float = 1.0, generator: torch.Generator | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """EAGLE-3's training-time test: the head runs `steps` times on its own outputs (EAGLE-3 paper, section 3.2).
-
-    Args:
-        batch: its tokens are those that the head is shown. Row i of step s embeds token i + 1 + s. It counts where the
-            mask holds for that token and the target's most likely token is in the draft vocabulary.
-        target: what the target computed for the same rows.
-        count: what the sums are divided by, so that parts of a batch add up to the whole: the rows of step 0.
-        noise_share: the weight of `noise_loss`; the cross-entropy with the target's distribution has the rest.
         row_share: of the rows, which are drawn at random, whose logits are computed. They stand for all rows.
-        generator: of the random numbers for `noise_loss` and `row_share`.
+        generator: of the random numbers for `row_share`.
 
     Returns:
         The loss, and by step [steps] the share of rows that agree with the target's most likely token. A token outside
@@ -174,15 +144,25 @@ def loss_eagle3(
     if row_share < 1:
         drawn = torch.rand(int(keep.sum()), generator=generator, device=keep.device) < row_share
         keep, count = keep.masked_scatter(keep, drawn), count * row_share
-    outputs = [*_on_own_outputs(head, batch.tokens, head.fuse(target.features[:, :-1]), keep, steps, [])]
-
-    def loss(rows: Rows) -> Tensor:
-        soft = F.cross_entropy(rows.logits, rows.distribution, reduction="sum")
-        return with_noise(soft, rows, noise_share, generator)
-
-    known = None if target.best is None else target.best[:, 1:][keep]
-    total, hits = in_chunks(head, outputs, target.hidden_states[:, 1:][keep], known, loss, outside=False)
+    features = target.features if noise is None else target.features + noise
+    first = head.config.version == 1
+    memory = None if first and steps == 1 else []
+    outputs = [*_on_own_outputs(head, batch.tokens, head.fuse(features[:, :-1]), keep, steps, memory)]
+    best = None if target.best is None else target.best[:, 1:][keep]
+    total, hits = in_chunks(head, outputs, target.hidden_states[:, 1:][keep], best, loss, outside=first)
     return total / count, hits / count
+
+
+def loss_eagle1(rows: Rows, weights: tuple[float, float] = (1.0, 0.1)) -> Tensor:
+    """EAGLE-1's objective: smooth L1 to the true feature plus 0.1 times the soft cross-entropy (EAGLE, section 3.2)."""
+    wide = rows.distribution.dtype
+    regression = F.smooth_l1_loss(rows.output.to(wide), rows.truth.to(wide), reduction="none").mean(-1).sum()
+    return weights[0] * regression + weights[1] * soft_loss(rows)
+
+
+def soft_loss(rows: Rows) -> Tensor:
+    """The cross-entropy of a head with the target's distribution, which is EAGLE-3's objective."""
+    return F.cross_entropy(rows.logits, rows.distribution, reduction="sum")
 
 
 def with_noise(loss: Tensor, rows: Rows, share: float, generator: torch.Generator | None) -> Tensor:

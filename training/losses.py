@@ -197,9 +197,9 @@ def _on_own_outputs(
     """
     where = keep.flatten().cumsum(0).view_as(keep) - 1
     for s in range(steps):
-        feature = head.forward_train(F.pad(tokens[:, 1 + s :], (0, s)), feature, s, memory)
+        feature = head.forward_train(F.pad(tokens, (0, s))[:, 1 + s :], feature, s, memory)
         counted = keep[:, s:]
-        yield feature[:, : feature.shape[1] - s][counted], where[:, s:][counted]
+        yield feature[:, : counted.shape[1]][counted], where[:, s:][counted]
 
 
 def in_chunks(

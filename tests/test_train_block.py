@@ -1,6 +1,5 @@
-"""Training of published block heads: blocks and losses against plain formulas, and whole runs on a tiny target."""
+"""Training of published block heads: blocks and losses against plain formulas (test_train_drafters.py trains some)."""
 
-import json
 import math
 from types import SimpleNamespace
 
@@ -9,15 +8,11 @@ import pytest
 import torch
 from block_kit import block_outputs, corrected, layouts, random_tensors, tap_ids, write_layout
 from test_block_heads import MODEL, features_of
-from test_train_drafters import common_options, files, stopped_after  # noqa: F401
 from tiny import V
 from torch.nn.functional import cross_entropy
 
-from scripts import train_block
-from support.errors import UsageError
-from training.blocks import KINDS, BlockTraining, TrainBlockHead, draw_anchors, loss_blocks
+from training.blocks import TrainBlockHead, draw_anchors, loss_blocks
 from training.data import Batch
-from training.drafters import train
 from training.losses import TargetRows
 from weights.block_heads import read_head
 
@@ -109,46 +104,3 @@ def test_anchors_are_drawn_anew_and_only_where_they_count():
             assert row[ids].all() and ids == sorted(set(ids)) and len(ids) == math.ceil(int(row.sum()) / 4)
         drawn.append(anchors.tolist())
     assert drawn[0] == drawn[1] != drawn[2]
-
-
-def options(files, out, kind, *more, steps=100):  # noqa: F811
-    more = ["--layers", 1, "--slots", 5, "--rank", 32, "--anchor-share", 0.25, "--taps", "0", *more]
-    return common_options(files, out, "--kind", kind, "--steps", steps, *more)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_training_from_scratch_drafts_well(files, tmp_path, kind):  # noqa: F811
-    """After some steps tau is well above 1, and what was written is read again as the kind that it is."""
-    out = tmp_path / "head"
-    card = train(BlockTraining, train_block.parse(options(files, out, kind)))
-    assert card["tau_greedy"] > 2.5 and card["tau_t1"] > 2.5
-    assert np.mean(card["loss_curve"][-5:]) < 0.6 * card["loss_curve"][0]
-    name, architecture = {
-        "dflash": ("DFlash", "DFlashDraftModel"), "jetspec": ("JetSpec", "DFlashDraftModel"),
-        "dspark": ("DSpark", "Qwen3DSparkModel"), "dflash2": ("DFlash2", "DFlash2DraftModel"),
-    }[kind]  # fmt: skip
-    written = json.loads((out / "config.json").read_text())
-    assert card["format"] == f"{name} head" and written["architectures"] == [architecture]
-    assert written.get("enable_confidence_head", False) == (kind == "dspark")
-
-
-def test_resume_is_exact(files, tmp_path):  # noqa: F811
-    """Anchors or noise that depend on more than the step, or a state that misses a part of the head."""
-
-    def run(name, *more):
-        argv = options(files, tmp_path / name, "dspark", "--noise-share", 0.5, *more, steps=4)
-        return train(BlockTraining, train_block.parse(argv))["loss_curve"]
-
-    whole = run("a")
-    with stopped_after(2):
-        run("b")
-    assert run("b") == whole
-    a, b = ((tmp_path / name / "model.safetensors").read_bytes() for name in "ab")
-    assert a == b
-
-
-def test_options_that_do_not_fit_are_one_line(files, tmp_path):  # noqa: F811
-    """Training that starts with a loss of nothing, or reads layers that are not there."""
-    for more, words in ((("--anchor-share", 0), "above 0"), (("--taps", "0,9"), "ascending")):
-        with pytest.raises((UsageError, ValueError), match=words):
-            train(BlockTraining, train_block.parse(options(files, tmp_path / "c", "dflash", *more)))

@@ -1,4 +1,4 @@
-"""Training of draft LLMs and Medusa heads, on a tiny target whose next token follows from the last one."""
+"""Whole trainings of every kind of drafter, on a tiny target whose next token follows from the last one."""
 
 import contextlib
 import copy
@@ -7,20 +7,30 @@ import json
 
 import numpy as np
 import pytest
+import torch
 from test_drafters import table_model
 from tiny import V
 
-from scripts import train_draft, train_medusa
-from training import loop
+from scripts import train_block, train_draft, train_eagle, train_medusa
+from support.errors import UsageError
+from training import blocks, loop
 from training.data import TokenData
 from training.distillation import DraftModelTraining, MedusaTraining
 from training.drafters import train
+from training.eagle import EagleTraining
+from weights.block_heads import read_head
+from weights.checkpoint import load_config
 from weights.hf import save_hf
 
+BLOCK = "--layers 1 --slots 5 --rank 32 --anchor-share 0.25 --taps 0".split()
 KINDS = {
     "draft": (DraftModelTraining, train_draft, ["--hidden", "32", "--heads", "2"]),
     "medusa": (MedusaTraining, train_medusa, ["--medusa-heads", "5", "--own-lm-head"]),
+    "eagle1": (EagleTraining, train_eagle, ["--version", "1"]),
+    "eagle3": (EagleTraining, train_eagle, "--version 3 --taps 0,1 --ttt-steps 2 --noise-share 0.5".split()),
+    **{kind: (blocks.BlockTraining, train_block, ["--kind", kind, *BLOCK]) for kind in blocks.KINDS},
 }
+FORMATS = {"dflash": "DFlash head", "jetspec": "JetSpec head", "dspark": "DSpark head", "dflash2": "DFlash2 head"}
 
 
 @contextlib.contextmanager
@@ -50,6 +60,11 @@ def common_options(files, out, *more):
     return [str(word) for word in argv]
 
 
+def saved(out):
+    """The state of the training of the drafter at `out`."""
+    return torch.load(f"{out}-work/train_state.pt", weights_only=True)
+
+
 def options(kind, files, out, *more, steps=120):
     return common_options(files, out, "--steps", steps, *KINDS[kind][2], *more)
 
@@ -59,28 +74,50 @@ def trained(kind, files, out, *more, steps=120):
     return train(training, command.parse(options(kind, files, out, *more, steps=steps)))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("loss", ("kl", "ce"))
-def test_training_from_scratch_drafts_well(kind, loss, files, tmp_path):
-    """After some steps tau is well above 1, where drafts by chance would stay."""
-    card = trained(kind, files, tmp_path / "out", "--loss", loss)
-    assert card["tau_greedy"] > 4 and card["tau_t1"] > 4
+@pytest.mark.parametrize(
+    "kind, more, tau", [(kind, ["--loss", loss], 4) for kind in ("draft", "medusa") for loss in ("kl", "ce")]
+    + [(kind, [], 2.5) for kind in blocks.KINDS],
+)  # fmt: skip
+def test_training_from_scratch_drafts_well(kind, more, tau, files, tmp_path):
+    """After some steps tau is well above 1, where drafts by chance would stay. The card says what was measured and
+    written."""
+    card = trained(kind, files, tmp_path / "out", *more)
+    assert card["tau_greedy"] > tau and card["tau_t1"] > tau
     assert np.mean(card["loss_curve"][-5:]) < 0.5 * card["loss_curve"][0]
     assert json.loads((tmp_path / "out" / "CARD.json").read_text())["tau_greedy"] == card["tau_greedy"]
+    if kind in FORMATS:
+        read = read_head(tmp_path / "out", load_config(files / "target")).config
+        written = json.loads((tmp_path / "out" / "config.json").read_text())
+        assert card["format"] == FORMATS[kind] == f"{read.kind} head"
+        assert written.get("enable_confidence_head", False) == (kind == "dspark")
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ("draft", "medusa", "eagle1", "eagle3", "dspark"))
 def test_resume_is_exact(kind, files, tmp_path):
-    """A resumed run ends in the weights of one that was not interrupted, and other settings are refused."""
+    """A resumed run ends in the weights of one that was not interrupted, and other settings are refused.
+
+    Catches state that the checkpoint lacks (momentum, schedule, data order), and noise or anchors that depend on more
+    than the step.
+    """
     whole = trained(kind, files, tmp_path / "a", steps=6)
     with stopped_after(3):
         trained(kind, files, tmp_path / "b", steps=6)
-    with pytest.raises(ValueError, match="--loss"):
-        trained(kind, files, tmp_path / "b", "--loss", "ce", steps=6)
+    assert saved(tmp_path / "b")["step"] == 3
+    with pytest.raises(ValueError, match="--seed"):
+        trained(kind, files, tmp_path / "b", "--seed", 1, steps=6)
     assert trained(kind, files, tmp_path / "b", steps=6)["loss_curve"] == whole["loss_curve"]
+    a, b = (saved(tmp_path / name)["module"] for name in "ab")
+    assert all(torch.equal(a[name], b[name]) for name in a)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("more, words", [(("--anchor-share", 0), "above 0"), (("--taps", "0,9"), "ascending")])
+def test_options_that_do_not_fit_are_one_line(files, tmp_path, more, words):
+    """Training that starts with a loss of nothing, or reads layers that are not there."""
+    with pytest.raises(UsageError, match=words):
+        trained("dflash", files, tmp_path / "c", *more)
+
+
+@pytest.mark.parametrize("kind", ("draft", "medusa"))
 def test_what_lies_at_out_is_not_replaced_unasked(kind, files, tmp_path, capsys):
     """A folder that is no drafter and a better drafter stay, unless --force is given. What others put there stays."""
     main = KINDS[kind][1].main

@@ -99,33 +99,29 @@ def timed(device: str, tiny: bool) -> list[Part]:
     mtp = "--arm mtp-3=eagle=mtp;tree=chain:3 --arm mtp-16=eagle=mtp;tree=dynamic:16,5,8"
     texts = "--limit 1 --reps 1 --max-new-tokens 8 --temperature 0" if tiny else "--limit 4 --reps 2 --max-seconds 40"
     compiled = "" if tiny else "--compile"  # a step is captured for --steps in any case
-
-    def bench(
-        name: str, seconds: float, gigabytes: float, options: str, *more: str, needs: tuple[str, ...] = ()
-    ) -> Part:
-        words = ["-q", "--device", device, *options.split(), *more, "--json", f"{{records}}/{name}.jsonl"]
-        return Part(name, (sys.executable, "-m", "scripts.bench", *words), seconds, needs, gigabytes)
-
-    parts = [
-        bench("int4", 40, 8, f"{int4} {heads} {steps}"),
-        bench("demo", 70, 2, f"{compiled} {texts} {'--only plain' * tiny}", needs=FILES),
-    ]
-    if file := find_model():
-        smollm2 = ("--checkpoint", str(file), "--arm", f"e3=eagle={ROOT / 'heads' / 'smollm2-eagle3'}")
-        parts.append(bench("smollm2", 70, 3, f"{compiled} {texts}", *smollm2, needs=FILES))
+    smollm2 = find_model()
     asked = f"--only plain --clients 1 --max-new-tokens 16 --prompt-tokens {prompts} --ctx {ctx}"
-    parts.append(bench("prompts", 60, 8, f"{compiled} {int4} {asked}"))
-    parts.append(
-        bench("torch-int4", 70, 16, f"{compiled} {int4} --baseline torch --only plain {texts} --temperature 0")
-    )
-    if not tiny:
-        parts += [
-            bench("bf16", 40, 20, f"--shape {usual} {heads} {steps}"),
-            bench("int8", 40, 12, f"--shape {usual} --quant int8 {heads} {steps}"),
-            bench("l2-7b-int4", 40, 7, f"--shape llama-2-7b --quant int4 {heads} {steps}"),
-            bench("q35-9b-int4", 40, 10, f"--shape qwen3.5-9b --quant int4 {mtp} {steps}"),
-        ]
-    parts.append(bench("mixtral-int4", 40, 28, f"--shape {experts} --quant int4 --only plain {steps}"))
+    benchmarks = [  # name, seconds, gigabytes, options
+        ("int4", 40, 8, f"{int4} {heads} {steps}"),
+        ("demo", 70, 2, f"{compiled} {texts} {'--only plain' * tiny}"),
+        ("smollm2", 70, 3, f"{compiled} {texts}"),
+        ("prompts", 60, 8, f"{compiled} {int4} {asked}"),
+        ("torch-int4", 70, 16, f"{compiled} {int4} --baseline torch --only plain {texts} --temperature 0"),
+        ("bf16", 40, 20, f"--shape {usual} {heads} {steps}"),
+        ("int8", 40, 12, f"--shape {usual} --quant int8 {heads} {steps}"),
+        ("l2-7b-int4", 40, 7, f"--shape llama-2-7b --quant int4 {heads} {steps}"),
+        ("q35-9b-int4", 40, 10, f"--shape qwen3.5-9b --quant int4 {mtp} {steps}"),
+        ("mixtral-int4", 40, 28, f"--shape {experts} --quant int4 --only plain {steps}"),
+    ]
+    left_out = ("bf16", "int8", "l2-7b-int4", "q35-9b-int4") if tiny else ()
+    parts = []
+    for name, seconds, gigabytes, options in benchmarks:
+        words = [*options.split(), "-q", "--device", device, "--json", f"{{records}}/{name}.jsonl"]
+        if name == "smollm2":
+            words += ["--checkpoint", str(smollm2), "--arm", f"e3=eagle={ROOT / 'heads' / 'smollm2-eagle3'}"]
+        if name not in left_out and (smollm2 or name != "smollm2"):
+            needs = () if "--shape" in words else FILES
+            parts.append(Part(name, (sys.executable, "-m", "scripts.bench", *words), seconds, needs, gigabytes))
     tilings = ["--help"] if tiny else ["--models", usual, "--seconds", "50", "--tuned", "{records}/tilings"]
     parts.append(Part("tilings", (sys.executable, "-m", "scripts.tune_kernels", *tilings), 70, ("triton",), 4))
     cache = "TRITON_CACHE_DIR" if tiny else "EAGLET_CACHE"  # the latter has the C++ kernels of CPUs, too

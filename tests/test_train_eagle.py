@@ -139,6 +139,12 @@ def test_accumulation_equals_a_bigger_batch(files, tmp_path, version, more):
     assert small == pytest.approx(big, rel=1e-4)
 
 
+def test_a_target_in_half_precision_needs_no_autocast(files, tmp_path):
+    """An LM head of the target that is given the outputs of a head in another dtype."""
+    card = run(files, tmp_path / "head", "--dtype", "bfloat16", "--autocast", "off", steps=1)
+    assert math.isfinite(card["last_loss"])
+
+
 def test_two_processes_equal_one_with_the_doubled_batch(files, tmp_path):
     """Gradients averaged with the wrong weight, or the same rows given to every process."""
     one = run(files, tmp_path / "one", batch=4, steps=4)["loss_curve"]
@@ -674,6 +680,7 @@ def test_kept_features_are_the_targets(files, dialogues, tmp_path, monkeypatch, 
             for b, place in enumerate(batch.places):
                 n = place.stop - place.start
                 torch.testing.assert_close(rows.features[b, :n], wanted.features[b, :n].float(), atol=0.02, rtol=0.01)
+                assert rows.hidden_states.dtype == target.dtype  # its LM head reads them
                 assert torch.equal(rows.best[b, :n], target.logits(wanted.hidden_states[b, :n]).argmax(-1))
             wanted = TargetRows(rows.hidden_states.double(), rows.features.double())
             known = TargetRows(*wanted[:2], rows.best)

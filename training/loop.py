@@ -201,9 +201,8 @@ def deferred_interrupt() -> Iterator[Callable[[], bool]]:
     pressed: list[int] = []
 
     def press(number: int, frame: Any) -> None:
-        if pressed:
-            raise KeyboardInterrupt
         pressed.append(number)
+        signal.signal(signal.SIGINT, before)
 
     before = signal.signal(signal.SIGINT, press)
     try:

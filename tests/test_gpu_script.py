@@ -165,35 +165,24 @@ def test_untimed_parts_run_together_and_timed_ones_alone(tmp_path, monkeypatch):
     assert gpu.main([*TINY, "--out", str(tmp_path / "out")]) == 0
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_visit_that_is_interrupted_ends_its_parts_and_keeps_the_summary(tmp_path, monkeypatch, number):
-    """Ctrl-C or SIGTERM that loses what ended, leaves a part running on the GPU, or does not name the parts behind it."""
-    running = tmp_path / "running"
-    code = f"import os, time; open({str(running)!r}, 'w').write(str(os.getpid())); os.kill({os.getpid()}, {number:d})"
-    code += "; time.sleep(60)"
-    short_visit(monkeypatch, timed=[("one", ""), ("two", code), ("three", "")])
-    try:
-        ended = gpu.main([*TINY, "--out", str(tmp_path)])
-    except SystemExit as error:
-        ended = error.code
-    assert ended == 128 + number
-    with pytest.raises(ProcessLookupError):
-        os.kill(int(running.read_text()), 0)
+@pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
+def test_a_visit_that_is_cut_short_keeps_what_ended(tmp_path, number, code):
+    """Ctrl-C or SIGTERM that leaves a part running on the GPU, or does not name the parts behind it; files that are
+    written at the end alone."""
+    two = f"import os, time; open({str(tmp_path / 'running')!r}, 'w').write(str(os.getpid()))\n"
+    two += f"os.kill(os.getppid(), {number:d}); time.sleep({60 * (code > 0)})"
+    parts = "[gpu.Part(name, (sys.executable, '-c', code), 9) for name, code in CODES]"
+    program = f"import sys\nfrom scripts import gpu\nCODES = {[('one', 'print(7)'), ('two', two), ('three', '')]}\n"
+    program += f"gpu.GRACE, gpu.checks, gpu.timed = 1.0, (lambda *_: []), (lambda *_: {parts})\n"
+    program += f"sys.exit(gpu.main({[*TINY, '--out', str(tmp_path)]}))"
+    done = subprocess.run([sys.executable, "-c", program], cwd=gpu.ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == code, done.stderr
     ended = endings(tmp_path)
-    assert list(ended) == ["one", "two", "three"] and ended["one"] == 0 and ended["three"] == "not begun"
-
-
-def test_a_visit_that_is_killed_has_saved_what_ended(tmp_path):
-    """Files that are written at the end alone."""
-    parts = "[gpu.Part(name, (sys.executable, '-c', code), 9) for name, code in (('one', 'print(7)'), ('two', KILL))]"
-    code = "import os, signal, sys\nfrom scripts import gpu\n"
-    code += "KILL = 'import os, signal; os.kill(os.getppid(), signal.SIGKILL)'\n"
-    code += f"gpu.checks, gpu.timed = (lambda *_: []), (lambda *_: {parts})\n"
-    code += f"gpu.main({[*TINY, '--out', str(tmp_path)]})"
-    done = subprocess.run([sys.executable, "-c", code], cwd=gpu.ROOT, capture_output=True, text=True, timeout=120)
-    assert done.returncode == -signal.SIGKILL, done.stderr
-    assert list(endings(tmp_path)) == ["one"]
-    assert packed(tmp_path, "logs")["timed-one.log"] == "7\n"
+    assert ended["one"] == 0 and packed(tmp_path, "logs")["timed-one.log"] == "7\n"
+    if code > 0:
+        assert list(ended) == ["one", "two", "three"] and ended["three"] == "not begun"
+        with pytest.raises(ProcessLookupError):
+            os.kill(int((tmp_path / "running").read_text()), 0)
 
 
 def test_the_records_name_the_commit_of_this_project(tmp_path, monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -99,7 +100,11 @@ def test_a_winning_tree_is_written_and_found_by_auto(checkpoint, monkeypatch, tm
 
 def test_a_real_race_runs_every_tree(checkpoint, tmp_path, capsys):
     """With real engines and clocks every tree, the default and plain decoding have a row at both temperatures, and all
-    tokens agree."""
+    tokens agree. A wrong number and a missing head are one line each."""
+    assert run_main(checkpoint, "--eagle", "nowhere") == 3 and "nowhere" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        run_main(checkpoint, "--reps", "0")
+    assert re.fullmatch(r"error  .*--reps.*\n", capsys.readouterr().err)
     out = tmp_path / "tree.json"
     assert run_main(checkpoint, "--out", str(out)) in (0, 1)  # a random head need not pay
     content = json.loads(out.read_text())
@@ -131,15 +136,3 @@ def test_the_key_tells_apart_what_changes_the_best_tree(checkpoint, monkeypatch,
     paths.append(path(opts, opened, one))
     assert "NVIDIA-GeForce-RTX-3090" in paths[-1].name
     assert paths[0] == paths[1] and len(set(paths)) == 10
-
-
-@pytest.mark.parametrize("flags, message", [(["--reps", "0"], "--reps"), (["--eagle", "nowhere"], "nowhere")])
-def test_bad_flags_are_one_line(flags, message, checkpoint, capsys):
-    """A wrong number and a missing head are one line each, with the exit code of their kind."""
-    try:
-        code = tune_tree.main(["--checkpoint", str(checkpoint), "--device", "cpu", *flags])
-    except SystemExit as ended:  # the parser's
-        code = ended.code
-    assert code in (2, 3)
-    error = capsys.readouterr().err
-    assert error.startswith("error  ") and error.count("\n") == 1 and message in error

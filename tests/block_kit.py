@@ -46,7 +46,9 @@ def layouts() -> dict[str, dict]:
     scales = {"output_multiplier": 0.7, "final_logit_softcapping": 2.0, "input_embedding_scale": 1.5}
     spark = {"architectures": ["Qwen3DSparkModel"], **ids, "num_anchors": 4}
     sp = {k: v for k, v in base_config(2, 0).items() if k != "num_target_layers"}
-    named = {"speculators_model_type": "dspark", "draft_vocab_size": 40, "mask_token_id": 3, "block_size": 4}
+    named = {"architectures": ["DSparkSpeculator"], "speculators_model_type": "dspark", "draft_vocab_size": 40}
+    named |= {"mask_token_id": 3, "block_size": 4, "transformer_layer_config": sp}
+    named |= {"markov_rank": 6, "markov_head_type": "vanilla"}
     return {
         "dflash": base_config(2, 6, **z1, dflash_config=ids),
         "dflash, one layer": base_config(1, 4, **z1, dflash_config={"mask_token_id": 7}),
@@ -70,14 +72,8 @@ def layouts() -> dict[str, dict]:
         "dspark, gated": base_config(3, 4, **spark, markov_rank=6, markov_head_type="gated", enable_confidence_head=True,
                                      confidence_head_with_markov=False),
         "dspark, rnn": base_config(2, 5, **spark, markov_rank=6, markov_head_type="rnn", enable_confidence_head=False),
-        "speculators": {
-            "architectures": ["DSparkSpeculator"], **named, "sample_from_anchor": True, "markov_rank": 6,
-            "markov_head_type": "vanilla", "aux_hidden_state_layer_ids": [1, 3, 5], "transformer_layer_config": sp,
-        },
-        "speculators, anchor unused": {
-            "architectures": ["DSparkSpeculator"], **named, "sample_from_anchor": False, "markov_rank": 6,
-            "markov_head_type": "vanilla", "aux_hidden_state_layer_ids": [2, 4], "transformer_layer_config": sp,
-        },
+        "speculators": named | {"sample_from_anchor": True, "aux_hidden_state_layer_ids": [1, 3, 5]},
+        "speculators, anchor unused": named | {"sample_from_anchor": False, "aux_hidden_state_layer_ids": [2, 4]},
     }  # fmt: skip
 
 

@@ -400,9 +400,9 @@ def test_noise_share_weighs_two_losses(files):
     head, _ = tiny_head(files, 3)
 
     def loss(share: float) -> float:
-        generator = torch.Generator().manual_seed(4)
-        judge = lambda rows: losses.with_noise(soft_loss(rows), rows, share, generator)  # noqa: E731
-        return loss_eagle(head, *rows_of(head, 8), 2, 14.0, judge)[0].item()
+        args = parse(options(files, "unused", "--noise-share", share, "--ttt-steps", 2, version=3))
+        batch, rows = rows_of(head, 8)
+        return eagle.head_loss(head, batch._replace(numbers=(0,)), rows, 14.0, args)[0].item()
 
     assert loss(0.25) == pytest.approx(0.75 * loss(0.0) + 0.25 * loss(1.0), rel=1e-9)
     assert loss(1.0) != pytest.approx(loss(0.0), rel=1e-3)

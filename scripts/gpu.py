@@ -113,15 +113,14 @@ def timed(device: str, tiny: bool) -> list[Part]:
         ("q35-9b-int4", 40, 10, f"--shape qwen3.5-9b --quant int4 {mtp} {steps}"),
         ("mixtral-int4", 40, 28, f"--shape {experts} --quant int4 --only plain {steps}"),
     ]
-    left_out = ("bf16", "int8", "l2-7b-int4", "q35-9b-int4") if tiny else ()
+    left_out = ["bf16", "int8", "l2-7b-int4", "q35-9b-int4"] if tiny else []
+    left_out += [] if smollm2 else ["smollm2"]
+    own = {"smollm2": ["--checkpoint", str(smollm2), "--arm", f"e3=eagle={ROOT / 'heads' / 'smollm2-eagle3'}"]}
     parts = []
-    for name, seconds, gigabytes, options in benchmarks:
-        words = [*options.split(), "-q", "--device", device, "--json", f"{{records}}/{name}.jsonl"]
-        if name == "smollm2":
-            words += ["--checkpoint", str(smollm2), "--arm", f"e3=eagle={ROOT / 'heads' / 'smollm2-eagle3'}"]
-        if name not in left_out and (smollm2 or name != "smollm2"):
-            needs = () if "--shape" in words else FILES
-            parts.append(Part(name, (sys.executable, "-m", "scripts.bench", *words), seconds, needs, gigabytes))
+    for name, seconds, gigabytes, options in (benchmark for benchmark in benchmarks if benchmark[0] not in left_out):
+        words = ["-q", "--device", device, *options.split(), *own.get(name, []), "--json", f"{{records}}/{name}.jsonl"]
+        needs = () if "--shape" in words else FILES
+        parts.append(Part(name, (sys.executable, "-m", "scripts.bench", *words), seconds, needs, gigabytes))
     tilings = ["--help"] if tiny else ["--models", usual, "--seconds", "50", "--tuned", "{records}/tilings"]
     parts.append(Part("tilings", (sys.executable, "-m", "scripts.tune_kernels", *tilings), 70, ("triton",), 4))
     cache = "TRITON_CACHE_DIR" if tiny else "EAGLET_CACHE"  # the latter has the C++ kernels of CPUs, too

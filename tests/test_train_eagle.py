@@ -5,6 +5,7 @@ import math
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -365,6 +366,16 @@ def test_losses_are_those_of_the_papers(files, version, steps, draft_vocab, chun
     got, wanted = (torch.autograd.grad(x, [*parameters.values()]) for x in (loss, total / count))
     for name, *pair in zip(parameters, got, wanted, strict=True):
         torch.testing.assert_close(*pair, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def test_what_is_drafted_does_not_depend_on_what_is_known(files):
+    """Rows of an LM head whose logits are not multiplied or capped as the target's are."""
+    head, target = tiny_head(files, 3, draft_vocab=20)
+    target.config = replace(target.config, logits_multiplier=0.5, logits_cap=2.0)
+    hidden_states = torch.randn(9, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    wanted = head.draft_targets(hidden_states, None)
+    known = head.draft_targets(hidden_states, target.logits(hidden_states).argmax(-1))
+    torch.testing.assert_close(known, wanted, rtol=1e-5, atol=1e-6, check_dtype=False)
 
 
 def test_a_batch_in_which_no_row_counts_has_no_loss(files):

@@ -73,7 +73,7 @@ class TrainHead(EagleHead):
             best = logits.argmax(-1) if best is None else best
             logits = logits if self.draft_ids is None else logits[:, self.draft_ids]
         else:  # only the rows of the draft vocabulary are needed
-            logits = F.linear(hidden_states.to(self.target_head.dtype), self.target_head).float()
+            logits = self.target.scaled(F.linear(hidden_states.to(self.target.dtype), self.target_head).float())
         if self.draft_ids is not None:
             places = torch.full((self.target.config.vocab_size,), -1, device=best.device)
             places[self.draft_ids] = torch.arange(self.vocab_size, device=best.device)

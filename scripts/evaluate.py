@@ -21,7 +21,7 @@ from torch import Tensor
 from engine.load import load
 from loading.options import add_options, options_from
 from model import Transformer
-from support.errors import UsageError, at_least, command_parser, run_command
+from support.errors import UsageError, at_least, command_parser, run_parsed
 from support.progress import Progress
 from support.texts import read_texts, stdlib_texts, token_windows
 from weights.rounding import Tally
@@ -94,8 +94,7 @@ def main(argv: list[str] | None = None) -> int:
     add("--max-tokens", type=at_least(2), default=16384)
     add("--window", type=at_least(2), default=512, help="tokens per forward")
     add("--json", action="store_true", help="one JSON object on stdout")
-    args = parser.parse_args(argv)
-    return run_command(lambda: run(args), args.debug)
+    return run_parsed(parser, run, argv)
 
 
 if __name__ == "__main__":

@@ -42,7 +42,7 @@ import torch
 
 from bench.records import environment
 from bench.suites import find_model
-from support.errors import UsageError, at_least, command_parser, run_command
+from support.errors import UsageError, at_least, command_parser, run_parsed
 from support.files import write_json, written_whole
 from support.interrupts import held_back
 
@@ -297,8 +297,7 @@ def main(argv: list[str] | None = None) -> int:
     add("--tiny", action="store_true", help="small shapes and few repetitions")
     add("--only", nargs="+", default=[], metavar="PART", help="these parts alone")
     add("--out", type=Path, default=ROOT / "results", help="folder of the results")
-    args = parser.parse_args(argv)
-    return run_command(lambda: run(args), args.debug)
+    return run_parsed(parser, run, argv)
 
 
 if __name__ == "__main__":

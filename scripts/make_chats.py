@@ -22,7 +22,7 @@ from decoding.params import SamplingParams
 from engine.engine import Engine
 from engine.load import load
 from loading.options import add_options, options_from
-from support.errors import UsageError, at_least, command_parser, run_command
+from support.errors import UsageError, at_least, command_parser, run_parsed
 from support.files import append_json_lines, read_json_lines
 from text.tokenizer import Tokenizer
 from training.data import groups
@@ -146,8 +146,7 @@ def main(argv: list[str] | None = None) -> int:
     add("--question-tokens", type=at_least(8), default=128, help="most tokens of a question (default: 128)")
     add("--answer-tokens", type=at_least(8), default=256, help="most tokens of an answer (default: 256)")
     add("--seed", type=at_least(0), default=0)
-    args = parser.parse_args(argv)
-    return run_command(lambda: run(args), args.debug)
+    return run_parsed(parser, run, argv)
 
 
 if __name__ == "__main__":

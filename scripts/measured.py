@@ -16,7 +16,7 @@ from pathlib import Path
 from bench.paper import SUITE_TABLES
 from bench.records import read_lines
 from bench.report import COLUMNS, arms_table, kept_table, peer_table, tiling_table
-from support.errors import command_parser, run_command
+from support.errors import command_parser, run_parsed
 from support.files import read_json_lines, write_text
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -42,8 +42,7 @@ def filled(page: str, results: Path = RESULTS) -> str:
 def main(argv: list[str] | None = None) -> int:
     """Run the command line."""
     parser = command_parser("scripts.measured", __doc__)
-    args = parser.parse_args(argv)
-    return run_command(lambda: write_text(PAGE, filled(PAGE.read_text(encoding="utf-8"))), args.debug)
+    return run_parsed(parser, lambda args: write_text(PAGE, filled(PAGE.read_text(encoding="utf-8"))), argv)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from generate import VERSION
 from loading.options import FULL, add_options, add_replicas, add_sampling, sampling_from, settings_given
-from support.errors import UsageError, at_least, command_parser, run_command
+from support.errors import UsageError, at_least, command_parser, run_parsed
 
 if TYPE_CHECKING:
     from serving.scheduler import ServeSettings
@@ -69,8 +69,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    args = build_parser().parse_args(argv)
-    return run_command(lambda: run(args), args.debug)
+    return run_parsed(build_parser(), run, argv)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -29,7 +29,7 @@ import kernels
 from bench.random_models import SHAPES
 from bench.steps import captured
 from kernels.tuned import LinearConfig, linear_config, read_tuned, tuned_file, write_tuned
-from support.errors import UsageError, at_least, command_parser, run_command
+from support.errors import UsageError, at_least, command_parser, run_parsed
 from support.machine import seconds
 
 ROWS = 1, 16, 60  # of x: plain decoding, a small tree and a large one
@@ -168,8 +168,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line."""
-    args = build_parser().parse_args(argv)
-    return run_command(lambda: tune_device(args), args.debug)
+    return run_parsed(build_parser(), tune_device, argv)
 
 
 if __name__ == "__main__":

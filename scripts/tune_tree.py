@@ -24,7 +24,7 @@ from decoding.params import SamplingParams
 from engine.load import load
 from loading.drafting import read_drafter, tuned_tree_path
 from loading.options import LoadOptions, add_options, options_from
-from support.errors import UsageError, at_least, command_parser, run_command
+from support.errors import UsageError, at_least, command_parser, run_parsed
 from support.files import write_json
 from support.progress import Progress
 from tree import DynamicTree, parse_tree
@@ -117,8 +117,7 @@ def run(args: argparse.Namespace) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line."""
-    args = build_parser().parse_args(argv)
-    return run_command(lambda: run(args), args.debug)
+    return run_parsed(build_parser(), run, argv)
 
 
 if __name__ == "__main__":

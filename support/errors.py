@@ -147,3 +147,11 @@ def run_command(body: Callable[[], int | None], debug: bool = False, interrupted
         clear = "\r\033[K" if sys.stderr.isatty() else ""  # a progress line may still stand on the terminal
         print(clear + text, file=sys.stderr)
     return finish(code)
+
+
+def run_parsed(
+    parser: argparse.ArgumentParser, body: Callable[[argparse.Namespace], int | None], argv: Sequence[str] | None
+) -> int:
+    """Run `body` with what the command line says, as `run_command` does. argv: None for that of this process."""
+    args = parser.parse_args(argv)
+    return run_command(lambda: body(args), args.debug)

@@ -439,11 +439,6 @@ def test_training_time_attention_equals_an_explicit_mask(files, version):
         torch.testing.assert_close(got, attention.o(mixed.transpose(1, 2).flatten(2)))
 
 
-def first_change(a, b):
-    changed = (a != b).any(-1)[0].nonzero().flatten().tolist()
-    return changed[0] if changed else None
-
-
 @pytest.mark.parametrize("inputs, token, feature", list(zip(INPUTS, (4, 5, None, 4), (5, 5, 5, None), strict=True)))
 def test_input_ablation_sees_what_its_name_says(files, inputs, token, feature):
     """An ablation that leaks the input it is meant to leave out, or shifts the wrong way."""
@@ -451,15 +446,16 @@ def test_input_ablation_sees_what_its_name_says(files, inputs, token, feature):
     tokens = torch.arange(12)[None]
     features = torch.randn(1, 12, head.feature_size, dtype=torch.float64)
 
-    def rows(tokens, features):
-        return head.forward_train(head.shown(tokens)[:, 1:], head.fuse(features)[:, :-1])
+    def first_change(tokens, features):
+        out = head.forward_train(head.shown(tokens)[:, 1:], head.fuse(features)[:, :-1])
+        return next((row for row, changed in enumerate((out != base).any(-1)[0]) if changed), None)
 
-    base = rows(tokens, features)
+    base = head.forward_train(head.shown(tokens)[:, 1:], features[:, :-1])
     other_tokens, other_features = tokens.clone(), features.clone()
     other_tokens[0, 5] = 60
     other_features[0, 5] += 1
-    assert first_change(base, rows(other_tokens, features)) == token
-    assert first_change(base, rows(tokens, other_features)) == feature
+    assert first_change(other_tokens, features) == token
+    assert first_change(tokens, other_features) == feature
 
 
 def test_input_ablation_drafts_in_the_engine_as_it_was_trained(files, trained, tmp_path):
@@ -617,8 +613,9 @@ def test_every_row_is_dealt_out_once_per_epoch():
 def test_noise_belongs_to_the_row():
     """Noise that changes with the batch a row is in (resume and accumulation would differ), or beyond its width."""
     tokens = torch.zeros(2, 16, dtype=torch.int64)
-    both = eagle.feature_noise(Batch(tokens, tokens, [4, 7], [slice(0, 16), slice(16, 24)]), 6, FEATURE_NOISE, 0)
-    alone = eagle.feature_noise(Batch(tokens[:1, :8], tokens, [7], [slice(16, 24)]), 6, FEATURE_NOISE, 0)
+    places = slice(0, 16), slice(16, 24)
+    both = eagle.feature_noise(Batch(tokens, tokens, [4, 7], places), 6, FEATURE_NOISE, 0)
+    alone = eagle.feature_noise(Batch(tokens[:1, :8], tokens, [7], places[1:]), 6, FEATURE_NOISE, 0)
     torch.testing.assert_close(both[1, :8], alone[0])
     half = FEATURE_NOISE / 2 * 512 / 16
     assert both[0].abs().max() <= half and both[0].std() == pytest.approx(half / math.sqrt(3), rel=0.2)
@@ -698,7 +695,8 @@ def test_unusable_options_are_one_line(files, trained, tmp_path, capsys, version
 
 
 def test_the_card_says_who_can_read_the_head(files, trained, tmp_path, capsys):
-    """A head labelled as SafeAILab's whose residual and layers SafeAILab's own code would take for others."""
+    """A head labelled as SafeAILab's whose residual and layers SafeAILab's own code would take for others, and cards of
+    the demo that were written before the label was right."""
     assert json.loads((trained[1][0] / "CARD.json").read_text())["format"] == "EAGLE-1 (SafeAILab layout)"
     said = json.loads((trained[3][0] / "CARD.json").read_text())["format"]
     assert "norm_before_residual = true" in said and "aux" not in said and "own code does not" in said
@@ -710,10 +708,6 @@ def test_the_card_says_who_can_read_the_head(files, trained, tmp_path, capsys):
         assert (card["format"] == "EAGLE-3 (SafeAILab layout)") == plain
         assert ("aux layers 1, 3, 5 in config.json" in card["format"]) != plain
         assert ("note: EAGLE-3, SafeAILab tensor names" in capsys.readouterr().err) != plain
-
-
-def test_the_demo_heads_say_what_they_are():
-    """CARD.json files that were written before the label was right."""
     for name in ("eagle1", "eagle3"):
         card, target = json.loads((DEMO / name / "CARD.json").read_text()), load_config(DEMO)
         assert card["format"] == read_eagle(DEMO / name, target).config.layout(target.num_hidden_layers)

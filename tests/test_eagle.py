@@ -19,7 +19,7 @@ from decoding import sampling
 from decoding.drafter import take_rows
 from decoding.params import SamplingParams
 from drafters import trees as tree_drafter
-from eagle_draft import EagleDrafter, EagleHead
+from eagle_draft import EagleHead
 from engine.engine import Engine
 from engine.load import load
 from loading.drafting import draft_vocabulary
@@ -289,15 +289,17 @@ def test_incremental_cache_equals_one_pass(version, shape):
     assert max(map(len, result.tokens_per_step)) > 1  # several rows were re-fed at once
 
 
-def test_cache_after_a_diverging_turn():
-    """Draft row i holds token i+1: reusing it when the next prompt differs at token i+1 keeps a stale pair for good."""
-    engine = eagle_engine(tiny_head(tiny_model()), SHAPES["paper25"])
+@pytest.mark.parametrize("version", (1, 3))
+def test_cache_after_a_diverging_turn(version):
+    """Draft row i holds token i+1: reusing it when the next prompt differs at token i+1 keeps a stale pair for good. The
+    tokens stay right and acceptance is lost."""
+    engine = eagle_engine(tiny_head(tiny_model(), version), SHAPES["paper25"])
     params = SamplingParams(temperature=1.0, seed=3, max_new_tokens=12)
     text = PROMPT + run_and_check_cache(engine, PROMPT, params).token_ids
     for cut in (len(PROMPT), len(PROMPT) - 3, len(text) - 1, len(text)):  # where the new turn parts from the old
         again = text[:cut] + [(text[cut] + 1) % V if cut < len(text) else 5, 8, 2]
         result = run_and_check_cache(engine, again, params)
-        assert 0 < result.cached_tokens < len(again)
+        assert result.cached_tokens == cut - 1 if cut <= len(PROMPT) else 0 < result.cached_tokens < cut
         run_and_check_cache(engine, PROMPT, params)
         text = PROMPT + engine.generate(PROMPT, params).run()[0].token_ids
 
@@ -359,6 +361,7 @@ def peaked_model():
 
 GREEDY = SamplingParams(max_new_tokens=22)
 SAMPLED = SamplingParams(temperature=1.0, seed=11, max_new_tokens=22)
+HOT = SamplingParams(temperature=8.0, seed=11, max_new_tokens=22)  # the noise decides
 
 
 def oracle_engine(version=1, tree=None, vocab=None, **options):
@@ -381,120 +384,16 @@ def tau(engine, params=GREEDY):
     return sum(sizes) / len(sizes)
 
 
-@pytest.mark.parametrize("params", (GREEDY, SAMPLED), ids=("greedy", "T=1"))
+@pytest.mark.parametrize("params", (GREEDY, SAMPLED, HOT), ids=("greedy", "T=1", "T=8"))
 @pytest.mark.parametrize("version", (1, 3))
 def test_a_perfect_head_is_accepted_whole(version, params):
     """Any slip in feature alignment, positions, masks, re-feeding, draft ids or noise costs acceptance, never output:
     with a head that knows the target every static tree must yield D+1 tokens in every step."""
-    for tree in (trees.chain(4), MEDUSA, trees.PAPER25):
+    for tree in (MEDUSA, trees.PAPER25):
         assert tau(oracle_engine(version, tree), params) == tree.D + 1
-    assert tau(oracle_engine(version, vocab=vocabulary(params)), params) == 5
-    assert tau(oracle_engine(version, trees.DynamicTree(24, 4, 4)), params) > 4
-
-
-def wrong_token(self, request, real):
-    return real(self, request._replace(tokens=request.tokens.roll(1, 1)))
-
-
-def wrong_feature(self, request, real):
-    return real(self, request._replace(features=request.features.roll(1, 1)))
-
-
-def surviving_rows(self, request, real):
-    """The accepted tokens' tree rows stay, instead of being fed again with true features."""
-    before = self.cache.clone()
-    output = real(self, request)
-    start, end = int(request.n[0] - request.count[0]) + 1, int(request.n[0])
-    self.cache[..., start:end, :] = before[..., start:end, :]
-    return output
-
-
-def one_row_short(self, request, real):
-    """a instead of a+1 rows: the root's own pair is never fed."""
-    short = request._replace(count=(request.count - 1).clamp(min=1), features=request.features.roll(-1, 1))
-    return real(self, short if int(request.count[0]) > 1 else request)
-
-
-def first_row_read(self, request, real):
-    outputs, forward = [], self.head.forward
-    self.head.forward = lambda *args: outputs.append(forward(*args)) or outputs[-1]
-    try:
-        real(self, request)
-    finally:
-        del self.head.forward
-    return outputs[0][:, :1]
-
-
-EXTENDS = (wrong_token, wrong_feature, surviving_rows, one_row_short, first_row_read)
-
-
-@pytest.mark.parametrize("mutant", EXTENDS)
-def test_slips_in_feeding_accepted_tokens_are_seen(mutant, monkeypatch):
-    """That the floor above and the test of the cache can fail."""
-    real = EagleDrafter._extend
-    monkeypatch.setattr(EagleDrafter, "_extend", lambda self, request: mutant(self, request, real))
-    assert mutant is one_row_short or tau(oracle_engine()) < 4.5
-    if mutant is not first_row_read:
-        params = SamplingParams(temperature=1.0, seed=3, max_new_tokens=30)
-        with pytest.raises(AssertionError, match="not close"):
-            run_and_check_cache(eagle_engine(tiny_head(tiny_model()), SHAPES["paper25"]), PROMPT, params)
-
-
-@pytest.mark.parametrize(
-    "tree", (trees.chain(4), MEDUSA, trees.DynamicTree(24, 4, 4)), ids=("chain", "static", "dynamic")
-)
-def test_shifted_draft_positions_lose_acceptance(tree):
-    """Mutant: draft rows one position too far."""
-    engine = oracle_engine(tree=tree)
-    engine.drafter.row_depth.add_(1)
-    assert tau(engine) < 2.5
-
-
-def test_a_row_that_sees_its_sibling_loses_acceptance(monkeypatch):
-    """Mutant: tree rows see every earlier tree row instead of their ancestors."""
-    real = EagleDrafter._level
-
-    def level(*args):
-        *rest, visible = args
-        return real(*rest, torch.ones_like(visible))
-
-    monkeypatch.setattr(EagleDrafter, "_level", level)
-    assert tau(oracle_engine(tree=MEDUSA)) < 3
-
-
-@pytest.mark.parametrize("version", (1, 3))
-def test_offset_table_read_as_absolute_loses_acceptance(version):
-    """Mutant: d2t's offsets taken for target ids."""
-    engine = oracle_engine(version, vocab=vocabulary(GREEDY))
-    engine.drafter.head.draft_ids.sub_(torch.arange(engine.drafter.head.vocab_size))
-    assert tau(engine) < 2
-
-
-def noise_by_draft_id(request, head):
-    noise = request.noise.clone()
-    noise[..., head.draft_ids] = request.noise[..., : head.vocab_size]
-    return request._replace(noise=noise)
-
-
-def noise_of_the_root(request, head):
-    return request._replace(noise=request.noise[:, :1].expand_as(request.noise))
-
-
-def noise_one_late(request, head):
-    return request._replace(noise=request.noise.roll(1, 1))
-
-
-@pytest.mark.parametrize("mutant", (noise_by_draft_id, noise_of_the_root, noise_one_late))
-@pytest.mark.parametrize("tree", (trees.chain(4), trees.DynamicTree(24, 4, 4)), ids=("chain", "dynamic"))
-def test_noise_mutants_lose_acceptance(mutant, tree, monkeypatch):
-    """Mutants: the draft's noise looked up by draft id, reused across depth, or of the wrong position."""
-    params = SamplingParams(temperature=8.0, seed=11, max_new_tokens=22)  # the noise decides
-    real = EagleDrafter._children
-    vocab = vocabulary(params)
-    assert tau(oracle_engine(vocab=vocab, tree=tree), params) > 4
-    mutated = lambda self, request, *rest: real(self, mutant(request, self.head), *rest)  # noqa: E731
-    monkeypatch.setattr(EagleDrafter, "_children", mutated)
-    assert tau(oracle_engine(vocab=vocab, tree=tree), params) < 3
+    for vocab in (None, vocabulary(params)):
+        assert tau(oracle_engine(version, vocab=vocab), params) == 5
+        assert tau(oracle_engine(version, trees.DynamicTree(24, 4, 4), vocab), params) > 4
 
 
 def test_batch_rows_of_a_perfect_head():

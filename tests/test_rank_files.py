@@ -25,7 +25,7 @@ from weights.quantized import QuantLinear
 from weights.shards import Shard
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-FORMATS = "safetensors bin meta gguf-F16 gguf-Q4_0 gguf-Q4_1 gguf-Q5_0 gptq awq ct".split()
+FORMATS = "safetensors bin meta gguf-F16 gguf-Q4_0 gguf-Q4_1 gguf-Q5_0 gptq awq ct int8".split()
 
 
 @pytest.fixture
@@ -41,8 +41,9 @@ def folder(tmp_path, tiny_checkpoint):
             source = Checkpoint.open(tmp_path / "whole")
             data = metadata_of(source.config), tensors_of(source)
             path = write(tmp_path / "m.gguf", "llama", *data, kind.partition("-")[2])
-        elif kind in ("gptq", "awq", "ct"):
-            published(path, kind, config_of(dtype="float16"), group=32)
+        elif kind in ("gptq", "awq", "ct", "int8"):
+            how = {"group": -1, "bits": 8} if kind == "int8" else {"group": 32}
+            published(path, kind, config_of(dtype="float16"), **how)
         else:
             save_hf(model_of(), path)
         if kind == "bin":
@@ -126,11 +127,12 @@ def test_a_rank_reads_its_part_of_a_file(folder, kind, monkeypatch, tmp_path):
     for name, tensor in tensors(Checkpoint.open(path).load(dtype=torch.float32)).items():
         same.get_parameter(name).data = tensor
     save_hf(same, tmp_path / "floats")
-    expected = tensors(Checkpoint.open(tmp_path / "floats").sharded(Shard(1, 2, True)).load())
-    found = tensors(checkpoint.load(dtype=torch.float32))
-    assert found.keys() == expected.keys() and len(found) > 10
-    for name, tensor in found.items():
-        torch.testing.assert_close(tensor, expected[name], rtol=1e-6, atol=1e-6)
+    for shard in (Shard(0, 2, True), Shard(1, 2, True)):
+        expected = tensors(Checkpoint.open(tmp_path / "floats").sharded(shard).load())
+        found = tensors(Checkpoint.open(path).sharded(shard).load(dtype=torch.float32))
+        assert found.keys() == expected.keys() and len(found) > 10
+        for name, tensor in found.items():
+            torch.testing.assert_close(tensor, expected[name], rtol=1e-6, atol=1e-6)
 
 
 def test_ranks_share_the_checking_of_a_pickle(folder, monkeypatch):

@@ -34,13 +34,11 @@ from model import Transformer
 from support.errors import NotEnoughMemory, UsageError
 from weights import shards
 from weights.checkpoint import Checkpoint
-from weights.files import Entry
 from weights.heads import save_eagle
 from weights.hf import config_to_hf, save_hf, write_directory
 from weights.quantized import QuantSpec, pack_, spec_to_json
 from weights.rounding import quantize_
 from weights.shards import Shard, common_rows
-from weights.stored import Layout, _read_linear
 
 ROOT = Path(__file__).resolve().parent.parent
 V = 96
@@ -295,42 +293,6 @@ def test_what_cannot_be_split_is_refused_by_name(folder):
         part["model.layers.0.mlp.down_proj.g_idx"].read()
     with pytest.raises(UsageError, match="--quant int8 scales whole rows"):
         Checkpoint.open(DEMO).rounded("int8").sharded(Shard(0, 2))
-
-
-def published(kind: str) -> tuple[dict, dict]:
-    """Random tensors of one projection by inputs and one by outputs, [N, K] = [64, 128] each, in a published layout."""
-    draw, largest = torch.Generator().manual_seed(0), 2**31 - 1
-    words = lambda *shape: torch.randint(-largest - 1, largest, shape, dtype=torch.int32)  # noqa: E731
-    layouts = {
-        "int-quantized": {"weight_packed": torch.randint(-127, 128, (64, 128), dtype=torch.int8),
-                          "weight_scale": torch.rand(64, 1, generator=draw)},
-        "gptq": {"qweight": words(16, 64), "qzeros": words(4, 8), "scales": torch.rand(4, 64, generator=draw),
-                 "g_idx": torch.arange(128, dtype=torch.int32) // 32},
-        "awq": {"qweight": words(128, 8), "qzeros": words(4, 8), "scales": torch.rand(4, 64, generator=draw)},
-        "pack-quantized": {"weight_packed": words(64, 16), "weight_scale": torch.rand(64, 4, generator=draw),
-                           "weight_shape": torch.tensor([64, 128])},
-    }  # fmt: skip
-    return layouts[kind]
-
-
-@pytest.mark.parametrize("kind", ["gptq", "awq", "pack-quantized", "int-quantized"])
-@pytest.mark.parametrize("module, axis", [("q_proj", 0), ("down_proj", 1)])
-def test_parts_of_published_layouts_are_parts_of_the_matrix(kind, module, axis):
-    """Words, groups or zeros of another part, in the layouts of GPTQ, AWQ and compressed-tensors, and a
-    scale of whole rows that is cut."""
-    tensors = {f"layers.0.{module}.{leaf}": t for leaf, t in published(kind).items()}
-
-    def matrix(entries, inputs: int = 128) -> torch.Tensor:
-        layout = Layout(kind, -1, True, (8,)) if kind == "int-quantized" else Layout(kind, 32, False)
-        part = _read_linear(entries, layout, f"layers.0.{module}", inputs, "here")
-        natural = torch.arange(inputs) // (inputs // len(part["scales"]))
-        index = natural if part["g_idx"] is None else part["g_idx"]
-        zeros = (0 if kind == "int-quantized" else 8) if part["zeros"] is None else part["zeros"].T[:, index].float()
-        return (part["codes"].float() - zeros) * part["scales"].T[:, index]
-
-    entries = {name: Entry(tuple(t.shape), t.dtype, "file", t.detach) for name, t in tensors.items()}
-    parts = [matrix(Shard(rank, 2).entries(entries, config_of(), "here"), 64 if axis else 128) for rank in range(2)]
-    assert torch.equal(torch.cat(parts, axis), matrix(entries))
 
 
 class Others:

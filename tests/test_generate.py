@@ -76,12 +76,12 @@ def test_json_is_one_object_with_every_field(capsys):
     assert result["new_tokens"] == 9 == len(result["token_ids"]) == 1 + sum(map(len, result["tokens_per_step"]))
     assert result["stop_reason"] == "length" and result["tau"] == 1.0
     assert [result[name] for name in ("drafter", "tree", "eagle", "verify", "compile_mode")] == [None] * 5
-    flags = [*EAGLE, "--tree", "chain:3", "--batch-size", "2", "--gauge"]
+    flags = [*EAGLE, "--tree", "chain:3", "--batch-size", "2", "--gauge", "--quant", "int8", "--kernels", "reference"]
     result = json_of(capsys, "--max-new-tokens", "9", *flags)
     assert set(result) == {*ROW, *RUN, "batch", "gauge_ms"} and [set(row) for row in result["batch"]] == [set(ROW)] * 2
     assert set(result["gauge_ms"]) == {"draft", "verify", "accept", "host", "step"}
     chosen = dict(drafter="eagle", tree="chain:3", eagle=EAGLE[1], verify="match", chain=3, dtype="float32")
-    assert chosen.items() <= result.items()
+    assert (chosen | {"quant": "int8 (rounded at load)"}).items() <= result.items()
 
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}<assistant>"

@@ -110,7 +110,7 @@ def run(found: Engine, stops: dict[int, int]) -> tuple[list[Request], int]:
         assert parts < 3000, "requests wait for ever"
         for number, after in stops.items():
             if parts == after:
-                requests[number].stop()
+                requests[number].stopping = True
         batch.iterate()
         check_spans(found)
         waited += waits_for_room(found)

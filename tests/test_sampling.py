@@ -216,16 +216,6 @@ def test_survivors_equal_transformers(case, vocab, scale):
     assert torch.equal(both_ways(logits, state_for(**case)), warp(logits, **case).isfinite())
 
 
-def test_filters_off_are_exact_no_ops():
-    """Prevents one graph for all settings from changing tokens when every filter is switched off by value."""
-    logits = torch.randn(1, 40, 1000) * 5
-    logits[0, 3, 10:] = -math.inf
-    state = state_for(temperature=0.9)
-    assert torch.equal(both_ways(logits, state), logits > -math.inf)
-    noise = sampling.gumbel_noise(state.seed, torch.arange(40)[None], torch.arange(1000))
-    assert torch.equal(sampling.choose(logits, noise, state, FILTER), sampling.choose(logits, noise, state, SAMPLE))
-
-
 def test_ties_share_their_fate_and_one_token_survives():
     """Prevents results that depend on how a sort orders equal logits, empty survivor sets, and a sum that has to exceed
     top-p's mass, not to reach it: of 1/2, 1/4 and 1/4 top-p = 0.5 keeps the first."""

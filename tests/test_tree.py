@@ -877,9 +877,3 @@ def files_run(call):
     finally:
         sys.setprofile(None)
     return found
-
-
-def test_files_run_sees_every_function():
-    """A probe that sees nothing: the two tests that rest on it would always pass."""
-    assert tree.__file__ in files_run(lambda: parse_tree("chain:3"))
-    assert {tree.__file__, growing.__file__} <= files_run(lambda: tree_tables([PAPER25]))

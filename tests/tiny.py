@@ -28,9 +28,7 @@ from weights.quantized import QuantLinear
 V, CTX = 97, 160
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 # Five children at the root, uneven below: a small tree of the Medusa lists' kind.
-MEDUSA = trees.StaticTree(
-    tuple(tuple(map(int, word)) for word in "0 1 2 3 4 00 01 02 10 11 20 30 000 001 010 100 0000".split())
-)
+MEDUSA = trees.counted_tree("-:5 0:3 1:2 2:1 3:1 00:2 01:1 10:1 000:1")
 TREES = {
     "paper25": trees.PAPER25,
     "chain4": trees.chain(4),

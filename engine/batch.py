@@ -60,7 +60,8 @@ class Batch:
         self.pool = Pool(engine.state)
         self.prompt_cache = PromptCache()  # keeps texts that no row holds any more; this one keeps none
         self.waiting: deque[Request] = deque()
-        self._reading: tuple[Request, Reading] | None = None  # whose prompt is being read
+        self._reading: Request | None = None  # whose prompt is being read
+        self._parts: Reading  # which reads it
         self._pending: deque[Launched] = deque()
         self._pacers: dict[int, Pacer] = {}  # by the number of rows
         self._paced = 0  # rows of the last one used
@@ -74,11 +75,6 @@ class Batch:
     def busy(self) -> bool:
         """Whether any request is unfinished."""
         return bool(self.waiting) or any(self.rows)
-
-    @property
-    def tokens(self) -> int:
-        """How many tokens of unfinished requests the caches hold."""
-        return sum(request.length for request in self.rows if request is not None)
 
     def submit(self, request: Request) -> None:
         """Queue a request. Any thread may call this."""
@@ -147,7 +143,7 @@ class Batch:
             self.engine.state.done.select(0, request.row).fill_(True)  # steps under way still add to it, for nobody
             self.texts[request.row] = Text(ids, drafted, self._ended, *self._remembered(request.row))
             self.rows[request.row] = None
-        if self._is_read(request):
+        if request is self._reading:
             self._reading = None
         if error is not None:
             self.prompt_cache.distrust(request.restored)
@@ -174,15 +170,14 @@ class Batch:
         if not failed and self.waiting:
             failed = [self.waiting.popleft()]
         self.rows = [None] * len(self.rows)
-        self._reading = self._kind = None
-        self._pending.clear()
+        self._reading = None
         self.forget()
         for request in failed:
             self.prompt_cache.distrust(request.restored)
             self._tell_end(request, error)
         self.engine.state.done.fill_(True)
         self.engine.state.lay_out()
-        self.engine.runner.begin()
+        self._begin()
 
     # ---- prompts ---------------------------------------------------------------------------------------------
 
@@ -190,12 +185,11 @@ class Batch:
         """Read the next part of a prompt, or several prompts that are short."""
         read = 0
         while read < READ and (self._reading or self._admit()):
-            request, parts = self._reading
-            started = time.perf_counter()
+            request, started = self._reading, time.perf_counter()
             self.choose([request])
             try:
                 with self.engine.backend.active():
-                    next(parts)
+                    next(self._parts)
             except StopIteration as end:
                 self._reading = None
                 read += len(request.prompt) - request.result.cached_tokens
@@ -246,13 +240,14 @@ class Batch:
         self.rows[row], request.row, request.began = request, row, time.perf_counter()
         self.waiting.popleft()
         request.result.cached_tokens = start
-        engine.write_settings(row, request.params, request.output.stop_ids, len(request.prompt))
+        engine.write_settings(row, request.params, request.stop_ids, len(request.prompt))
         # Until its prompt has been read, steps may run this row, too. What they write lies behind the prompt.
         state.n[row] = tokens - 1
         state.count[row] = 1
         allowed = request.constraint.allowed() if request.constraint else None
-        parts = engine.prefill.read(row, request.prompt, request.mode, start, allowed, self._alone, request.scores)
-        self._reading = request, parts
+        how = request.mode, start, allowed, self._alone, request.scores
+        self._parts = engine.prefill.read(row, request.prompt, *how)
+        self._reading = request
         return True
 
     def _alone(self) -> bool:
@@ -342,10 +337,7 @@ class Batch:
 
     def _live(self) -> list[Request]:
         """The requests that decode."""
-        return [request for request in self.rows if request and not self._is_read(request)]
-
-    def _is_read(self, request: Request) -> bool:
-        return self._reading is not None and self._reading[0] is request
+        return [request for request in self.rows if request and request is not self._reading]
 
     def _swap(self, a: int, b: int) -> None:
         """Exchange two rows. Those under way go on with what they have."""

@@ -78,8 +78,8 @@ class Engine(Stepper, Intake):
         return deed(self, *arguments)
 
     def figures(self) -> dict[str, dict[str, float]]:
-        cache = self.prompt_cache
-        held = {"slots": self.batch_size, "slots_tokens": self.batch.tokens, "slots_tokens_max": self.pool_tokens}
+        cache, tokens = self.prompt_cache, sum(request.length for request in self.batch.rows if request)
+        held = {"slots": self.batch_size, "slots_tokens": tokens, "slots_tokens_max": self.pool_tokens}
         held |= {"prompt_cache_entries": len(cache.entries), "prompt_cache_hits_total": cache.hits}
         return {"": held | {"prompt_cache_bytes": cache.held_bytes, "prompt_cache_disk_bytes": cache.disk_bytes}}
 

@@ -13,7 +13,6 @@ from decoding.step import Observer
 from engine.grammar import Grammars
 from engine.prefill import Prompt, prompts_ids
 from engine.request import Inbox, Request
-from engine.results import GenerationResult, SequenceOutput
 from engine.streams import AsyncStream, Driver, Stream
 from families.config import ModelConfig
 from text.tokenizer import Tokenizer
@@ -112,10 +111,9 @@ class Intake:
         for index, (prompt, own) in enumerate(zip(prompts, params, strict=True)):
             stop_ids = self.stop_ids(own)
             self._check_request(prompt, own, stop_ids)
-            result = GenerationResult(len(prompt), own.temperature, own.seed, chain=self.chain)
-            output = SequenceOutput(result, own, set(stop_ids), self.tokenizer)
             constraint = self.grammars.constraint(own.grammar, stop_ids, own.thought)
-            requests.append(Request(prompt, own, output, constraint, inbox, index, number))
+            request = Request(prompt, own, stop_ids, self.tokenizer, inbox, constraint, index, number, self.chain)
+            requests.append(request)
         return requests
 
     def _check_request(self, prompt: list[int], params: SamplingParams, stop_ids: tuple[int, ...]) -> None:

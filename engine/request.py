@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from decoding.params import SamplingMode, SamplingParams
 from decoding.sampling import Logprobs
 from engine.grammar import Constraint
 from engine.prompt_cache import Saved, kept_ids
-from engine.results import Chunk, SequenceOutput, on_host
+from engine.results import Chunk, GenerationResult, on_host
+from text.tokenizer import Tokenizer
 
 
 class Inbox:
@@ -62,18 +63,21 @@ class Inbox:
 
 
 class Request:
-    """The host's state of one sequence, from its prompt to its last chunk."""
+    """The host's state of one sequence, from its prompt to its last chunk. It stops at stop ids, stop strings and the
+    length limit, and decodes the text."""
 
     def __init__(
-        self, prompt: list[int], params: SamplingParams, output: SequenceOutput, constraint: Constraint | None,
-        inbox: Inbox, index: int = 0, adapter: int = 0,
+        self, prompt: list[int], params: SamplingParams, stop_ids: Sequence[int], tokenizer: Tokenizer | None,
+        inbox: Inbox, constraint: Constraint | None = None, index: int = 0, adapter: int = 0, chain: int = 0,
     ):  # fmt: skip
-        """inbox: takes the chunks. index: of this prompt among those of its stream. adapter: see `weights.lora`."""
+        """inbox: takes the chunks. index: of this prompt among those of its stream. adapter: see `weights.lora`. chain:
+        as of GenerationResult."""
         self.prompt = prompt
         self.params = params
         self.mode: SamplingMode = params.mode
-        self.output = output
-        self.result = output.result
+        self.stop_ids = frozenset(stop_ids)
+        self.decoder = None if tokenizer is None else tokenizer.stream(continuation=True, shown=params.shown_ids)
+        self.result = GenerationResult(len(prompt), params.temperature, params.seed, chain=chain)
         self.constraint = constraint
         self.inbox = inbox
         self.index = index
@@ -83,18 +87,12 @@ class Request:
         self.row = -1  # the row of the engine that it has
         self.length = 0  # tokens in the target's cache
         self.drafted = 0  # draft rows that are made of true features
-        self.stopping = False  # whether it shall end soon; any thread may say so
+        self.text = ""
+        self.shown = 0  # characters of the text that were handed out
+        self.stopping = False  # whether it shall end soon, behind what runs now; any thread may say so
         self.began = 0.0  # when it got its row
+        self.finished = False  # whether a stop rule has ended the text
         self.ended = False  # whether it gets nothing more
-
-    @property
-    def finished(self) -> bool:
-        """Whether a stop rule has ended the text."""
-        return self.output.finished
-
-    def stop(self) -> None:
-        """Say, in any thread, that the request shall end after the step, or the part of its prompt, that runs."""
-        self.stopping = True
 
     def begin(self, first: int, logprobs: Logprobs | None) -> None:
         """Take the first token, which the prompt's forward gave, and what that forward says of the prompt."""
@@ -104,9 +102,9 @@ class Request:
             parts = [on_host(part, None, self.params.prompt_logprobs) for part in self.scores]
             self.result.prompt_logprobs = [None, *(entry for part in parts for entry in part)]
         if not self.params.max_new_tokens:
-            self.output.finish("length")
+            self._finish("length")
             return
-        self._hand_out(self.output.push([first], logprobs and logprobs.row(0), step=False))
+        self._hand_out(self._push([first], logprobs and logprobs.row(0), step=False))
 
     def take(
         self, ring: list[int], nodes: int, speculative: bool, plain: bool, logprobs: Logprobs | None, seconds: float
@@ -122,7 +120,7 @@ class Request:
             self.drafted = self.length
         self.length += count
         self.result.decode_seconds += seconds
-        chunk = self.output.push(emitted[: min(usable, count)], logprobs)
+        chunk = self._push(emitted[: min(usable, count)], logprobs)
         if plain and chunk.token_ids:
             self.result.plain_steps.append(self.result.steps - 1)
         elif chunk.token_ids:
@@ -138,7 +136,57 @@ class Request:
     def _hand_out(self, chunk: Chunk) -> None:
         if not self.finished and self.constraint is not None:
             self.constraint.take(chunk.token_ids)
-        self.inbox.put(chunk._replace(row=self.index))
+        self.inbox.put(chunk)
+
+    def _push(self, ids: Sequence[int], logprobs: Logprobs | None = None, step: bool = True) -> Chunk:
+        """Take the ids of a step and, if the request asked for them, their Logprobs [P]. Returns what counts."""
+        taken: list[int] = []
+        for token in ids:
+            if self.finished:
+                break
+            taken.append(token)
+            self._take_token(token, self.result.new_tokens + len(taken))
+        chances = on_host(logprobs, len(taken), self.params.logprobs)
+        self.result.token_ids += taken
+        self.result.logprobs += chances
+        if step and taken:
+            self.result.tokens_per_step.append(taken)
+        if self.finished and self.decoder is not None and self.result.stop_reason != "stop":
+            self.text += self.decoder.flush()
+            self._cut_at_stop_string()
+        return Chunk(self.index, taken, self._show(), chances)
+
+    def _take_token(self, token: int, produced: int) -> None:
+        if token in self.stop_ids:
+            self._finish("eos")
+            return
+        if self.decoder is not None:
+            self.text += self.decoder.push([token])
+            if self._cut_at_stop_string():
+                return
+        if produced >= self.params.max_new_tokens:
+            self._finish("length")
+
+    def _cut_at_stop_string(self) -> bool:
+        places = [at for at in (self.text.find(s, self.shown) for s in self.params.stop) if at >= 0]
+        if places:
+            self.text = self.text[: min(places)]
+            self._finish("stop")
+        return bool(places)
+
+    def _finish(self, reason: str) -> None:
+        self.finished = True
+        self.result.stop_reason = reason
+
+    def _show(self) -> str:
+        """The new text, without an end that could still become a stop string."""
+        begun = (stop[:size] for stop in self.params.stop for size in range(1, len(stop)))
+        hold = 0 if self.finished else max((len(part) for part in begun if self.text.endswith(part)), default=0)
+        end = max(self.shown, len(self.text) - hold)
+        new = self.text[self.shown : end]
+        self.shown = end
+        self.result.text = self.text
+        return new
 
     def cached(self) -> tuple[list[int], int]:
         """What the caches hold now for others: the text of this row as `kept_ids`, and the number of its valid draft

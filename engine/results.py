@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
-from decoding.params import SamplingParams
 from decoding.sampling import Logprobs
 
 
@@ -128,66 +127,3 @@ def on_host(logprobs: Logprobs | None, tokens: int | None, likeliest: int | None
         return []
     rows = zip(*(column[:tokens].tolist() for column in logprobs), strict=True)
     return [TokenLogprob(chosen, list(zip(ids, top, strict=True))[:likeliest]) for chosen, top, ids in rows]
-
-
-class SequenceOutput:
-    """The host's side of one sequence: stops at stop ids, stop strings and the length limit, and decodes text."""
-
-    def __init__(self, result: GenerationResult, params: SamplingParams, stop_ids: set[int], tokenizer):
-        self.result = result
-        self.params = params
-        self.stop_ids = stop_ids
-        self.decoder = None if tokenizer is None else tokenizer.stream(continuation=True, shown=params.shown_ids)
-        self.text = ""
-        self.shown = 0  # characters of the text that were handed out
-        self.finished = False
-
-    def push(self, ids: Sequence[int], logprobs: Logprobs | None = None, step: bool = True) -> Chunk:
-        """Take the ids of a step and, if the request asked for them, their Logprobs [P]. Returns what counts."""
-        taken: list[int] = []
-        for token in ids:
-            if self.finished:
-                break
-            taken.append(token)
-            self._take(token, self.result.new_tokens + len(taken))
-        chances = on_host(logprobs, len(taken), self.params.logprobs)
-        self.result.token_ids += taken
-        self.result.logprobs += chances
-        if step and taken:
-            self.result.tokens_per_step.append(taken)
-        if self.finished and self.decoder is not None and self.result.stop_reason != "stop":
-            self.text += self.decoder.flush()
-            self._cut_at_stop_string()
-        return Chunk(0, taken, self._show(), chances)
-
-    def _take(self, token: int, produced: int) -> None:
-        if token in self.stop_ids:
-            self.finish("eos")
-            return
-        if self.decoder is not None:
-            self.text += self.decoder.push([token])
-            if self._cut_at_stop_string():
-                return
-        if produced >= self.params.max_new_tokens:
-            self.finish("length")
-
-    def _cut_at_stop_string(self) -> bool:
-        places = [at for at in (self.text.find(s, self.shown) for s in self.params.stop) if at >= 0]
-        if places:
-            self.text = self.text[: min(places)]
-            self.finish("stop")
-        return bool(places)
-
-    def finish(self, reason: str) -> None:
-        self.finished = True
-        self.result.stop_reason = reason
-
-    def _show(self) -> str:
-        """The new text, without an end that could still become a stop string."""
-        begun = (stop[:size] for stop in self.params.stop for size in range(1, len(stop)))
-        hold = 0 if self.finished else max((len(part) for part in begun if self.text.endswith(part)), default=0)
-        end = max(self.shown, len(self.text) - hold)
-        new = self.text[self.shown : end]
-        self.shown = end
-        self.result.text = self.text
-        return new

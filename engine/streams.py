@@ -108,7 +108,7 @@ def _program_runs() -> bool:
     return any(t.name != NAME and not t.daemon and t.is_alive() for t in threading.enumerate())
 
 
-class Stream:
+class Stream(Iterator[Chunk]):
     """An iterator of Chunks. Its `results` fill while it runs. `result` is that of the first sequence.
 
     Any number of streams may run on one engine, also in one thread. They are decoded together, as many as the engine has
@@ -158,9 +158,6 @@ class Stream:
         """What comes next, where the stream is `ready`: a chunk, or None at the end. Raises a request's error."""
         return self._inbox.take()
 
-    def __iter__(self) -> Iterator[Chunk]:
-        return self
-
     def __next__(self) -> Chunk:
         with self._reading:
             self.start()
@@ -180,7 +177,7 @@ class Stream:
         """
         self._stopped = True
         for request in self._requests:
-            request.stop()
+            request.stopping = True
 
     def close(self) -> None:
         """Stop here. Sequences that had not finished are marked as interrupted.
@@ -217,7 +214,7 @@ class Stream:
         return self.results
 
 
-class AsyncStream:
+class AsyncStream(AsyncIterator[Chunk]):
     """An asynchronous iterator of Chunks: `async for chunk in engine.agenerate(prompt)`.
 
     It is to an asyncio task what a Stream is to a thread, with the same `results` and `result`. The steps run in the
@@ -230,9 +227,6 @@ class AsyncStream:
         self.results, self.result = stream.results, stream.result
         self._news = asyncio.Event()
         self._reader: asyncio.Task[Any] | None = None
-
-    def __aiter__(self) -> AsyncIterator[Chunk]:
-        return self
 
     async def __anext__(self) -> Chunk:
         self._end_with(asyncio.current_task())  # there is one, because only a task runs a coroutine

@@ -23,7 +23,7 @@ from serving_kit import httpx, running
 
 from decoding.params import SamplingParams
 from engine.request import Inbox, Request
-from engine.results import Chunk, GenerationResult, SequenceOutput
+from engine.results import Chunk, GenerationResult
 from engine.streams import Stream
 from generate import load
 from loading.options import DEMO
@@ -90,9 +90,7 @@ def test_where_all_are_busy_texts_wait_for_who_knows_them_and_no_text_waits_for_
 
 
 def passage(known: str = "") -> Passage:
-    result = GenerationResult(1, 0.0, 0)
-    output = SequenceOutput(result, SamplingParams(), set(), None)
-    made = Passage(Request([1], SamplingParams(), output, None, Inbox(1)))
+    made = Passage(Request([1], SamplingParams(), (), None, Inbox(1)))
     for letter in known:
         made.take(Made(1, Chunk(0, [ord(letter)], letter, (ord(letter),)), None))
     return made

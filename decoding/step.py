@@ -118,10 +118,6 @@ class DecodeState:
         for held in (self.spans, self.snapshots):
             held[a], held[b] = held[b], held[a]
 
-    def step_buffers(self) -> StepBuffers:
-        """What a commit reads and writes, under the names that the kernels use."""
-        return StepBuffers(*(getattr(self, name) for name in StepBuffers._fields))
-
     def buffers(self) -> list[Tensor]:
         """Every tensor of the state."""
         held = *vars(self).values(), *self.kv, *vars(self.sampling).values(), *(self.memory or ())
@@ -195,8 +191,7 @@ def decode_step(
     parts: StepParts = UNCOMPILED,
 ) -> StepOutput:  # fmt: skip
     """One step for all sequences: fixed shapes, in place on `state`, no host sync. parts: faster functions to use."""
-    draft, noise = draft_phase(drafter, state, mode, mark, parts)
-    return verify_phase(model, drafter, state, mode, draft, noise, mark, parts)
+    return verify_phase(model, draft_phase(drafter, state, mode, mark, parts), drafter, state, mode, mark, parts)
 
 
 def draft_phase(
@@ -221,10 +216,11 @@ def draft_phase(
 
 
 def verify_phase(
-    model: Transformer, drafter: Drafter, state: DecodeState, mode: SamplingMode, draft: Draft, noise: Tensor | None,
+    model: Transformer, drafted: tuple[Draft, Tensor | None], drafter: Drafter, state: DecodeState, mode: SamplingMode,
     mark: Mark, parts: StepParts,
 ) -> StepOutput:  # fmt: skip
     """The second half: run the target on the tree, accept and commit."""
+    draft, noise = drafted
     nodes = model.nodes(state.n, draft.depth, draft.ancestors, state.slots, state.segments)
     hidden_states, taps = model(draft.tokens, nodes, state.kv, drafter.taps, parts.layers, state.memory)
     logits = model.logits(hidden_states)
@@ -285,7 +281,8 @@ def _commit(
     draft: Draft, accepted: Accepted, features: Tensor, usable: Tensor, state: DecodeState, mode: SamplingMode
 ) -> StepOutput:
     """Move the accepted path's cache rows, append its tokens, apply stop ids and the limit, and fill a ring row."""
-    count, finite, source, target = _write(accepted, usable, features.contiguous(), state.step_buffers())
+    buffers = StepBuffers(*(getattr(state, name) for name in StepBuffers._fields))
+    count, finite, source, target = _write(accepted, usable, features.contiguous(), buffers)
     if accepted.path.shape[1] > 1:
         for kv in state.kv:
             kernels.commit_kv(kv, source, target)

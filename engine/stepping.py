@@ -15,7 +15,7 @@ import torch
 import kernels
 from decoding.drafter import UNCOMPILED, Draft, Drafter, PlainDrafter
 from decoding.params import SamplingMode, SamplingParams
-from decoding.step import RING, DecodeState, Observer, StepOutput, decode_step, draft_phase, marker, verify_phase
+from decoding.step import DecodeState, Observer, StepOutput, decode_step, draft_phase, marker, verify_phase
 from engine.fused import compiled_blocks, fused_parts
 from engine.grammar import Constraint, constrain
 from engine.prefill import CHUNKS, Prefill
@@ -127,8 +127,6 @@ class Stepper:
         mode = self.config.compile_mode
         if mode not in COMPILE_MODES:
             raise ValueError(f"compile_mode is {mode!r:.40}; allowed: {', '.join(COMPILE_MODES)}.")
-        if not 0 <= self.lag < RING:
-            raise ValueError(f"lag is {self.lag}; allowed: 0 to {RING - 1} steps ahead of the host.")
 
     def _compile(self) -> None:
         """Set up the functions that steps and prefill run. Nothing is compiled before their first call."""
@@ -292,27 +290,23 @@ class Stepper:
         with self.backend.active():
             if not mode.grammar:
                 return self.runner.capture(*self._step_call(drafter, mode, view))
-            key, draft = self._draft_call(drafter, mode, view)
+            key, draft = self._call("draft", draft_phase, drafter, mode, view)
             self.runner.capture(key, draft)
             if key in self.runner.graphs:
-                self.runner.capture(*self._verify_call(drafter, mode, view, *self.runner.graphs[key][1]))
+                self.runner.capture(*self._verify_call(self.runner.graphs[key][1], drafter, mode, view))
+
+    def _call(self, part: str, function: Callable, drafter: Drafter, mode: SamplingMode, view: View) -> Call:
+        run = partial(function, drafter, view.state, mode, mark=marker(self.observers), parts=self.parts)
+        return (drafter.N, drafter.D, mode, view.rows, part), run
 
     def _step_call(self, drafter: Drafter, mode: SamplingMode, view: View) -> Call:
         """A step. One with grammars is split in two instead, because the host reads the draft in between (`launch`)."""
         step = self._plain_step if drafter is self.fallback else self._step
-        run = partial(step, self.model, drafter, view.state, mode, mark=marker(self.observers), parts=self.parts)
-        return (drafter.N, drafter.D, mode, view.rows), run
+        return self._call("step", partial(step, self.model), drafter, mode, view)
 
-    def _draft_call(self, drafter: Drafter, mode: SamplingMode, view: View) -> Call:
-        run = partial(draft_phase, drafter, view.state, mode, marker(self.observers), self.parts)
-        return (drafter.N, drafter.D, mode, view.rows, "draft"), run
-
-    def _verify_call(
-        self, drafter: Drafter, mode: SamplingMode, view: View, draft: Draft, noise: torch.Tensor | None
-    ) -> Call:
-        known = self.model, drafter, view.state, mode, draft, noise
-        run = partial(verify_phase, *known, marker(self.observers), self.parts)
-        return (drafter.N, drafter.D, mode, view.rows, "verify"), run
+    def _verify_call(self, drafted: tuple[Draft, Any], drafter: Drafter, mode: SamplingMode, view: View) -> Call:
+        """drafted: what `draft_phase` returned."""
+        return self._call("verify", partial(verify_phase, self.model, drafted), drafter, mode, view)
 
     def launch(
         self, drafter: Drafter, mode: SamplingMode, view: View, constraints: Sequence[Constraint | None] = ()
@@ -321,9 +315,9 @@ class Stepper:
         with self.backend.active():
             if not mode.grammar:
                 return self.runner.launch(*self._step_call(drafter, mode, view))
-            draft, noise = self.runner.run(*self._draft_call(drafter, mode, view))
-            constrain(draft, view.state.allowed, constraints, drafter.multi_round)
-            return self.runner.launch(*self._verify_call(drafter, mode, view, draft, noise))
+            drafted = self.runner.run(*self._call("draft", draft_phase, drafter, mode, view))
+            constrain(drafted[0], view.state.allowed, constraints, drafter.multi_round)
+            return self.runner.launch(*self._verify_call(drafted, drafter, mode, view))
 
 
 def _mark_static(buffers: Sequence[torch.Tensor]) -> None:

@@ -94,12 +94,16 @@ class EagleHead(DraftHead):
         EAGLE-3 norms both. EAGLE-1's layer makes its own residual, so what stands in its place here is not read. Kernels
         have no gradients.
         """
-        embed, keep_normed = self.embed_tokens or self.target.embed_tokens, self.config.norm_before_residual
+        embed = self.embed_tokens or self.target.embed_tokens
+        if isinstance(embed, nn.Embedding):
+            return join_rows(embed.weight, tokens, feature, source, *self._how_joined())
+        return join_rows.outside(embed(tokens), None, feature, source, *self._how_joined())  # a quantized one
+
+    def _how_joined(self) -> tuple[Tensor | None, Tensor | None, float, bool]:
+        """What `join_rows` takes of the norms."""
         both = self.norms_of_inputs()
         norms = (both[0].weight, both[1].weight, both[0].eps) if both else (None, None, 0.0)
-        if isinstance(embed, nn.Embedding):
-            return join_rows(embed.weight, tokens, feature, source, *norms, keep_normed)
-        return join_rows.outside(embed(tokens), None, feature, source, *norms, keep_normed)  # a quantized one
+        return *norms, self.config.norm_before_residual
 
     def norms_of_inputs(self) -> tuple[RMSNorm, RMSNorm] | None:
         """The norms of embeddings and features, if there are any."""
@@ -107,12 +111,7 @@ class EagleHead(DraftHead):
 
     def joined_train(self, tokens: Tensor, feature: Tensor) -> tuple[Tensor, Tensor]:
         """`joined` with gradients."""
-        embedding, norms = self.embed(tokens), self.norms_of_inputs()
-        if norms is None:
-            return feature, torch.cat((embedding, feature), -1)
-        normed = norms[1](feature)
-        residual = normed if self.config.norm_before_residual else feature
-        return residual, torch.cat((norms[0](embedding), normed), -1)
+        return join_rows.reference(self.embed(tokens), None, feature, None, *self._how_joined())
 
     def layer_inputs(self, residual: Tensor, joined: Tensor) -> tuple[Tensor, Tensor]:
         """(residual, attention input) of the layer."""

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from kernels.growing import ancestors_from_parents
 from kernels.records import Level
+from support.files import read_bytes
 from support.reader import parse_json, refusal
 
 MAX_NODES = 256
@@ -170,11 +171,7 @@ def parse_tree(spec: str) -> StaticTree | DynamicTree:
 
 def _read_tree(file: str) -> StaticTree | DynamicTree:
     where = f"tree file {file}"
-    try:
-        with open(file, "rb") as f:
-            data = parse_json(f.read(MAX_FILE_BYTES + 1), where, MAX_FILE_BYTES)
-    except OSError as error:
-        raise refusal(where, f"{error.strerror or 'unreadable'}; check the path") from None
+    data = parse_json(read_bytes(file, MAX_FILE_BYTES + 1), where, MAX_FILE_BYTES)
     data = data if isinstance(data, dict) else {"paths": data}
     kinds = data.keys() & {"paths", "dynamic"}
     value = data[kinds.pop()] if len(kinds) == 1 else None
@@ -229,8 +226,6 @@ def check_width(tree: Trees, vocab_size: int) -> None:
 
 def tree_tables(trees: Sequence[StaticTree], device: torch.device | str = "cpu") -> TreeTables:
     """Tables for one static tree per sequence (repeat a tree to share it). Runs once, on the host."""
-    if not trees:
-        raise ValueError("tree: a batch needs at least one tree")
     N, D, K = max(t.N for t in trees), max(t.D for t in trees), max(t.max_children for t in trees)
     branching = tuple(max(t.branching[d] for t in trees if t.D > d) for d in range(D))
     by_level = list(zip(*([*t.levels, *[()] * (D - 1 - len(t.levels))] for t in trees), strict=True))

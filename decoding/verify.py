@@ -71,11 +71,7 @@ def multi_round_walk(
     tokens: Tensor, tables: TreeTables, p: Tensor, q: Tensor, u: Tensor, replacement: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The accepted path [B, D + 1], the count [B], and the distribution [B, V] that the bonus is drawn from."""
-    B, N, V = p.shape
-    if tokens.shape != (B, N) or tables.N != N or q.shape != (B, tables.run_rows, V):
-        want = f"p [B, {tables.N}, V] and q [B, {tables.run_rows}, V]"
-        raise ValueError(f"multi-round: the tree needs {want}, got {tuple(p.shape)} and {tuple(q.shape)}")
-    b = torch.arange(B, device=p.device)
+    b = torch.arange(len(p), device=p.device)
     node = torch.zeros_like(tokens[:, 0])
     distribution = p[:, 0]
     walking = torch.ones_like(node, dtype=torch.bool)

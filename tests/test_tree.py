@@ -790,14 +790,6 @@ def test_multi_round_survives_degenerate_drafts():
     assert got.bonus.tolist() == [0]
 
 
-def test_multi_round_checks_its_shapes():
-    """Probabilities of another tree would be gathered silently; gather accepts larger sources."""
-    t = tree_tables([chain(2)])
-    with pytest.raises(ValueError, match=r"q \[B, 2, V\]"):
-        shape = torch.zeros(1, 3)
-        verify.multi_round(shape.long(), t, torch.zeros(1, 3, 5), torch.zeros(1, 3, 5), shape, shape, True)
-
-
 # ---------------------------------------------------------------------------------------------------- mutants
 
 LATE = "flip(-1).sort(dim=-1, descending=True, stable=True).indices[..., :count].neg() + scores.shape[-1] - 1"

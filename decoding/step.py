@@ -51,7 +51,6 @@ class DecodeState:
         D = drafter.D
         V = model.config.vocab_size
         F = drafter.feature_size
-        self.ctx = ctx
         self.slots = ctx + drafter.N + 1
         self.places = pool_places(B, ctx, drafter.N, pool)
         self.scarce = self.places < B * self.slots  # whether not all rows can have a whole context at once

@@ -6,7 +6,7 @@ cannot be enforced is left out, and named.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 from urllib.parse import unquote
 
@@ -75,7 +75,8 @@ class _Follower:
                 made[key] = {name: self.follow(part) for name, part in made[key].items()}
         for key in PLACES:
             if key in made:
-                made[key] = _each(made[key], self.follow)
+                parts = made[key]
+                made[key] = [self.follow(part) for part in parts] if isinstance(parts, list) else self.follow(parts)
         own, groups = _own_names(schema), list(self._groups(schema, inside))
         names = [self._names(parts, inside) for _, parts in groups]
         for i, (key, parts) in enumerate(groups):
@@ -201,8 +202,3 @@ def _listed(value: Any) -> list[Any]:
 def _union(*parts: Names) -> Names:
     """The names of all parts, each once, in order."""
     return None if None in parts else tuple(dict.fromkeys(name for part in parts for name in part))
-
-
-def _each(value: Any, change: Callable[[Any], Any]) -> Any:
-    """A value after a change, or a list of values, each after it."""
-    return [change(part) for part in value] if isinstance(value, list) else change(value)

@@ -36,7 +36,7 @@ from tiny import (
 import kernels
 import tree as trees
 from decoding import sampling
-from decoding.drafter import Draft, Drafter, PlainDrafter
+from decoding.drafter import Draft, PlainDrafter
 from decoding.params import SamplingMode, SamplingParams
 from decoding.step import DecodeState, decode_step
 from drafters.trees import DraftRule
@@ -201,23 +201,6 @@ def test_float32_forks_are_near_ties(record_property):
 
 
 # ------------------------------------------------------------------ drafters that know
-
-
-def test_a_drafter_needs_no_more_than_draft():
-    """Catches a step, an engine or a report that needs more of a drafter than its contract: what a new drafter leaves out
-    must do nothing."""
-    drafter = Drafter(3, 1, 32)
-    assert not drafter.caches and drafter.bytes_per_step(MODEL) == 0 and drafter.taps == ()
-    assert not (drafter.multi_round or drafter.grafted) and drafter.scoring == "none"
-    before = dict(vars(drafter))
-    tokens = torch.zeros(1, 3, dtype=torch.int64)
-    assert drafter.prefill(0, tokens, torch.zeros(1, 2, 32), torch.zeros(1, dtype=torch.int64)) is None
-    assert vars(drafter) == before
-    with pytest.raises(NotImplementedError):
-        drafter.draft(None)
-    for engine in (scripted("chain4", settings(2)), Engine(MODEL)):
-        assert not engine.drafter.caches and engine.drafter.bytes_per_step(MODEL) == 0
-        assert tuple(engine.generate(PROMPT, settings(2)).run()[0].token_ids) == plain(settings(2))
 
 
 class RandomShapes(ScriptedDrafter):

@@ -69,24 +69,6 @@ def test_steps_ahead_change_nothing(kind, tree, index):
             assert all(r.cached_tokens >= len(p) - 2 for r, p in zip(second, PROMPTS, strict=True))
 
 
-def test_a_late_stop_leaves_rows_that_the_cache_disowns(monkeypatch):
-    """Catches a cache that is believed valid up to where the device went instead of to where the text ended. It also
-    shows that the steps of the tests above really run ahead."""
-    reached, real = [], Batch._end
-
-    def late(batch, request):
-        reached.append(int(batch.engine.state.n[request.row]))
-        real(batch, request)
-
-    monkeypatch.setattr(Batch, "_end", late)
-    params = settings(2, stop=(letters().decode(plain(settings(2)))[9:12],))
-    for lag in (0, 2):
-        engine = ahead("", "", lag)
-        held = len(PROMPT) + engine.generate(PROMPT, params).run()[0].new_tokens - 1
-        assert reached.pop() == held + lag
-        assert len(engine.batch.texts[0].ids) == held
-
-
 class Watcher(Observer):
     """Keeps the tokens of row 0 of every step that it sees, and how many steps were unread then."""
 

@@ -218,14 +218,14 @@ def build_engine(base: Engine, options: dict[str, Any], ctx: int) -> Engine:
 def arms_of(args: argparse.Namespace, base: Engine, ctx: int) -> list[Arm]:
     """Plain decoding, then the arms that were asked for or found.
 
-    `args` holds --checkpoint, --shape, --arm, --suite, --head and --only. Raises UsageError for names that are unknown or
-    repeated.
+    `args` holds --checkpoint, --shape, --arm, --suite, --eagle and --only. Raises UsageError for names that are unknown
+    or repeated.
     """
     directory = None if args.shape else Path(args.checkpoint)
     cuda = base.model.device.type == "cuda"
     dynamic = DYNAMIC_GPU if cuda else DYNAMIC
     specs: list[Spec] = [("plain", {})]
-    with_default = args.only or not args.arm
+    with_default = args.only or args.suite or not (args.arm or args.eagle)
     if with_default and args.shape:
         specs += [("eagle1 paper25", {"eagle": "random:1"}), ("eagle3 dynamic", {"eagle": "random:3", "tree": dynamic})]
     elif with_default:
@@ -234,13 +234,15 @@ def arms_of(args: argparse.Namespace, base: Engine, ctx: int) -> list[Arm]:
             trees = *MTP_CHAINS, "paper25", dynamic
             specs[1:1] = [(f"mtp {tree}", {"eagle": MTP, "tree": tree}) for tree in trees]
         if args.suite:
-            specs = suite_arms(args.suite, args.head, specs)
+            specs = suite_arms(args.suite, args.eagle, specs)
     if args.only:
         wanted = {name.strip() for name in args.only.split(",")}
         if unknown := wanted - {name for name, _ in specs}:
             raise UsageError(f"--only {', '.join(unknown)}: arms are {', '.join(n for n, _ in specs)}.")
         specs = [spec for spec in specs if spec[0] in wanted | {"plain"}]
     specs += map(parse_arm, args.arm)
+    if not args.suite:
+        specs += [(Path(head).name, {"eagle": head}) for head in args.eagle]
     names = [name for name, _ in specs]
     if len(set(names)) < len(names):
         raise UsageError(f"arm names must differ, and the first is always plain; got {', '.join(names)}.")

@@ -4,7 +4,8 @@
     python -m scripts.bench --checkpoint DIR --questions FILE.jsonl --template vicuna --temperature 0 1 --json out.jsonl
     python -m scripts.bench --arm "wide=eagle=eagle3;tree=dynamic:60,7,10" --arm "deep=eagle=eagle3;tree=chain:7"
     python -m scripts.bench --baseline hf
-    python -m scripts.bench --suite paper --checkpoint DIR --head HEAD --questions mt_bench/question.jsonl
+    python -m scripts.bench --checkpoint DIR --eagle HEAD                       # plain decoding, and this head
+    python -m scripts.bench --suite paper --checkpoint DIR --eagle HEAD --questions mt_bench/question.jsonl
     python -m scripts.bench --checkpoint FILE.gguf --kernels cpu --only plain --baseline hf --baseline llama.cpp
     python -m scripts.bench --checkpoint FILE.gguf --clients 1,2,4,8,16 --baseline llama.cpp
     python -m scripts.bench --checkpoint FILE.gguf --clients 1 --prompt-tokens 64,2000 --baseline llama.cpp
@@ -55,8 +56,9 @@ def build_parser() -> argparse.ArgumentParser:
     add = parser.add_argument_group("arms").add_argument
     add("--arm", **many, metavar="NAME=OPTIONS", help="an arm beside plain decoding (repeatable)")
     add("--suite", choices=tuple(SUITES), help="every head with the trees of the EAGLE paper, or by tree and rule")
-    add("--head", **many, metavar="DIR", help="with --suite: an EAGLE head (default: those beside the checkpoint)")
-    only = "of the default arms only these (plain is always in; without it, --arm replaces them)"
+    own = "an arm that drafts with this head (repeatable); with --suite the heads (default: those beside the model)"
+    add("--eagle", **many, metavar="HEAD", help=own)
+    only = "of the default arms only these (plain is always in; without it, --arm and --eagle replace them)"
     add("--only", default="", metavar="A,B", help=only)
     what = "hf: transformers, two caches; llama.cpp, ik_llama.cpp: on the same GGUF file; torch: on its int4 kernel"
     add("--baseline", **many, choices=tuple(LIBRARIES), help=what)
@@ -89,7 +91,6 @@ def settings_of(args: argparse.Namespace) -> Settings:
     for wrong, message in (
         (args.max_new_tokens < 2, "--max-new-tokens is too small; allowed: 2 or more."),
         (args.suite and (args.shape or args.arm), "--suite has arms of its own; leave --shape and --arm out."),
-        (args.head and not args.suite, "--head belongs to --suite; another arm is --arm NAME=eagle=HEAD."),
         (several and foreign, "--tp splits a checkpoint among our own engines; leave --shape and --baseline out."),
         (args.lora and foreign, "--lora changes a checkpoint of ours; leave --shape and --baseline out."),
         (several and args.clients, "--clients measures one process; leave --tp out."),

@@ -133,7 +133,8 @@ def run(args: argparse.Namespace) -> None:
     args.out.parent.mkdir(parents=True, exist_ok=True)
     questions = write_questions(engine, engine.tokenizer, args.out.with_suffix(".questions.jsonl"), args)
     count = write_answers(engine, engine.tokenizer, questions, args.out, args)
-    print(f"{count:,} conversations in {args.out}", file=sys.stderr)
+    out = f"{args.count - count:,} of {args.count:,} questions gave none that is whole, new and free of repetition"
+    print(f"{count:,} conversations in {args.out}; {out}", file=sys.stderr)
 
 
 def main(argv: list[str] | None = None) -> int:

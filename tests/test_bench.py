@@ -505,13 +505,14 @@ def test_command_end_to_end(tiny_directory, tmp_path, capsys):
 
 
 def test_the_suites_measure_every_head_and_their_tables_are_the_rows(tiny_directory, tmp_path, capsys):
-    """The arms of both suites, tables that hold the tau of the rows, and a broken promise instead of a speed."""
+    """The arms of both suites, tables that hold the tau of the rows, and a broken promise instead of a speed. A head
+    that is named without a suite is an arm beside plain decoding."""
     out = tmp_path / "out.jsonl"
     flags = f"{QUICK} --checkpoint {tiny_directory} --dtype float64 --max-new-tokens 6 --kernels reference".split()
     flags += ["--temperature", "1", "--json", str(out)]
     trees = {"paper": ["paper25", "chain:5"], "acceptance": ["chain:5", "paper25", "dynamic:60,7,10"]}
     for suite, some in trees.items():
-        assert bench.main([*flags, "--suite", suite, "--head", str(tiny_directory / "eagle1")]) == 0
+        assert bench.main([*flags, "--suite", suite, "--eagle", str(tiny_directory / "eagle1")]) == 0
         summary, page = records.read_lines(out)[1], capsys.readouterr().out
         rows = {row["arm"]: row for row in summary["rows"]}
         assert {f"eagle1 {tree}" for tree in some} | {"eagle1 paper25 multi-round"} <= set(rows)
@@ -523,6 +524,8 @@ def test_the_suites_measure_every_head_and_their_tables_are_the_rows(tiny_direct
         assert ("multi-round" in text.splitlines()[0]) == (suite == "acceptance")
     bad = [row | {"speedup": None, "blocked": "DIFFERS 1/1"} for row in summary["rows"]]
     assert "DIFFERS 1/1, " in paper.paper_tables(summary | {"rows": bad})
+    assert bench.main([*flags, "--eagle", str(tiny_directory / "eagle1")]) == 0
+    assert {row["arm"] for row in records.read_lines(out)[1]["rows"]} == {"plain", "eagle1"}
 
 
 def test_every_drafter_becomes_an_arm(tiny_directory, monkeypatch, tmp_path):
@@ -583,7 +586,7 @@ def test_broken_promise_sets_the_exit_code(tiny_directory, monkeypatch, capsys):
     ("--shape tiny --max-new-tokens 1", "--max-new-tokens is too small; allowed: 2 or more"),
     ("--shape tiny --only nothing", "--only nothing"), ("--shape tiny --arm plain=tree=chain:2", "names must differ"),
     ("--questions /nonexistent.jsonl --checkpoint /nonexistent", "nonexistent"),
-    ("--baseline llama.cpp --shape tiny", "add --checkpoint FILE.gguf"), ("--head x", "--head belongs to --suite"),
+    ("--baseline llama.cpp --shape tiny", "add --checkpoint FILE.gguf"),
     ("--baseline hf --shape tiny --quant int8", "this model has quantized weights only"),
     ("--shape tiny --arm x=eagle=random:2", "allowed behind the colon are 1, 3, dflash"),
     ("--shape tiny --json /nonexistent/x", "there is no folder /nonexistent"),

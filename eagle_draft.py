@@ -9,8 +9,6 @@ Row i of the draft cache holds (feature i, token i + 1) at position i. Rows belo
 features only. The rows of a tree come after them and are overwritten in the next step.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

@@ -7,8 +7,6 @@ not know which of them it computes. Siblings in a tree share a position, but eve
 The model knows nothing of text, sampling, drafters, files, or what a tree means.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 

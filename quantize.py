@@ -8,8 +8,6 @@ its target, or alone. GPTQ of a head needs the whole model in memory, because th
 `weights.quantized` describes the stored tensors.
 """
 
-from __future__ import annotations
-
 from support.interrupts import leave_at_once
 
 if __name__ == "__main__":  # before the imports below, which take seconds

@@ -4,8 +4,6 @@ All engines of ours share one copy of the weights. The first arm is plain decodi
 it. An arm promises the same tokens as plain decoding, the same distribution, or nothing (another engine, `bench.peers`).
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import itertools

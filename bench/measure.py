@@ -3,8 +3,6 @@
 results/README.md is the contract that the numbers keep, and it says what every field of a line means.
 """
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import math

@@ -6,8 +6,6 @@ Their OpenMP threads wait busily, and so would slow down every other engine of t
 process writes one JSON line about itself, and then an answer for every request, a JSON line on stdin. It has no torch.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import json
 import sys

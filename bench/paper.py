@@ -4,8 +4,6 @@ The paper is EAGLE-1 (arXiv:2401.15077v3). Its published numbers stand beside ou
 decoding in fp16 and ours to our own plain decoding, so tau and n-alpha compare and speedups do not.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,6 @@
 """Other engines as arms of a benchmark: transformers, llama.cpp, ik_llama.cpp, and torch by itself. They promise
 nothing about their tokens."""
 
-from __future__ import annotations
-
 import argparse
 import copy
 import importlib.metadata

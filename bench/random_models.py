@@ -5,8 +5,6 @@ shape. What a random head gets accepted means nothing. The weights are made on t
 model of any size needs no file and little more memory than it keeps.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import Any

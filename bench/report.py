@@ -1,7 +1,5 @@
 """The report of a benchmark: tables on stdout."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any

@@ -5,8 +5,6 @@ step is one replay of a CUDA graph between CUDA events. On a CPU it is a call by
 runs a few more steps and says which kernels the time went to.
 """
 
-from __future__ import annotations
-
 import argparse
 import random
 import statistics

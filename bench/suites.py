@@ -4,8 +4,6 @@ A suite is a list of questions. Texts of the standard library stand in where no 
 where the model has no tokenizer.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib.util
 import os

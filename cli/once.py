@@ -1,7 +1,5 @@
 """What `generate.py` does once its arguments are read: it loads the model, and decodes one request or chats."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

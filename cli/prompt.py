@@ -1,7 +1,5 @@
 """What a command line asks to decode: a text, a file, standard input, or token ids. This file imports no torch."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import select

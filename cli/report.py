@@ -1,7 +1,5 @@
 """The report: lines on stderr about what was loaded, how fast it ran and what it accepted, and the same as JSON."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict

@@ -5,8 +5,6 @@ file that holds its styles, its script and its data and loads nothing, and `tree
 `Gauge` times the phases of a step.
 """
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Iterable, Iterator, Sequence

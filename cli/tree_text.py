@@ -5,8 +5,6 @@ self ┬─* .assert ┬─* Equal ──* ( ──+ first
      └── . .03
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import unicodedata

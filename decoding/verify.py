@@ -4,8 +4,6 @@ Both are pure functions of tensors with fixed shapes. They take their randomness
 back to the host. Shape letters: B batch, N nodes, D depth, V vocabulary.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.nn.functional import normalize

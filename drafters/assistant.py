@@ -5,8 +5,6 @@ target's hidden state of the token before, or from the second token on its own o
 root's position, and a node knows of the nodes above it only what their outputs carry.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

@@ -8,8 +8,6 @@ Each slot gives logits for its depth. A head either draws them as they are, so t
 combinations, or it corrects them by the token before: with a Markov head (DSpark) or a selector (DFlash2).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from functools import partial

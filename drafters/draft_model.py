@@ -1,7 +1,5 @@
 """A small LLM of the same vocabulary as the drafter."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from decoding.drafter import StepParts

@@ -1,7 +1,5 @@
 """Medusa: heads that predict several tokens ahead at once from one hidden state, their file, and how they draft."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from pathlib import Path

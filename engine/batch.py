@@ -10,8 +10,6 @@ The rows that decode are the first ones of the engine, and a step runs those alo
 changes places with the last one.
 """
 
-from __future__ import annotations
-
 import copy
 import time
 from collections import deque

@@ -5,8 +5,6 @@ What the C++ kernels make of weights (`stack`, `static_draft`) are tensors that 
 weights alive.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any

@@ -1,7 +1,5 @@
 """Grammars and JSON schemas as clients write them, and what of them can be enforced."""
 
-from __future__ import annotations
-
 import functools
 import json
 import re

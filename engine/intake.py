@@ -3,8 +3,6 @@
 It turns prompts and settings into requests, and refuses what is wrong with them. Who decodes them is the driver's matter.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 

@@ -5,8 +5,6 @@ engine = load("demo", eagle="demo/eagle1")
 for chunk in engine.generate(prompt_ids, SamplingParams(max_new_tokens=100)): ...
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -4,8 +4,6 @@ A row has one span of places behind each other. The places of a span count from 
 computed, so a span may be moved between two steps.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from decoding.step import DecodeState

@@ -1,7 +1,5 @@
 """Prompts and prefill: known tokens run through the target and the drafter, and set up the row that goes on from them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Generator, Iterable, Sequence
 from functools import partial
 from numbers import Integral

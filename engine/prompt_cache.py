@@ -5,8 +5,6 @@ one. So before a request overwrites a text that is long enough, its rows are cop
 on from a copied text gets them back. The copies are exact, so the tokens stay the same.
 """
 
-from __future__ import annotations
-
 import secrets
 import shutil
 import time

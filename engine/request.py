@@ -1,8 +1,6 @@
 """One prompt on an engine: what the host knows of its row, how it takes what prefill and steps give, and the inbox of its
 chunks."""
 
-from __future__ import annotations
-
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """What a request gives: tokens and text with the stop rules applied, times and acceptance. All of it is on the host."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple

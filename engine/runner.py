@@ -3,8 +3,6 @@
 This file knows neither models nor text. A step is a function without arguments that works on static buffers.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Callable, Hashable, Sequence

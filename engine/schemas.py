@@ -4,8 +4,6 @@ An object that lists its properties is closed unless its schema says otherwise: 
 cannot be enforced is left out, and named.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator
 from typing import Any
 from urllib.parse import unquote

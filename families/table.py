@@ -1,7 +1,5 @@
 """The supported model families: what a `model_type` means, and why others are refused."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

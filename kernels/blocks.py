@@ -7,8 +7,6 @@ bits. `high` more runs hold the bits above them. Behind the codes lie the factor
 and for each group its small factors of 8 rows.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

@@ -8,8 +8,6 @@ as integers, or (--activations float) the row stays as it is. The bits of a row'
 nor on their number.
 """
 
-from __future__ import annotations
-
 import functools
 from pathlib import Path
 from typing import NamedTuple

@@ -7,8 +7,6 @@ a compiled step traces them, and TorchDynamo never traces a file called tree.py 
 Shape letters: B batch, N nodes, D depth, K candidates per row, R draft rows so far, P size of the pool. Ids are int64.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

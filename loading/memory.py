@@ -1,7 +1,5 @@
 """The memory plan: the bytes that an engine will hold, computed before anything is loaded."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass
 
 import torch

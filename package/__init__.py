@@ -6,8 +6,6 @@ for chunk in engine.generate("def main():\\n", eaglet.SamplingParams(max_new_tok
     print(chunk.text, end="")
 """
 
-from __future__ import annotations
-
 import importlib
 from typing import TYPE_CHECKING, Any
 

@@ -10,8 +10,6 @@
 `eaglet COMMAND --help` lists the options of a command.
 """
 
-from __future__ import annotations
-
 import importlib
 import sys
 

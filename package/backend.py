@@ -4,8 +4,6 @@ The files of the repository import each other by bare names such as `model`. The
 site-packages. So the wheel has one package `eaglet` with all rooms in it, and imports of rooms name that package.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import re

@@ -17,8 +17,6 @@ An arm that promises the `same tokens` and breaks the promise gets no speedup (e
 distribution` or of an `other engine` get a ratio with that label. results/README.md says what every field means.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import json

@@ -7,8 +7,6 @@
 Pickle files are read here with `weights_only=True`; the result holds none. Needs memory for one copy of the weights.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Sequence

@@ -6,8 +6,6 @@ A model decodes plainly and with each of its draft heads. The demo prints the te
 per target forward and whether the tokens were the same.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import itertools

@@ -7,8 +7,6 @@ It is the measure of quantize.py's receipts: windows that are spread over the te
 scored. Tasks such as gsm8k are those of lm-evaluation-harness (scripts/harness.py).
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 from collections.abc import Callable

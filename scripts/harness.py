@@ -6,8 +6,6 @@
 server can be asked, too: docs/server.md has that command.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any
 

@@ -10,8 +10,6 @@ the most likely ones and half are sampled at T = 1. What is empty, repeats itsel
 out. After an interruption the same command goes on where it was.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from dataclasses import replace

@@ -7,8 +7,6 @@ A block stands between `<!-- KIND FILE -->` and `<!-- /KIND -->`. KIND is `arms`
 `acceptance` or `paper` (as `scripts.bench --suite` prints them).
 """
 
-from __future__ import annotations
-
 import re
 from functools import partial
 from pathlib import Path

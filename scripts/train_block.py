@@ -7,8 +7,6 @@ weights and masks are those of the papers, as far as they are published; the opt
 of --kind dflash, jetspec and dflash2 is z-lab's, and that of dspark is DeepSpec's.
 """
 
-from __future__ import annotations
-
 import argparse
 
 from support.errors import at_least

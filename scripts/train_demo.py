@@ -8,8 +8,6 @@ WORK/train_state.pt: after Ctrl-C the same command goes on from there, to the sa
 interpreter's standard library: every .py file except tests, generated tables and the modules held out for measuring.
 """
 
-from __future__ import annotations
-
 import argparse
 import functools
 import hashlib

@@ -10,8 +10,6 @@ scripts.train_eagle. The result depends on --seed alone, and interrupted runs re
 held-out tau is replaced only with --force.
 """
 
-from __future__ import annotations
-
 import argparse
 
 from support.errors import at_least

@@ -14,8 +14,6 @@ off (as --recipe paper has it) and the default --taps. Other EAGLE-3 heads need 
 config.json, such as vLLM.
 """
 
-from __future__ import annotations
-
 import argparse
 from typing import Any
 

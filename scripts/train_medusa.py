@@ -8,8 +8,6 @@ LM head, which is the target's own unless --own-lm-head is given. `--loss ce` is
 scripts.train_draft. The command writes CARD.json and medusa_lm_head.safetensors with the published names to OUT.
 """
 
-from __future__ import annotations
-
 import argparse
 
 from support.errors import at_least

@@ -8,8 +8,6 @@ median speedup is written if it beats the default and plain decoding. Its file i
 head, device and options.
 """
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 from statistics import fmean

@@ -1,7 +1,5 @@
 """What the choices of a request give: text, thoughts, tool calls and log-probabilities as they come."""
 
-from __future__ import annotations
-
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace

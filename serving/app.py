@@ -1,7 +1,5 @@
 """The endpoints, and who may use them: reading a request, running it, writing the answer; the page and the figures."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import contextlib

@@ -1,8 +1,6 @@
 """`generate.py --input FILE --output FILE`: answers to a file of requests, one JSON object a line, as OpenAI's batch API
 has them."""
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import json

@@ -1,7 +1,5 @@
 """What the answers of all endpoints share, and those of /v1/chat/completions and /v1/completions."""
 
-from __future__ import annotations
-
 import json
 import secrets
 import time

@@ -1,7 +1,5 @@
 """Small endpoints that decode nothing: llama.cpp's for token ids, prompts and facts, and OpenAI's for embeddings."""
 
-from __future__ import annotations
-
 import base64
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """/v1/messages, Anthropic's API: reading a request, and answers made of blocks of text and tool calls."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from itertools import takewhile

@@ -1,7 +1,5 @@
 """The prompts of requests: what a chat template makes of messages and tools, how an answer begins, what is too long."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """What a request asks for, read from its JSON: one function for each endpoint. Nothing here touches the engine."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Answers of /v1/responses: one response whose output is a list of items, and events that build it up."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any
 

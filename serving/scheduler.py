@@ -1,7 +1,5 @@
 """Requests on the engine: how they become streams, wait in order, are decoded together, and tell what they made."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import functools

@@ -1,7 +1,5 @@
 """The process around the application: its socket, its signals, how it ends, and where it keeps its prompt cache."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import re

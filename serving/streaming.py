@@ -1,7 +1,5 @@
 """Sending an answer, whole or while it is decoded, and noticing that nobody waits for it any more."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 

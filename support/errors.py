@@ -1,7 +1,5 @@
 """Errors that a user can act on, and how a command reports them: one line on stderr and an exit code."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import difflib

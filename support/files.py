@@ -1,7 +1,5 @@
 """Reading files strictly and writing them whole: a reader never sees half a file, and a failure leaves the old one."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import errno

@@ -1,7 +1,5 @@
 """This machine: its device, memory, bandwidth and versions, and taking no more of its memory than is needed."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import math

@@ -1,7 +1,5 @@
 """C++ operators for torch: compiled once for this machine, and kept in the cache folder."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import platform

@@ -1,7 +1,5 @@
 """The progress of long work, shown by every command in the same way: a bar on stderr, drawn by tqdm."""
 
-from __future__ import annotations
-
 import sys
 
 try:  # a GPU machine may have torch alone, and goes without the bar

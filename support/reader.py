@@ -3,8 +3,6 @@
 Whatever is wrong with it is a BadFileError of one line that names the file and the key.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """A faster start: Python's search for cyclic garbage finds nothing while modules are imported and a model is read."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Texts to train on, to calibrate with and to measure on: the standard library's sources, and files of the user."""
 
-from __future__ import annotations
-
 import ast
 import os
 import random

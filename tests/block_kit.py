@@ -3,8 +3,6 @@
 Nothing here uses the head's own code: names, shapes and formulas are those of the published heads.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Has the tests of engines run again on another model."""
 
-from __future__ import annotations
-
 import functools
 import random
 from collections.abc import Iterator

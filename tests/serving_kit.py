@@ -1,7 +1,5 @@
 """A running server for tests: in a thread, on a free port, with the demo model or with answers that a test writes."""
 
-from __future__ import annotations
-
 import contextlib
 import http.client
 import json

@@ -1,7 +1,5 @@
 """scripts.bench and scripts.evaluate: numbers that recount, promises that are checked, nothing reused between runs."""
 
-from __future__ import annotations
-
 import json
 import math
 import random

@@ -1,7 +1,5 @@
 """drafters/block.py: trees against brute force, acceptance that is certain, and the kernels against plain code."""
 
-from __future__ import annotations
-
 import functools
 import math
 

@@ -1,7 +1,5 @@
 """weights/block_heads.py and drafters/block.py: every published layout is read, and computes what its formulas say."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

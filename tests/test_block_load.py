@@ -1,7 +1,5 @@
 """Block heads in the commands: loading, the report, the memory plan, rounding, and what is refused."""
 
-from __future__ import annotations
-
 import functools
 import json
 

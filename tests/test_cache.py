@@ -1,7 +1,5 @@
 """support/cache.py: compiled code is found again by the next process, and clearing deletes nothing that is not ours."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

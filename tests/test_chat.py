@@ -1,7 +1,5 @@
 """The chat: what a user types at a terminal, what the commands do, and what the caches keep from turn to turn."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

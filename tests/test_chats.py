@@ -1,7 +1,5 @@
 """scripts.make_chats: what a model writes by itself, what is left out, and going on after an interruption."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

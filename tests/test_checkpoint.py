@@ -1,7 +1,5 @@
 """weights/: every layout gives the same tensors, every damaged file gives one line, nothing else gets through."""
 
-from __future__ import annotations
-
 import json
 import os
 import pickle

@@ -1,7 +1,5 @@
 """Client libraries that people use, against a server of SmolLM2. Each is skipped where it is not installed."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 

@@ -1,7 +1,5 @@
 """The C++ kernels of CPUs: right values, bits that depend on the row alone, and a build that never stops a start."""
 
-from __future__ import annotations
-
 import ctypes
 import itertools
 import math

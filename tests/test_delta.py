@@ -4,8 +4,6 @@ Tests named `test_interpreted_*` ask the reference and C++, and where tests/test
 TRITON_INTERPRET=1 before Triton is imported, the kernels of Triton.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """`make demo` and `make chat`: the real model where it can be had, the embedded one elsewhere. Nothing is downloaded."""
 
-from __future__ import annotations
-
 import re
 import sys
 from pathlib import Path

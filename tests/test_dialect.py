@@ -1,7 +1,5 @@
 """text/dialect.py and text/splitter.py: what every family writes, cut at every place, and calls that a grammar forces."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

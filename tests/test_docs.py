@@ -1,7 +1,5 @@
 """The documents: commands whose flags exist, examples that run, pictures and tables that come from what they claim."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import io

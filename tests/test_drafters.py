@@ -1,7 +1,5 @@
 """drafters/: the same tokens as plain decoding, acceptance where it is certain, files, vocabularies, brute force."""
 
-from __future__ import annotations
-
 import functools
 from pathlib import Path
 from types import SimpleNamespace

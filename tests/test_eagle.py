@@ -1,7 +1,5 @@
 """eagle_draft.py: the head against explicit arithmetic, trees against brute force, the draft cache, acceptance."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import shutil

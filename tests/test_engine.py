@@ -1,8 +1,6 @@
 """engine/engine.py: the same tokens with every drafter, stop rules, interrupted requests, the distribution of multi-round
 verification, and one graph per step."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import json

@@ -3,8 +3,6 @@
 Run it with `make gpu` (pytest -m gpu). Without a device it is skipped.
 """
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Model families: MXFP4 as transformers reads it, refusals that name the family, and a family added in a few lines."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from dataclasses import replace

@@ -4,8 +4,6 @@ Tests named `test_interpreted_*` need TRITON_INTERPRET=1 before Triton is import
 them.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -4,8 +4,6 @@
 own, which a failure names.
 """
 
-from __future__ import annotations
-
 import hashlib
 import http.client
 import json

@@ -1,7 +1,5 @@
 """Engines of Gemma 4: the tests of all engines with layers of two kinds, and what such a model has of its own."""
 
-from __future__ import annotations
-
 import functools
 import json
 import random

@@ -1,7 +1,5 @@
 """The command line and `load`, as a user runs them, on the embedded demo model."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

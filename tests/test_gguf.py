@@ -4,8 +4,6 @@ The references are the `gguf` package for tensors, transformers for models, and 
 tests/smollm2_ids.json, asked again where llama-cpp-python is installed).
 """
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import json

@@ -1,7 +1,5 @@
 """What a machine with a GPU runs: `make gpu`, step times of random models of real shapes, and their CUDA calls."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

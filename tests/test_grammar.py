@@ -1,7 +1,5 @@
 """Grammars: which tokens may follow each node of a tree, the same tokens with every drafter, and texts that are valid."""
 
-from __future__ import annotations
-
 import json
 import sys
 from functools import partial

@@ -1,7 +1,5 @@
 """Ctrl-C and kill -9 at any moment of every command: one line, and never half a result."""
 
-from __future__ import annotations
-
 import importlib
 import itertools
 import json

@@ -1,7 +1,5 @@
 """The house order: a file imports only rooms above its own, at every level, and no file does work when it is imported."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import graphlib

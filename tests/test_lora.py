@@ -1,7 +1,5 @@
 """LoRA adapters: the logits of PEFT, on every kind of weight, in forwards of any width, with a draft head."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import replace

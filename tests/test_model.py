@@ -1,7 +1,5 @@
 """The model equals transformers for every family, and a tree forward equals the forwards of its paths."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 

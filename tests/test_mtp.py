@@ -1,7 +1,5 @@
 """The layer for multi-token prediction that a checkpoint brings, as a drafter of trees."""
 
-from __future__ import annotations
-
 import functools
 import random
 import shutil

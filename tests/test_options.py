@@ -1,7 +1,5 @@
 """loading/options.py: one declaration of every option for the command lines, the benchmark and Python."""
 
-from __future__ import annotations
-
 import argparse
 from dataclasses import MISSING, fields, replace
 from typing import Any

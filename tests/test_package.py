@@ -1,7 +1,5 @@
 """package/: the wheel that `pip install .` makes, the command `eaglet`, and `import eaglet` in another folder."""
 
-from __future__ import annotations
-
 import ast
 import os
 import re

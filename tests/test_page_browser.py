@@ -1,7 +1,5 @@
 """The page at `/` in a real browser: Chromium of the package PyQt6-WebEngine, with the rules of axe-core-python."""
 
-from __future__ import annotations
-
 import json
 import os
 import threading

@@ -1,7 +1,5 @@
 """engine/pool.py and `--pool`: one cache for all rows, whose room requests wait for, and in which rows move."""
 
-from __future__ import annotations
-
 import functools
 import random
 from dataclasses import replace

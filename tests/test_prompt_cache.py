@@ -1,7 +1,5 @@
 """engine/prompt_cache.py: texts that alternate on one engine, in memory and on disk."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

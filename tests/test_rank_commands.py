@@ -1,7 +1,5 @@
 """What the commands do with `--tp N`: what works with several processes, what they say of them, and what is refused."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """What a rank of tensor parallelism reads of a model's files: its own part of the bytes, whatever the format is."""
 
-from __future__ import annotations
-
 import math
 import sys
 import zipfile

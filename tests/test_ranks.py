@@ -1,7 +1,5 @@
 """Tensor parallelism: parts of a model in several processes decode what the whole model decodes."""
 
-from __future__ import annotations
-
 import datetime
 import json
 import os

@@ -1,7 +1,5 @@
 """Engines of models with recurrent layers: the tests of all engines, and what their memory does besides."""
 
-from __future__ import annotations
-
 import pytest
 import test_engine
 import torch

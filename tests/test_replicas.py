@@ -1,7 +1,5 @@
 """Replicas: a request's tokens do not depend on who decodes it, nor on how many replicas have died meanwhile."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

@@ -1,7 +1,5 @@
 """What clients send, found in public reports: each condition is built anew, and its whole kind is tried."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import socket

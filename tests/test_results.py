@@ -1,7 +1,5 @@
 """results.py: the measures of a result, from step lengths that a person can count."""
 
-from __future__ import annotations
-
 import pytest
 from tiny import PROMPT, eagle_engine, tiny_head, tiny_model
 

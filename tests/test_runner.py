@@ -1,7 +1,5 @@
 """runner.py and the engine around it: steps ahead of the host, CUDA graphs (on a stand-in), break-even, accidents."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest

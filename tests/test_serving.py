@@ -1,7 +1,5 @@
 """The server as OpenAI's own client sees it: every endpoint, streams, tools, errors, and what two chats share."""
 
-from __future__ import annotations
-
 import json
 import re
 import threading

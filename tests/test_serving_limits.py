@@ -1,7 +1,5 @@
 """The server under load and with bad clients: what each of them gets, and that the next request is right."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import json

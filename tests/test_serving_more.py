@@ -1,7 +1,5 @@
 """The server's endpoints beside chats and completions, who may use it, and what happens when the context is full."""
 
-from __future__ import annotations
-
 import base64
 import threading
 from functools import partial

@@ -1,7 +1,5 @@
 """The page at `/`, and the steps that a stream brings it: those of `--html`, recorded only for requests that ask."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """The draft heads in heads/: they draft for the real model as well as when they were trained, and change no token."""
 
-from __future__ import annotations
-
 import functools
 import json
 from dataclasses import replace

@@ -1,8 +1,6 @@
 """weights/small_floats.py, and every published format through the command line: files that the tests write by the rules
 that the formats' own libraries follow, read as the same values."""
 
-from __future__ import annotations
-
 import json
 import math
 import shutil

@@ -1,7 +1,5 @@
 """engine/streams.py, engine/batch.py and prompts: many threads and tasks on one engine, and every kind of prompt."""
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import gc

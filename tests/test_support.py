@@ -1,7 +1,5 @@
 """support/: how commands end, and files that are whole or not there at all."""
 
-from __future__ import annotations
-
 import gc
 import io
 import itertools

@@ -1,7 +1,5 @@
 """Thoughts and growing calls as clients see them: every endpoint, whole and streamed, budgets, grammars, history."""
 
-from __future__ import annotations
-
 import json
 import threading
 from functools import partial

@@ -1,7 +1,5 @@
 """scripts.tune_tree: what the race counts, and that nothing is written that did not win."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import replace

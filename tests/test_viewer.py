@@ -1,7 +1,5 @@
 """cli/: the gauge splits a step and changes no token, and the page and the terminal show the steps as they were."""
 
-from __future__ import annotations
-
 import io
 import json
 import math

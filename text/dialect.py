@@ -4,8 +4,6 @@ Every family has marks of its own. The rows of the tables here are chosen by wha
 the tokens that the model has, never by a name. The facts are those of the models' own templates and cards.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import re

@@ -4,8 +4,6 @@ The reading is one generator, which waits where it needs more text. So what come
 was cut, and every piece comes as soon as it is certain. What looks like a call and is none stays text.
 """
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import json

@@ -4,8 +4,6 @@ A sequence is run once, and blocks stand behind random tokens of it, the anchors
 and itself. Its slots count while the tokens that they predict, and all before them, are the model's answer.
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Training drafters that learn the target's distribution: small draft LLMs (DistillSpec) and Medusa heads (Medusa-1)."""
 
-from __future__ import annotations
-
 import argparse
 import copy
 from pathlib import Path

@@ -4,8 +4,6 @@
 `train` is the course of every run.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import functools

@@ -1,7 +1,5 @@
 """Training EAGLE heads of generations 1 and 3: the head, its recipes and losses, what is measured and what is written."""
 
-from __future__ import annotations
-
 import argparse
 from dataclasses import asdict, replace
 from pathlib import Path

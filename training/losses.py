@@ -5,8 +5,6 @@ vocabulary, and for every row of a batch, takes far more memory than all weights
 and its gradients are computed together, and the logits of one chunk exist at a time.
 """
 
-from __future__ import annotations
-
 import shutil
 import zlib
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Gemma 4's assistants as Google publishes them: `gemma4_assistant` and `gemma4_unified_assistant`."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import torch

@@ -5,8 +5,6 @@ config, and every setting that is not understood is refused by its name, because
 output and only lowers the acceptance.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path

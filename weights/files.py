@@ -5,8 +5,6 @@ dtype are known and whose values are not read yet, so a model is loaded one tens
 damaged, missing, unexpected or non-finite tensor is a ValueError of one line, and no pickle can run code.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -5,8 +5,6 @@ the stop tokens are those of llama.cpp, which is the reference for the ids. Thos
 own, in which marks such as accents belong to their letters: llama.cpp's stand-ins cut there.
 """
 
-from __future__ import annotations
-
 import collections
 import json
 import math

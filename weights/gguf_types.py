@@ -1,7 +1,5 @@
 """How GGUF's types store values: the bytes of their blocks as codes and factors, exactly (`kernels.blocks`)."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Sequence
 from typing import NamedTuple

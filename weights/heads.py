@@ -5,8 +5,6 @@ taken from the target that could differ in the head. A head that is read wrongly
 acceptance, so every doubt is an error or a note.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence

@@ -4,8 +4,6 @@
 k and v, for example), so a Hugging Face tensor is a view of some rows of one of our parameters.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import re

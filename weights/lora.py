@@ -11,8 +11,6 @@ Of several adapters, all A lie one below the other, too, and all B side by side.
 none: what the A of others give becomes zero. So a row gets the numbers that it would get from its adapter alone.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -5,8 +5,6 @@ first, and X_scales [E, out, in / 32] uint8, the exponents plus 127. For the CPU
 are. Elsewhere they become floats, which hold the same values.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -5,8 +5,6 @@ through the quantized ones, so quality is measured without ever holding a model.
 quantized layers before produce. Finished layers wait in OUT.partial until the result is complete.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import hashlib

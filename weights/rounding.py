@@ -3,8 +3,6 @@
 `fill_rounded` rounds a float checkpoint to nearest while it is loaded. `Tally` says what rounding cost.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

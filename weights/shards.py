@@ -13,8 +13,6 @@ written there and read by everyone at once, in the order in which NCCL's or gloo
 bits.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace

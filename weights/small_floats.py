@@ -9,8 +9,6 @@ block, plus an offset.
 All of them are read as floats. The CPU and the Triton kernels keep 4 bits, in a table of numbers of 8 bits.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping

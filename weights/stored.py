@@ -8,8 +8,6 @@ unpacked and put in our layout, exactly. The shapes of its tensors tell the bits
 fuse (q, k and v, for example) must share bits and groups. What such a checkpoint does not quantize is read as floats.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial

@@ -349,12 +349,15 @@ class DraftHead(nn.Module):
     def narrow_logits(self, output: Tensor) -> Tensor:
         """output [..., H] -> draft logits [..., Vd], in the dtype that the LM head computes in."""
         output = self.normed(output)
-        return self.target.narrow_logits(output) if self.lm_head is None else self.lm_head(output)
+        if self.lm_head is None:
+            return self.target.narrow_logits(output)
+        logits = self.lm_head(output)
+        return logits if self.config.has_lm_head else self.target.scaled(logits)  # of rows of the target's LM head
 
     def top(self, output: Tensor, count: int) -> kernels.TopK | None:
         """The `count` best of `narrow_logits` where the LM head's kernel finds them without storing the logits."""
         target = self.target.config
-        if self.lm_head is None and (target.logits_multiplier != 1 or target.logits_cap):
+        if not self.config.has_lm_head and (target.logits_multiplier != 1 or target.logits_cap):
             return None  # the target's logits are not those of its LM head
         linear = self.lm_head or self.target.lm_head
         if not isinstance(linear, QuantLinear) or linear.packed is None or linear.packed.layout != "planes":

@@ -174,7 +174,7 @@ def head_weights(head: EagleHead) -> records.HeadWeights | None:
     if config.extra_norms or config.layer.hidden_size % 8:
         return None
     scaled = target.config.logits_multiplier != 1 or target.config.logits_cap
-    if scaled and head.lm_head is None:
+    if scaled and not config.has_lm_head:
         return None
     embedding = head.embed_tokens or target.embed_tokens
     table = linear_weights(embedding.head[0] if isinstance(embedding, TiedEmbedding) else embedding)

@@ -407,8 +407,12 @@ def test_batch_rows_of_a_perfect_head():
 
 @pytest.mark.parametrize("changes", ({}, {"logits_cap": 3.0}, {"logits_multiplier": 0.5}), ids=str)
 def test_the_best_of_the_lm_head_are_not_taken_for_the_targets(changes, monkeypatch):
-    """Scores of an LM head whose logits the target scales or caps: a dynamic tree ranks its nodes wrongly."""
+    """Scores of an LM head whose logits the target scales or caps: a dynamic tree ranks its nodes wrongly. So do the rows
+    of that LM head that a trimmed vocabulary has, and so they meet the noise at another temperature."""
     model = tiny_model(torch.float32, **changes)
+    ids, output = torch.tensor([3, 5, 8, 40]), torch.randn(2, 32)
+    trimmed = tiny_head(model, vocab=ids)
+    assert torch.allclose(trimmed.narrow_logits(output), tiny_head(model).narrow_logits(output)[:, ids], atol=1e-5)
     quantize_(model, QuantSpec("int8"))
     pack_(model, torch.float32)
     model.lm_head.packed = dataclasses.replace(model.lm_head.packed, layout="planes")  # as on a GPU

@@ -57,7 +57,9 @@ class TrainHead(EagleHead):
         if self.config.version == 3:
             return super().narrow_logits(output)
         output = output.to(self.target.dtype)
-        return super().narrow_logits(output) if self.target_head is None else F.linear(output, self.target_head)
+        if self.target_head is None:
+            return super().narrow_logits(output)
+        return self.target.scaled(F.linear(output, self.target_head))
 
     @torch.no_grad()
     def draft_targets(self, hidden_states: Tensor, best: Tensor | None) -> tuple[Tensor, Tensor]:

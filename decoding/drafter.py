@@ -1,8 +1,8 @@
 """The contract of a drafter, and the drafter that drafts nothing.
 
 A drafter proposes a draft tree. It cannot change a token: the target verifies every node, so a bad draft only costs
-speed. Everything a drafter does inside a step has fixed shapes and never waits for the host. Shape letters: B
-batch, N nodes, D depth, S slots, V vocabulary, F feature size.
+speed. Everything a drafter does inside a step has fixed shapes and never waits for the host. Shape letters: B batch,
+N nodes, D depth, S slots, V vocabulary, F feature size.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ import asyncio
 import json
 import math
 import time
+from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -92,18 +93,23 @@ class _Run:
 
     async def answer_all(self, requests: Sequence[Line], output: Path, progress: Progress) -> str:
         """Answer the requests. Returns a line about what was done. Raises what keeps the engine from going on."""
-        tasks = [asyncio.create_task(self._answer(request)) for request in requests]
+        waiting = deque(asyncio.create_task(self._answer(request)) for request in requests)
+        total = len(waiting)
         try:
-            for done, task in enumerate(tasks, 1):
-                append_json_lines(output, await task)
-                progress(done / len(tasks), f"{done} of {len(tasks)}, {self._speed()[1]:.0f} tok/s")
+            while waiting:
+                answers = [await waiting.popleft()]
+                while waiting and waiting[0].done():  # a write waits for the disk, so they share one
+                    answers.append(waiting.popleft().result())
+                append_json_lines(output, *answers)
+                done = total - len(waiting)
+                progress(done / total, f"{done} of {total}, {self._speed()[1]:.0f} tok/s")
         finally:
             progress.close()
             for job in self.scheduler.jobs:
                 job.cancel()
         refused = f"   {self.wrong:,} refused, and their lines say why" if self.wrong else ""
         seconds, rate = self._speed()
-        return f"{len(tasks):,} requests   {self.tokens:,} tok   {seconds:.1f} s   {rate:.1f} tok/s{refused}"
+        return f"{total:,} requests   {self.tokens:,} tok   {seconds:.1f} s   {rate:.1f} tok/s{refused}"
 
     def _speed(self) -> tuple[float, float]:
         """Seconds since the start, and the tokens of each."""

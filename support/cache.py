@@ -193,5 +193,9 @@ def clear() -> list[Entry]:
         why = f"it holds {strange[0]!r:.60}" if strange else "it was not made by eaglet"
         raise ValueError(f"{place} is not cleared: {why}. Delete it yourself, or set EAGLET_CACHE.")
     for entry in gone:
-        shutil.rmtree(place / entry.key)
+        path = place / entry.key
+        if path.is_symlink():
+            path.unlink()
+        else:
+            shutil.rmtree(path)
     return gone

@@ -232,6 +232,8 @@ class QuantLinear(SelfCounting):
                 self._buffers[name] = stored.to(self._buffers[name].device)
         if self.qweight is not None:
             self.packed = None
+        elif fn(self.packed.weight[:0]).device != self.packed.weight.device:
+            raise ValueError("packed weights cannot move to another device; load the model again on that one.")
         return self
 
 

@@ -24,16 +24,16 @@ def on_model(model: Transformer, heads: dict, changes: dict[str, Any]) -> Any:
         seed = {**vars(params), "seed": params.seed + row}
         return tuple(Engine(model).generate(test_engine.PROMPTS[row], SamplingParams(**seed)).run()[0].token_ids)
 
-    @pytest.fixture(autouse=True)
-    def fixture(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    @pytest.fixture(autouse=True, scope="module")
+    def fixture() -> Iterator[None]:
         found = {"MODEL": model, "HEADS": heads, "plain": plain, "tiny_model": functools.partial(tiny_model, **changes)}
-        for name, value in found.items():
-            monkeypatch.setattr(test_engine, name, value)
-        monkeypatch.setattr(test_prompt_cache, "MODEL", model)
-        monkeypatch.setattr(test_prompt_cache, "HEAD", heads["eagle3-full"])
-        test_engine.fresh_steps.cache_clear()
-        yield
-        test_engine.fresh_steps.cache_clear()
+        found["fresh_steps"] = functools.cache(test_engine.fresh_steps.__wrapped__)
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in found.items():
+                patch.setattr(test_engine, name, value)
+            patch.setattr(test_prompt_cache, "MODEL", model)
+            patch.setattr(test_prompt_cache, "HEAD", heads["eagle3-full"])
+            yield
 
     return fixture
 

@@ -65,7 +65,7 @@ def test_random_requests_have_the_tokens_of_plain_decoding(options):
     drafter = test_engine.eagle_drafter(HEADS["eagle3"], TREES["dynamic"], rows)
     engine = Engine(MODEL, None, drafter, EngineConfig(**options))
     alone = Engine(MODEL, config=EngineConfig(kv_dtype=options.get("kv_dtype")))
-    check_random_requests(engine, alone, 5, 2 * rows)
+    check_random_requests(engine, alone, 3, 2 * rows)
 
 
 # ---- the assistant ----------------------------------------------------------------------------------------------------
@@ -103,9 +103,10 @@ class Drafts(Observer):
         self.seen.append((output.draft, output.emitted[0, : int(output.count[0])].tolist()))
 
 
-@pytest.mark.parametrize("family", ["gemma4", "gemma4-values", "gemma4_unified"])
-@pytest.mark.parametrize("ordered", [False, True])
-@pytest.mark.parametrize("tree", ["chain:4", "dynamic:10,3,3"])
+@pytest.mark.parametrize("family, ordered, tree", [
+    ("gemma4", False, "chain:4"), ("gemma4", True, "dynamic:10,3,3"), ("gemma4-values", True, "chain:4"),
+    ("gemma4-values", False, "dynamic:10,3,3"), ("gemma4_unified", True, "dynamic:10,3,3"),
+])  # fmt: skip
 def test_an_assistant_drafts_as_in_transformers(tmp_path, family, ordered, tree):
     """Catches a position, a state, a cache or a parent that is not the one it was trained with: fewer tokens would be
     accepted. A chain has transformers' tokens, and each node the probability that transformers gives its path."""
@@ -156,12 +157,13 @@ def test_an_assistant_changes_no_token(folders, options):
     """Catches rows that read each other's keys, and a tree whose nodes write where the target reads."""
     target, assistant = folders
     made = dict(ctx=128, dtype="float32", slots=3, **options)
-    by_default = load(target, eagle=assistant, ctx=64)
-    assert by_default.fallback and not by_default.drafter.p_min
+    if not options:
+        by_default = load(target, eagle=assistant, ctx=64)
+        assert by_default.fallback and not by_default.drafter.p_min
     engine = load(target, eagle=assistant, eagle_always=True, **made)
     plain_engine = load(target, **{name: value for name, value in made.items() if name not in ("tree", "verify")})
     rng = random.Random(1)
-    for temperature in (0, 0.7, 1):
+    for temperature in (0, 0.8):
         prompts = [[rng.randrange(3, 127) for _ in range(rng.randrange(1, 40))] for _ in range(5)]
         params = SamplingParams(temperature, seed=5, max_new_tokens=24, stop_ids=(127,))
         found, want = ([e.generate(p, params) for p in prompts] for e in (engine, plain_engine))

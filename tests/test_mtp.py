@@ -146,12 +146,12 @@ def test_a_trained_layer_drafts_well_and_changes_no_token():
 
 
 def test_random_requests_have_the_tokens_of_plain_decoding():
-    """Catches drafts that change a token at any temperature, alone or in slots: 100 requests."""
+    """Catches drafts that change a token at any temperature, alone or in slots: 32 requests."""
     head, rng = trained(), random.Random(0)
     plain = Engine(head.target, config=EngineConfig(batch_size=4))
     alone = Engine(head.target, None, eagle_drafter(head, TREES["dynamic"]))
     slots = Engine(head.target, None, eagle_drafter(head, TREES["dynamic"], 4), EngineConfig(batch_size=4))
-    for index in range(25):
+    for index in range(8):
         prompts = [[rng.randrange(97) for _ in range(rng.randrange(1, 12))] for _ in range(4)]
         params = SamplingParams((0.0, 0.7, 1.0)[index % 3], seed=index, max_new_tokens=rng.randrange(2, 14))
         want = [r.token_ids for r in plain.generate_batch(prompts, params).run()]
@@ -220,6 +220,18 @@ def test_quantize_keeps_the_layer(checkpoint, tmp_path, mode):
         assert drafting.head.config.kind == "MTP" and drafting.model.quant
         prompt = [3, 17, 99, 45]
         assert drafting.generate(prompt, params).run()[0].token_ids == plain.generate(prompt, params).run()[0].token_ids
+
+
+def test_the_plan_counts_what_recurrent_layers_keep(tiny_checkpoint):
+    """Catches a plan without the memory of recurrent layers, or with keys and values for them, and such a model that
+    drafts, with wrong results."""
+    folder = str(tiny_checkpoint("qwen3_5"))
+    with pytest.raises(ValueError, match="a model with recurrent layers, or heads of two sizes, cannot draft"):
+        load(folder, draft_checkpoint=folder)
+    engine = load(folder, ctx=128, slots=2)
+    memory = engine.state.memory
+    kept = sum(t.nbytes for t in memory) + memory.memory.nbytes + memory.path.nbytes
+    assert engine.plan.recurrent == kept and engine.plan.kv == pytest.approx(engine.state.kv[0].nbytes, rel=0.02)
 
 
 def test_a_27b_in_int4_with_16k_tokens_is_planned_to_fit_24_gb():

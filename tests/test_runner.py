@@ -23,7 +23,7 @@ from engine.request import Request
 from engine.runner import WARM_UP, Pacer, Runner, capture_graph
 from engine.stepping import LAG
 
-ERRORS = (KeyboardInterrupt, RuntimeError, torch.OutOfMemoryError)
+ERRORS = (KeyboardInterrupt, RuntimeError)
 
 
 def ahead(kind: str, tree: str, lag: int, rows: int = 1) -> Engine:
@@ -293,7 +293,7 @@ def test_a_rebound_buffer_is_caught():
             assert steps_of(engine, prompt, settings(2)) == steps_of(eager, prompt, settings(2))
 
 
-@pytest.mark.parametrize("when", range(WARM_UP + 1))
+@pytest.mark.parametrize("when", (0, WARM_UP))
 def test_a_failed_capture_says_so_and_leaves_the_engine_usable(when):
     """Catches unclear errors, wrong streams and wrong tokens after an operator that cannot be captured or memory that
     ends in the warm-up. The error is one line, and from then on steps run without graphs. Ctrl-C is no reason to give
@@ -517,8 +517,7 @@ class Turning(ScriptedDrafter):
         return super().draft(inputs)
 
 
-@pytest.mark.parametrize("lag", (0, 2))
-@pytest.mark.parametrize("shifts", ((1, 0), (0, 1)))
+@pytest.mark.parametrize("shifts, lag", [((1, 0), 2), ((0, 1), 0)])
 def test_plain_steps_while_speculation_does_not_pay(shifts, lag):
     """Catches a hopeless drafter that goes on slowing a request, and one that became good and stays unused. The
     tokens are always those of plain decoding, and the counts fit."""
@@ -556,9 +555,9 @@ def drafter_of(kind: str, batch_size: int) -> Drafter | None:
     return WithNGrams(eagle, 4) if "grams" in kind else eagle
 
 
-@pytest.mark.parametrize("kind, lag", [
-    ("eagle1", 0), ("eagle1", 2), ("eagle3-dynamic", 2), ("eagle1-grams", 0), ("draft", 2), ("ngram", 0), ("ngram", 2),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "kind, lag", [("eagle1", 2), ("eagle3-dynamic", 2), ("eagle1-grams", 0), ("draft", 2), ("ngram", 0)]
+)
 def test_a_drafter_catches_up_after_plain_steps(kind, lag, monkeypatch):
     """Catches draft rows of plainly decoded tokens that are missing, shifted by one or made from other features.
     Acceptance would be lost silently. Tokens and all later draft rows must be those of an engine that never stopped,
@@ -610,8 +609,7 @@ def test_the_first_request_measures_both_steps(monkeypatch):
         assert len(engine.timings) == 2 and engine.step_seconds == (plain_step, speculative)
 
 
-@pytest.mark.parametrize("graphs", (False, True))
-@pytest.mark.parametrize("lag", (0, 2))
+@pytest.mark.parametrize("lag, graphs", [(0, False), (2, True)])
 def test_captures_and_first_runs_do_not_count_as_steps(lag, graphs, monkeypatch):
     """Catches a break-even that holds the seconds of a capture or of a compilation, so that speculation would be given up
     without reason, or never; and compilation that counts as decoding."""

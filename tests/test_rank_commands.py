@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from test_ranks import ROOT, config_of, run
 
+import generate
 import quantize
 from scripts import bench
 from support.errors import UsageError
@@ -48,25 +49,27 @@ def test_groups_that_would_be_split_are_named_before_quantizing():
         quantize.check_split(config_of(), QuantSpec("int4", group_size=64), 4)
 
 
-def test_processes_on_several_machines_give_the_tokens_of_one():
+def test_processes_on_several_machines_give_the_tokens_of_one(capsys):
     """Ranks that take the number in the whole group for that on their own machine, or wait where nobody comes."""
-    words = ["generate.py", "--device", "cpu", "--threads", "1", "--eagle", "demo/eagle1", "--temperature", "0.7"]
+    words = ["--device", "cpu", "--threads", "1", "--eagle", "demo/eagle1", "--temperature", "0.7"]
     words += ["--max-new-tokens", "40", "--ctx", "256", "-q"]
-    alone = run(*words, cwd=ROOT)
+    assert generate.main(words) == 0
+    alone = capsys.readouterr().out
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     group = ["--nnodes", "2", "--nproc-per-node", "1", "--master-addr", "127.0.0.1", "--master-port", str(port)]
+    words = ["generate.py", *words, "--tp", "2"]
     groups = [
         subprocess.Popen(
-            [sys.executable, "-m", "torch.distributed.run", *group, "--node-rank", number, *words, "--tp", "2"],
+            [sys.executable, "-m", "torch.distributed.run", *group, "--node-rank", number, *words],
             cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )
         for number in "01"
     ]  # fmt: skip
     outputs = [each.communicate(timeout=100) for each in groups]
     assert [each.returncode for each in groups] == [0, 0], outputs
-    assert outputs[0][0] == alone.stdout and outputs[1][0] == "" and len(alone.stdout) > 40
+    assert outputs[0][0] == alone and outputs[1][0] == "" and len(alone) > 40
 
 
 def test_a_server_of_several_processes_says_what_it_keeps_and_ends_with_them():

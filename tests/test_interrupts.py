@@ -104,7 +104,7 @@ def assert_one_line(name: str, process: subprocess.Popen, error: str) -> None:
     assert not any(word in error for word in ("Traceback", "KeyboardInterrupt", "Exception ignored")), (name, error)
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("name", [name for name in COMMANDS if name != "chat"])  # it is generate.py
 def test_ctrl_c_during_the_imports_is_one_line(name, made):
     """Ctrl-C at a random import of every command prints "interrupted" alone and exits with 130."""
     process = start(name, made, python=["-X", "importtime"])
@@ -191,7 +191,9 @@ def content(folder: Path) -> dict[str, bytes]:
 
 
 INPUTS = ("target", "small", "data.npz", "text.txt")
-TRAINING = f"--version 1 {DRAFTER} --steps 1 --eval-every 0 --draft-vocab 40 --tree chain:1".replace("{out}", "int4")
+TRAINING = f"--version 1 {DRAFTER} --steps 1 --eval-every 0 --eval-prompts 1 --draft-vocab 40 --tree chain:1".replace(
+    "{out}", "int4"
+)
 CASES = {
     "quantize": (quantize.main, GPTQ, ["int4"]),
     "convert": (convert.main, "{m}/small {m}/int4", ["int4"]),
@@ -236,7 +238,7 @@ def test_kill_at_every_rename_leaves_the_old_or_the_new(name, made, tmp_path, re
         left = content(out) if out.exists() else None
         assert left in (old, new), f"a mix after death number {number}"
         seen.add(left == new)
-        again = killed(0, main, argv)
+        again = killed(0, main, argv) if code else 0
         assert again == 0 or (name == "convert" and left == new and again == 2)  # it says that the model is there
         assert content(out) == new
         assert {p.name for p in tmp_path.iterdir()} == {*INPUTS, *expected}, number

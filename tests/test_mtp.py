@@ -1,7 +1,6 @@
 """The layer for multi-token prediction that a checkpoint brings, as a drafter of trees."""
 
 import functools
-import random
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import build_hf
+from engine_kit import check_random_requests
 from safetensors.torch import load_file, save_file
 from test_recurrent import HYBRID
 from tiny import CTX, TREES, eagle_drafter, tiny_model
@@ -146,17 +146,11 @@ def test_a_trained_layer_drafts_well_and_changes_no_token():
 
 
 def test_random_requests_have_the_tokens_of_plain_decoding():
-    """Catches drafts that change a token at any temperature, alone or in slots: 32 requests."""
-    head, rng = trained(), random.Random(0)
-    plain = Engine(head.target, config=EngineConfig(batch_size=4))
-    alone = Engine(head.target, None, eagle_drafter(head, TREES["dynamic"]))
-    slots = Engine(head.target, None, eagle_drafter(head, TREES["dynamic"], 4), EngineConfig(batch_size=4))
-    for index in range(8):
-        prompts = [[rng.randrange(97) for _ in range(rng.randrange(1, 12))] for _ in range(4)]
-        params = SamplingParams((0.0, 0.7, 1.0)[index % 3], seed=index, max_new_tokens=rng.randrange(2, 14))
-        want = [r.token_ids for r in plain.generate_batch(prompts, params).run()]
-        assert [r.token_ids for r in slots.generate_batch(prompts, params).run()] == want
-        assert alone.generate(prompts[0], params).run()[0].token_ids == want[0]
+    """Catches drafts that change a token at any temperature, alone or in slots."""
+    head = trained()
+    for rows in (1, 4):
+        engine = Engine(head.target, None, eagle_drafter(head, TREES["dynamic"], rows), EngineConfig(batch_size=rows))
+        check_random_requests(engine, Engine(head.target), 1, 2 + rows)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

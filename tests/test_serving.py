@@ -672,23 +672,3 @@ def test_a_waiting_request_that_is_given_up_leaves_the_running_one_alone(engine,
     rest = list(stream)
     assert {c.id for c in rest} == {first} and rest[-1].choices[0].finish_reason == "stop"
     assert [s.given for s in made] == [len(made[0].ids), 0]
-
-
-def test_two_chats_that_alternate_run_only_what_is_new(engine, client):
-    """From the second turn on, both chats find their earlier text cached and answer as the engine alone does."""
-    texts = ["def alpha(x):\n" + "    x += 1\n" * 200, "class Beta:\n" + "    y = [2]\n" * 200]
-    chats = [[{"role": "user", "content": text}] for text in texts]
-    before: list = [None, None]
-    for turn in range(3):
-        for i, chat in enumerate(chats):
-            answer = client.chat.completions.create(model="demo", messages=chat, max_tokens=8, temperature=0)
-            usage = answer.usage
-            cached = usage.prompt_tokens_details.cached_tokens
-            assert answer.choices[0].message.content == expected(engine, chat, max_new_tokens=8)
-            if before[i] is not None:
-                assert cached >= before[i].prompt_tokens - 3, (turn, i)
-                assert answer.timings["prompt_n"] <= usage.prompt_tokens - before[i].prompt_tokens + 3
-            before[i] = usage
-            reply = answer.choices[0].message.content
-            chat += [{"role": "assistant", "content": reply}, {"role": "user", "content": f"and {turn}?"}]
-    assert before[0].prompt_tokens > 1000

@@ -209,33 +209,6 @@ def test_the_engine_does_not_wait_for_a_reader(engine, monkeypatch):
     assert asyncio.run(decode()) == (len(made[0].ids), 1)
 
 
-def test_a_client_that_leaves_while_its_prompt_is_read_ends_that(engine, monkeypatch):
-    """After the client has left, no further part of its prompt is run, and the same prompt is answered right later."""
-    long = "x = [1]\n" * 200
-    with running(engine) as server, monkeypatch.context() as patch:
-        chunks, go = [], threading.Event()
-        forward = engine.prefill.forward
-
-        def slow(*arguments):
-            chunks.append(1)
-            go.wait(20)
-            return forward(*arguments)
-
-        patch.setattr(engine.prefill, "forward", slow)
-        answer = server.leave(PATH, {"prompt": long, "max_tokens": 4})
-        until(lambda: chunks)
-        answer.close()
-        until(lambda: any(job.cancelled for job in server.api.scheduler.jobs))
-        go.set()
-        server.idle()
-        assert len(chunks) == 1
-        patch.undo()
-        right(engine, server)
-        answer = server.ask(PATH, prompt=long, max_tokens=4)
-        assert answer["timings"]["cache_n"] < 8
-        assert answer["choices"][0]["text"] == text_of(engine, long, max_new_tokens=4)
-
-
 def test_sigterm_in_the_middle_of_a_stream():
     """The stream under way ends completely, new requests get 503, and the exit code is 0."""
     command = [sys.executable, "-m", "scripts.serve", "--port", "0", "--device", "cpu", "--max-queue", "1"]

@@ -30,13 +30,19 @@ def test_the_benchmark_knows_the_number_of_processes(tmp_path):
     assert summary["rows"][1]["speedup"]["median"] > 0  # which only arms with the tokens of plain decoding have
 
 
-@pytest.mark.parametrize("words, message", [
-    ([bench, "--tp", "2", "--baseline", "hf"], "leave --shape and --baseline out"),
-    ([quantize, "--tp", "4"], "2 key and value heads cannot be divided among 4"),
+@pytest.mark.parametrize("words, world, message", [
+    ([bench, "--tp", "2", "--baseline", "hf"], "", "leave --shape and --baseline out"),
+    ([quantize, "--tp", "4"], "", "2 key and value heads cannot be divided among 4"),
+    ([generate, "-p", "x", "--tp", "2"], "3", "torchrun started 3 processes"),
+    ([generate, "-p", "x", "--tp", "3"], "", "attention heads cannot be divided among 3. This model can be split among 2."),
 ])  # fmt: skip
-def test_what_does_not_go_with_several_processes_is_refused_at_once(words, message, capsys):
-    """Hours of quantizing before a --tp that cannot split the result, or a benchmark whose ranks wait for ever."""
+def test_what_does_not_go_with_several_processes_is_refused_at_once(words, world, message, capsys, monkeypatch):
+    """Hours of quantizing before a --tp that cannot split the result, a benchmark whose ranks wait for ever, and a number
+    of processes that shows only as a hang, or as an error of a tensor's shape."""
     command, *flags = words
+    if world:
+        monkeypatch.setenv("WORLD_SIZE", world)
+        monkeypatch.setenv("RANK", "0")
     assert command.main(flags) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1

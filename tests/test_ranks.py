@@ -258,22 +258,6 @@ def test_ranks_with_other_checkpoints_are_refused(folder, monkeypatch):
         load._load_part(LoadOptions(), other, None, print)
 
 
-@pytest.mark.parametrize("words, env, message", [
-    (["--tp", "2"], {"WORLD_SIZE": "3", "RANK": "0"}, "torchrun started 3 processes"),
-    (["--tp", "3"], {}, "4 attention heads cannot be divided among 3. This model can be split among 2."),
-])  # fmt: skip
-def test_numbers_of_processes_that_do_not_fit_are_refused(words, env, message, monkeypatch, capsys):
-    """A number of processes that does not fit is one line and exit code 2.
-
-    Catches one that shows only as a hang, or as an error of a tensor's shape.
-    """
-    for name, value in env.items():
-        monkeypatch.setenv(name, value)
-    assert generate.main(["-p", "x", *words]) == 2
-    error = capsys.readouterr().err
-    assert message in error and error.count("\n") == 1
-
-
 def test_what_cannot_be_split_is_refused_by_name(folder):
     """Groups that cross the boundary of two parts, act-order, and rows that were scaled as a whole."""
     tensors = Checkpoint.open(folder / "int4").entries

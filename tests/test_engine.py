@@ -503,11 +503,13 @@ def test_the_backend_does_not_leak_to_the_consumer():
     ([[1]], dict(stop_ids=tuple(range(40))), "40 stop ids; allowed: at most 32"),
 ])  # fmt: skip
 def test_bad_requests_are_refused_at_once(prompts, params, message):
-    """Catches requests that index out of the cache or the vocabulary. They must end in one line before any kernel
-    runs."""
+    """Catches requests that index out of the cache or the vocabulary, and a mode of compilation that silently falls back
+    to another one. They must end in one line before any kernel runs."""
     with pytest.raises(ValueError, match=message) as error:
         Engine(MODEL).generate_batch(prompts, SamplingParams(**params))
     assert "\n" not in str(error.value)
+    with pytest.raises(ValueError, match="compile_mode is 'fast'; allowed: graph, blocks, reduce-overhead"):
+        Engine(MODEL, config=EngineConfig(compile_mode="fast"))
 
 
 # ------------------------------------------------------------------ NaN
@@ -955,9 +957,3 @@ def test_a_block_compiles_once_per_width_and_leaves_other_engines_alone(mode, mo
     with pytest.raises(ZeroDivisionError):
         engine.generate(PROMPT, first).run()
     assert uncompiled(PROMPT, first) and len(compiled) == 1
-
-
-def test_a_mode_of_compilation_that_does_not_exist_is_refused():
-    """Catches a mode that silently falls back to another one."""
-    with pytest.raises(ValueError, match="compile_mode is 'fast'; allowed: graph, blocks, reduce-overhead"):
-        Engine(MODEL, config=EngineConfig(compile_mode="fast"))

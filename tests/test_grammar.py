@@ -285,22 +285,17 @@ def test_texts_follow_their_schema_with_and_without_a_head(name, demo_engines):
         assert theirs.tau in (0, 1) and (ours.tau > 1 or ours.new_tokens < 8)
 
 
-def test_the_phases_of_steps_with_a_grammar_are_timed(capsys):
-    """--gauge gives a time above 0 for every phase of such steps."""
-    flags = ["--eagle", str(DEMO / "eagle3"), "--tree", "chain:3", "--max-new-tokens", "20", "--gauge", "--json"]
-    assert main([*flags, "--grammar", "start: /[a-z]{5,20}/"]) == 0
-    milliseconds = json.loads(capsys.readouterr().out)["gauge_ms"]
-    assert all(milliseconds[phase] > 0 for phase in ("draft", "verify", "accept", "step"))
-
-
 def test_command_with_a_schema(tmp_path, capsys):
-    """--json-schema shapes the text; a broken file is one line, and with --grammar it is refused."""
+    """--json-schema shapes the text, and --gauge times every phase of such steps; a broken file is one line, and with
+    --grammar it is refused."""
     file = tmp_path / "schema.json"
     file.write_text(json.dumps(SCHEMAS["object"]))
-    flags = ["--json-schema", str(file), "--json", "-p", "x = ", "--max-new-tokens", "90"]
+    flags = ["--json-schema", str(file), "--json", "-p", "x = ", "--max-new-tokens", "90", "--gauge"]
+    flags += ["--eagle", str(DEMO / "eagle3"), "--tree", "chain:3"]
     assert main(flags) == 0
     output = json.loads(capsys.readouterr().out)
     assert set(json.loads(output["text"])) == {"name", "age"}
+    assert all(output["gauge_ms"][phase] > 0 for phase in ("draft", "verify", "accept", "step"))
     file.write_text("[")
     assert main(flags) != 0 and capsys.readouterr().err.count("\n") == 1
     assert main([*flags, "--grammar", WORDS[0]]) == 2 and "--grammar" in capsys.readouterr().err

@@ -34,7 +34,7 @@ def test_the_benchmark_knows_the_number_of_processes(tmp_path):
     ([bench, "--tp", "2", "--baseline", "hf"], "", "leave --shape and --baseline out"),
     ([quantize, "--tp", "4"], "", "2 key and value heads cannot be divided among 4"),
     ([generate, "-p", "x", "--tp", "2"], "3", "torchrun started 3 processes"),
-    ([generate, "-p", "x", "--tp", "3"], "", "attention heads cannot be divided among 3. This model can be split among 2."),
+    ([generate, "-p", "x", "--tp", "3"], "", "heads cannot be divided among 3. This model can be split among 2."),
 ])  # fmt: skip
 def test_what_does_not_go_with_several_processes_is_refused_at_once(words, world, message, capsys, monkeypatch):
     """Hours of quantizing before a --tp that cannot split the result, a benchmark whose ranks wait for ever, and a number

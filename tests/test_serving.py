@@ -1,4 +1,4 @@
-"""The server as OpenAI's own client sees it: every endpoint, streams, tools, errors, and what two chats share."""
+"""The server as OpenAI's own client sees it: every endpoint, streams, tools, errors, and clients that leave."""
 
 import json
 import re

@@ -268,11 +268,8 @@ def test_the_command_says_what_is_wrong_in_one_line(capsys, monkeypatch):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        cases = {
-            "cannot listen on": ["--port", str(taken.getsockname()[1])],
-            "temperature is -1.0": ["--temperature", "-1"],
-        }
-        for said, arguments in cases.items():
+        port = str(taken.getsockname()[1])
+        for said, *arguments in (("cannot listen on", "--port", port), ("temperature is -1.0", "--temperature", "-1")):
             assert serve.main(arguments) == 2
             error = capsys.readouterr().err
             assert said in error and error.count("\n") == 1

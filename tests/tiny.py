@@ -184,10 +184,8 @@ class Clock(TorchDispatchMode):
 def fake_clock(monkeypatch) -> Clock:
     """A clock that the engine and the gauge look at."""
     clock = Clock()
-    for name in ("engine.engine.time", "cli.steps.time"):
-        monkeypatch.setattr(name, clock)
-    for module in ("stepping", "batch"):
-        monkeypatch.setattr(f"engine.{module}.time", clock)
+    for module in ("engine.engine", "engine.stepping", "engine.batch", "cli.steps"):
+        monkeypatch.setattr(f"{module}.time", clock)
     return clock
 
 

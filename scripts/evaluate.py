@@ -4,7 +4,7 @@
     python -m scripts.evaluate --checkpoint INT4_DIR --against DIR --text FILE
 
 It is the measure of quantize.py's receipts: windows that are spread over the text, of which every token but the first is
-scored. Tasks such as gsm8k are those of lm-evaluation-harness (scripts/harness.py).
+scored. Tasks such as gsm8k are those of lm-evaluation-harness, which asks a server (docs/server.md).
 """
 
 import argparse

@@ -61,7 +61,7 @@ def test_every_flag_in_the_documents_exists():
     for page in PAGES:
         for words in commands(page):
             module = words[1] if words[0] == "-m" else words[0].removesuffix(".py")
-            if module in ("pytest", "pip", "scripts.harness"):  # whose flags are those of another program
+            if module in ("pytest", "pip"):  # whose flags are those of another program
                 continue
             flags = {w.split("=")[0] for w in words if w.startswith("-") and w not in ("-m", "-")}
             asked.setdefault(module, set()).update(flags)
@@ -74,7 +74,7 @@ def test_every_option_is_on_a_page():
     """Catches an option that only its author knows."""
     text = "".join(page.read_text(encoding="utf-8") for page in PAGES)
     named = {"--help", *re.findall(OPTION, text)}
-    scripts = (f"scripts.{path.stem}" for path in (ROOT / "scripts").glob("[a-z]*.py") if path.stem != "harness")
+    scripts = (f"scripts.{path.stem}" for path in (ROOT / "scripts").glob("[a-z]*.py"))
     for module in ("generate", "quantize", *scripts):
         unnamed = {option for option in options_of(module) if option.startswith("--")} - named
         assert not unnamed, f"{module}: no page names {sorted(unnamed)}"

@@ -3,18 +3,15 @@
 import gzip
 import json
 import socket
-import sys
 import zlib
 from functools import partial
 
 import pytest
-from serving_kit import ASK, httpx, instruct_engine, instruct_folder, running
+from serving_kit import ASK, httpx, instruct_engine, running
 
 import kernels
 from decoding.params import SamplingParams
 from engine.prompt_cache import PromptCache
-from scripts import harness
-from support.errors import UsageError
 from text.template import in_turns
 
 pytest.importorskip("llguidance", reason="grammars need llguidance")
@@ -156,31 +153,27 @@ def test_prompt_logprobs_as_vllm_has_them(post, engine):
     assert len(chat["prompt_logprobs"]) == len(engine.tokenizer.encode_chat(ASK))
 
 
-def test_tasks_run_in_this_process(engine, tmp_path, monkeypatch):
-    """The model of lm-evaluation-harness: a sum over other tokens than the continuation, a greedy one that is not, a text
-    that goes on behind a stop string; and without the package, one line that says so."""
-    with monkeypatch.context() as patch, pytest.raises(UsageError, match="pip install lm-eval"):
-        patch.setitem(sys.modules, "lm_eval", None)
-        harness.model_class()
-    lm_eval = pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed (pip install lm-eval)")
+def test_tasks_of_lm_evaluation_harness(server, engine):
+    """Its own client and its own encoding: a sum over other tokens than the continuation, a greedy one that is not, a
+    text in windows that are refused, and one that goes on behind a stop string."""
+    models = pytest.importorskip("lm_eval.models.openai_completions", reason="pip install lm-eval[api]")
     from lm_eval.api.instance import Instance
 
-    model = harness.model_class()(str(instruct_folder(tmp_path)), device="cpu", threads=1, ctx=128, slots=2)
+    model = models.LocalCompletionsAPI(base_url=server.address + COMPLETIONS, model="any", max_length=128)
     asked = partial(Instance, doc={}, idx=0)
-    pairs = [("def main():\n", "    return"), ("", "def f"), ("x " * 100, "y")]
-    sums = model.loglikelihood([asked("loglikelihood", arguments=pair) for pair in pairs])
-    before, after = model._encode_pair(*pairs[0])
-    (result,) = model.engine.generate(before + after, SamplingParams(max_new_tokens=0, prompt_logprobs=1)).run()
-    entries = result.prompt_logprobs[len(before) :]
-    assert sums[0][0] == pytest.approx(sum(entry.logprob for entry in entries)) and len(sums) == 3
-    (greedy,) = model.engine.generate(before, SamplingParams(max_new_tokens=3)).run()
-    follows = model._loglikelihood_tokens([(None, before, greedy.token_ids), (None, before, [7, 7])])
+    before, after = model._encode_pair("def main():\n", "    return")
+    assert before + after == engine.tokenizer.encode("def main():\n    return", add_bos=False)
+    (result,) = engine.generate(before + after, SamplingParams(max_new_tokens=0, prompt_logprobs=1)).run()
+    (greedy,) = engine.generate(before, SamplingParams(max_new_tokens=3)).run()
+    pairs = [(None, before, rest) for rest in (after, greedy.token_ids, [7, 7])]
+    (likelihood, _), *follows = model._loglikelihood_tokens(pairs)
+    assert likelihood == pytest.approx(sum(entry.logprob for entry in result.prompt_logprobs[len(before) :]), abs=1e-4)
     assert [is_greedy for _, is_greedy in follows] == [True, False]
     (rolling,) = model.loglikelihood_rolling([asked("loglikelihood_rolling", arguments=("def f(x): " * 60,))])
     assert rolling < 0
-    given = {"until": ["\n"], "max_gen_toks": 30, "do_sample": False, "temperature": 0.7}
+    given = {"until": ["\n"], "max_gen_toks": 30, "do_sample": False}
     (text,) = model.generate_until([asked("generate_until", arguments=("def main():\n    return x", given))])
-    assert "\n" not in text and lm_eval.__version__
+    assert "\n" not in text
 
 
 # ------------------------------------------------------------------ paths, methods and bodies

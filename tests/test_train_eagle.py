@@ -19,6 +19,7 @@ from decoding.params import SamplingParams
 from engine import load
 from engine.engine import Engine, EngineConfig
 from families.config import ModelConfig
+from kernels import KernelBackend
 from loading import drafting
 from model import Transformer
 from quantize import quantize_head
@@ -106,11 +107,10 @@ def trained(files):
     return heads
 
 
-@pytest.mark.parametrize("version, least, tau", [(1, 0.5, 2.5), (3, 0.25, 1.5)])
-def test_training_from_scratch_drafts_well(trained, version, least, tau):
-    """A loss, pairing or update that is wrong in any way: accuracy and tau after 110 steps reach their floors."""
+@pytest.mark.parametrize("version, tau", [(1, 2.5), (3, 1.5)])
+def test_training_from_scratch_drafts_well(trained, version, tau):
+    """A loss, pairing or update that is wrong in any way: tau after 110 steps reaches its floor."""
     out, card = trained[version]
-    assert card["held_out_accuracy"][0] >= least
     assert card["tau_greedy"] >= tau
     assert card["tau_t1"] >= 1.5
     assert card["loss_curve"][-1] < 0.7 * card["loss_curve"][0]
@@ -159,7 +159,8 @@ def tau_of(directory, files, target, *more):
     """tau of the head in `directory`, on the prompts that training measures on."""
     evaluation = evaluation_of(files, target, *more)
     training = eagle.EagleTraining(evaluation.args, target)
-    return evaluation.tau(training.drafter(training.read(directory), evaluation))
+    with KernelBackend().active():
+        return evaluation.tau(training, directory)
 
 
 def chain_tau(out, files, inputs=INPUTS[0], K=5):
@@ -462,7 +463,7 @@ def test_input_ablation_drafts_in_the_engine_as_it_was_trained(files, trained, t
     """An ablated head that drafts with an input it never saw, or with a token one place off; an ablation's drafting that
     leaks the right token; the marker of an unshifted head lost on disk; a floor of the accuracy that a head reaches whose
     features are paired with the wrong tokens."""
-    best, best_tau = trained[1][1], chain_tau(trained[1][0], files)
+    best_tau = chain_tau(trained[1][0], files)
     prompt, params = list(range(4, 14)), SamplingParams(max_new_tokens=20)
     plain = load.load(files / "target", ctx=64).generate(prompt, params).run()[0].token_ids
     for inputs in INPUTS[1:]:
@@ -472,7 +473,7 @@ def test_input_ablation_drafts_in_the_engine_as_it_was_trained(files, trained, t
         assert card["tau_greedy"] == pytest.approx(chain_tau(out, files, inputs), rel=0.02)  # the engine's
         assert card["tau_greedy"] < best_tau
         if inputs != "token":  # a token says nearly all about this target's next state
-            assert card["held_out_accuracy"][0] < best["held_out_accuracy"][0] / 2
+            assert card["tau_greedy"] - 1 < (best_tau - 1) / 2
         engine = load.load(files / "target", eagle=str(out), tree="paper25", ctx=64, eagle_always=True)
         assert engine.drafter.head.config.unshifted == (inputs == INPUTS[1])
         assert engine.generate(prompt, params).run()[0].token_ids == plain
@@ -757,4 +758,4 @@ def test_a_full_disk_is_one_line_and_keeps_the_older_state(files, tmp_path, caps
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert code == 3 and one_error(capsys) == f"error  {state}: File too large"
-    assert state.read_bytes() == good and [p.name for p in state.parent.iterdir()] == [state.name]
+    assert state.read_bytes() == good and not [*state.parent.glob("*.part")]

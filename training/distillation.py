@@ -9,14 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from drafters.draft_model import DraftModelDrafter
-from drafters.medusa import MedusaDrafter, MedusaHeads, load_medusa, save_medusa
+from drafters.medusa import MedusaHeads, save_medusa
 from families.config import ModelConfig
 from model import Transformer
 from training.data import Batch, TokenData
-from training.drafters import DrafterTraining, Evaluation, drafter_parser
+from training.drafters import DrafterTraining, drafter_parser
 from training.loop import Recipe, init_weights
-from weights.checkpoint import Checkpoint, load_model
+from weights.checkpoint import Checkpoint
 from weights.hf import save_hf
 from weights.quantized import lm_head_rows
 
@@ -72,6 +71,7 @@ def draft_config(target: ModelConfig, args: argparse.Namespace) -> ModelConfig:
 class DraftModelTraining(DistillationTraining):
     """A draft LLM in training."""
 
+    option = "draft_checkpoint"
     title = "draft model"
     format = "draft LLM (Hugging Face layout)"
 
@@ -111,16 +111,11 @@ class DraftModelTraining(DistillationTraining):
         save_hf(copy.deepcopy(module).requires_grad_(False).to(torch.bfloat16), directory)
         Checkpoint.open(self.args.checkpoint).copy_texts(directory)
 
-    def read(self, directory: Path) -> Transformer:
-        return load_model(directory, self.target.device, self.target.dtype)
-
-    def drafter(self, module: Transformer, evaluation: Evaluation) -> DraftModelDrafter:
-        return DraftModelDrafter(self.target, module, evaluation.tree, len(evaluation.prompts), evaluation.slots)
-
 
 class MedusaTraining(DistillationTraining):
     """Medusa heads in training."""
 
+    option = "medusa"
     format = "Medusa heads (medusa_lm_head layout)"
 
     def __init__(self, args: argparse.Namespace, target: Transformer):
@@ -161,12 +156,6 @@ class MedusaTraining(DistillationTraining):
 
     def write(self, module: MedusaHeads, directory: Path) -> None:
         save_medusa(module.state_dict(), directory)
-
-    def read(self, directory: Path) -> MedusaHeads:
-        return load_medusa(directory, self.target)
-
-    def drafter(self, module: MedusaHeads, evaluation: Evaluation) -> MedusaDrafter:
-        return MedusaDrafter(module, evaluation.tree)
 
     def card(self) -> dict[str, Any]:
         return super().card() | {"heads": self.args.medusa_heads, "own_lm_head": self.args.own_lm_head}

@@ -24,7 +24,7 @@ from decoding.params import SamplingParams
 from engine.engine import Engine, EngineConfig
 from engine.results import acceptance
 from families.config import DTYPES, ModelConfig, RopeConfig
-from loading.drafting import build_head, kinds_of
+from loading.drafting import build_drafter, build_head, read_drafter
 from loading.options import LoadOptions
 from model import Transformer
 from support.errors import UsageError, UserError, at_least, bad_files
@@ -34,55 +34,14 @@ from text.tokenizer import Tokenizer, load_tokenizer
 from training.data import Batch, TokenData, fingerprint, load_data, step_batches, written_by_models
 from training.loop import Recipe, Run, World, optimizers, run, run_parser, update
 from training.losses import KeptFeatures, TargetRows, target_rows
-from tree import DynamicTree, parse_tree, tree_tables
-from weights.block_heads import read_head
 from weights.quantized import pack_
 
 # Options that do not decide the weights. A state is not resumed with other values of the others.
 FREE = """out work eval_every eval_prompts eval_tokens prompt_length tree save_every device dtype threads debug
     force autocast max_positions average""".split()
 CARD_OPTIONS = "steps length seed tree eval_prompts eval_tokens".split()
-LABELS = {"held_out_accuracy": "accuracy", "tau_greedy": "tau", "tau_t1": "tau at T = 1"}
+LABELS = {"tau_greedy": "tau", "tau_t1": "tau at T = 1"}
 TEMPERATURES = {"greedy": 0.0, "t1": 1.0}  # that tau is measured at
-
-
-class Evaluation:
-    """The held-out prompts of a run, and the engine that measures drafters on them."""
-
-    def __init__(self, target: Transformer, stop_ids: tuple[int, ...], held_out: TokenData, args: argparse.Namespace):
-        """Raises ValueError in one line if the held-out data or --tree cannot be used."""
-        self.target, self.held_out, self.args = target, held_out, args
-        self.prompts = self._prompts()
-        longest = max(map(len, self.prompts))
-        self.ctx = min(target.rotary.length, longest + args.eval_tokens)
-        if self.ctx < longest + 2:
-            raise ValueError("held-out prompts leave no room for new tokens; use a smaller --prompt-length.")
-        self.params = SamplingParams(max_new_tokens=self.ctx - longest, stop_ids=stop_ids, seed=args.seed)
-        tree = parse_tree(args.tree)
-        self.slots = self.ctx + tree.N + 1  # of the cache, for every sequence
-        static = not isinstance(tree, DynamicTree)
-        self.tree = tree_tables([tree] * len(self.prompts), target.device) if static else tree
-
-    def _prompts(self) -> list[list[int]]:
-        """Evenly spaced windows of held-out text, or held-out conversations up to their first answer."""
-        data, count, length = self.held_out, self.args.eval_prompts, self.args.prompt_length
-        if data.stream:
-            starts = [k * max(0, len(data.ids) - length) // count for k in range(count)]
-            return [data.ids[start : start + length].tolist() for start in starts]
-        room = self.target.rotary.length
-        rows = (data.row(k, room - 2) for k in range(data.rows))
-        prompts = [ids[: mask.argmax()].tolist() for ids, mask in rows if 0 < mask.argmax() <= room // 2]
-        if not prompts:
-            raise ValueError("no held-out conversation has a prompt that fits; give --held-out.")
-        return prompts[:count]
-
-    def tau(self, drafter: Drafter, temperature: float = 0.0) -> dict[str, Any]:
-        """tau and accepted_by_depth of the engine with `drafter` over the held-out prompts."""
-        config = EngineConfig(len(self.prompts), self.ctx, backend=kernels.active_backend())
-        engine = Engine(self.target, None, drafter, config)
-        results = engine.generate_batch(self.prompts, replace(self.params, temperature=temperature)).run()
-        tau, by_depth = acceptance([len(ids) for result in results for ids in result.tokens_per_step])
-        return {"tau": tau, "accepted_by_depth": by_depth}
 
 
 class WorseHead(UserError):
@@ -94,6 +53,7 @@ class WorseHead(UserError):
 class DrafterTraining(ABC):
     """One kind of drafter in training. The trained module is float32, on the target's device."""
 
+    option: str  # of `load`, which names what `write` wrote
     title: str  # of the module, for messages
     format: str  # of what `write` writes, for CARD.json
     recipe: Recipe
@@ -119,29 +79,26 @@ class DrafterTraining(ABC):
         """Write the module as it is published, in bfloat16."""
 
     @abstractmethod
-    def read(self, directory: Path) -> nn.Module:
-        """Read what `write` wrote, to draft with. Raises ValueError if there is something else."""
-
-    @abstractmethod
-    def drafter(self, module: nn.Module, evaluation: Evaluation) -> Drafter:
-        """A fresh drafter for `evaluation`. Raises ValueError if its tree does not fit."""
-
-    @abstractmethod
     def card(self) -> dict[str, Any]:
         """What else CARD.json says about this kind of drafter."""
-
-    def numbers(self, module: nn.Module, evaluation: Evaluation) -> dict[str, Any]:
-        """Held-out numbers besides those of the engine."""
-        return {}
 
     def identity(self) -> dict[str, Any]:
         """What decides the weights besides the options, by name."""
         return {}
 
+    def drafter(self, directory: Path, slots: int = 1, ctx: int = 1) -> Drafter:
+        """What drafts with what `write` wrote. Raises ValueError for anything else, or a --tree that does not fit."""
+        how = {"tree": self.args.tree, "prune": 0, "ngram_nodes": 0, "head_quant": "none", "slots": slots, "ctx": ctx}
+        options = LoadOptions(self.args.checkpoint, **how, **{self.option: str(directory.absolute())})
+        files = read_drafter(options, self.target.config, None)
+        head = build_head(files.head, self.target) if files.head else None
+        return build_drafter(self.target, options, kernels.active_backend(), head, files.model)
+
 
 class HeadTraining(DrafterTraining):
     """A draft head in training. It learns from the target's features, which --keep-features stores."""
 
+    option = "eagle"
     kept: KeptFeatures | None = None
 
     def ready(self, head: nn.Module, data: TokenData) -> nn.Module:
@@ -158,11 +115,40 @@ class HeadTraining(DrafterTraining):
         """What the target computes for a batch, or computed in an earlier epoch."""
         return self.kept.of(batch, head) if self.kept else target_rows(head, batch.tokens)
 
-    def read(self, directory: Path) -> nn.Module:
-        return build_head(read_head(directory, self.target.config), self.target)
 
-    def drafter(self, module: nn.Module, evaluation: Evaluation) -> Drafter:
-        return kinds_of(module.config)[1](module, evaluation.tree, len(evaluation.prompts), evaluation.slots)
+class Evaluation:
+    """The held-out prompts of a run, and the engine that measures drafters on them."""
+
+    def __init__(self, target: Transformer, stop_ids: tuple[int, ...], held_out: TokenData, args: argparse.Namespace):
+        """Raises ValueError in one line if the held-out data cannot be used."""
+        self.target, self.held_out, self.args = target, held_out, args
+        self.prompts = self._prompts()
+        longest = max(map(len, self.prompts))
+        self.ctx = min(target.rotary.length, longest + args.eval_tokens)
+        if self.ctx < longest + 2:
+            raise ValueError("held-out prompts leave no room for new tokens; use a smaller --prompt-length.")
+        self.params = SamplingParams(max_new_tokens=self.ctx - longest, stop_ids=stop_ids, seed=args.seed)
+
+    def _prompts(self) -> list[list[int]]:
+        """Evenly spaced windows of held-out text, or held-out conversations up to their first answer."""
+        data, count, length = self.held_out, self.args.eval_prompts, self.args.prompt_length
+        if data.stream:
+            starts = [k * max(0, len(data.ids) - length) // count for k in range(count)]
+            return [data.ids[start : start + length].tolist() for start in starts]
+        room = self.target.rotary.length
+        rows = (data.row(k, room - 2) for k in range(data.rows))
+        prompts = [ids[: mask.argmax()].tolist() for ids, mask in rows if 0 < mask.argmax() <= room // 2]
+        if not prompts:
+            raise ValueError("no held-out conversation has a prompt that fits; give --held-out.")
+        return prompts[:count]
+
+    def tau(self, training: DrafterTraining, directory: Path, temperature: float = 0.0) -> dict[str, Any]:
+        """tau and accepted_by_depth of the engine with the drafter in a directory over the held-out prompts."""
+        config = EngineConfig(len(self.prompts), self.ctx, backend=kernels.active_backend())
+        engine = Engine(self.target, None, training.drafter(directory, len(self.prompts), self.ctx), config)
+        results = engine.generate_batch(self.prompts, replace(self.params, temperature=temperature)).run()
+        tau, by_depth = acceptance([len(ids) for result in results for ids in result.tokens_per_step])
+        return {"tau": tau, "accepted_by_depth": by_depth}
 
 
 def train(kind: type[DrafterTraining], args: argparse.Namespace) -> dict[str, Any]:
@@ -182,7 +168,8 @@ def train(kind: type[DrafterTraining], args: argparse.Namespace) -> dict[str, An
         target, tokenizer, backend = open_target(args, world.device)
         stack.enter_context(backend.active())
         training = kind(args, target)
-        old = existing(training, Path(args.out)) if world.chief and not args.force else None
+        out, export = Path(args.out), work / "export"
+        old = world.chief and not args.force and exists(training, out)
         if not world.chief:
             world.barrier()  # the first process leaves tokenised data for the others
         with bad_files():
@@ -194,8 +181,8 @@ def train(kind: type[DrafterTraining], args: argparse.Namespace) -> dict[str, An
         if world.chief:
             stops = target.config.eos_token_ids if tokenizer is None else tuple(tokenizer.eos_ids)
             evaluation = Evaluation(target, stops, held_out, args)
-            for drafting in (m for m in (module, old) if m is not None):
-                training.drafter(drafting, evaluation)  # refuses what does not fit before time is spent
+            training.write(module, export)
+            training.drafter(export)  # refuses what does not fit before time is spent
         card = describe(training, module, data, held_out, world)
         tokens = f"{card['training_tokens']:,} training tokens, {card['held_out_tokens']:,} held out"
         world.say(f"{training.title} of {card['parameters'] / 1e6:.2f} M parameters; {tokens}")
@@ -203,7 +190,7 @@ def train(kind: type[DrafterTraining], args: argparse.Namespace) -> dict[str, An
 
         def after_step(done: int) -> None:
             if evaluation is not None and args.eval_every and done % args.eval_every == 0:
-                world.say(f"step {done}: {summary(measure(training, module, evaluation, {'greedy': 0.0}))}")
+                world.say(f"step {done}: {summary(measure(training, module, evaluation, export, {'greedy': 0.0}))}")
 
         identity = {f"--{name.replace('_', '-')}": value for name, value in vars(args).items() if name not in FREE}
         identity |= {"autocast": training.autocast, "processes": world.size} | training.identity()
@@ -212,9 +199,9 @@ def train(kind: type[DrafterTraining], args: argparse.Namespace) -> dict[str, An
         course.fit(step, args.steps, args.save_every, after_step)
         if evaluation is not None:
             card |= {"minutes": round(course.seconds / 60, 1), "last_loss": float(np.mean(course.curve[-50:]))}
-            card |= measure(training, module, evaluation)
+            card |= measure(training, module, evaluation, export)
             world.say(f"{summary(card)} (tree {args.tree})")
-            old_tau = 0.0 if old is None else evaluation.tau(training.drafter(old, evaluation))["tau"]
+            old_tau = evaluation.tau(training, out)["tau"] if old else 0.0
             publish(training, module, card, old_tau, world)
         world.barrier()
         return card | {"loss_curve": course.curve}
@@ -245,16 +232,17 @@ def open_target(
     return target, tokenizer, backend
 
 
-def existing(training: DrafterTraining, out: Path) -> nn.Module | None:
-    """The drafter at --out, to be compared with the new one. ValueError if something else is there."""
+def exists(training: DrafterTraining, out: Path) -> bool:
+    """Whether a drafter lies at --out, to be compared with the new one. ValueError if something else is there."""
     clean_up(out)
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
-        return None
+        return False
     try:
-        return training.read(out)
+        training.drafter(out)
     except (ValueError, RuntimeError) as error:
         held = f"--out {out} holds something that cannot be compared with the new drafter ({error})"
         raise ValueError(f"{held}; give another --out, or --force to replace it.") from None
+    return True
 
 
 def train_step(
@@ -279,15 +267,14 @@ def train_step(
 
 
 def measure(
-    training: DrafterTraining, module: nn.Module, evaluation: Evaluation, temperatures: dict[str, float] = TEMPERATURES
-) -> dict[str, Any]:
-    """Held-out numbers of the drafter as it would be published; it is written to --work/export for that."""
-    numbers = training.numbers(module, evaluation)
-    export = Path(training.args.work) / "export"
+    training: DrafterTraining, module: nn.Module, evaluation: Evaluation, export: Path,
+    temperatures: dict[str, float] = TEMPERATURES,
+) -> dict[str, Any]:  # fmt: skip
+    """Held-out numbers of the drafter as it would be published; it is written to the folder `export` for that."""
     training.write(module, export)
-    written = training.read(export)
+    numbers: dict[str, Any] = {}
     for label, temperature in temperatures.items():
-        measured = evaluation.tau(training.drafter(written, evaluation), temperature)
+        measured = evaluation.tau(training, export, temperature)
         numbers |= {f"{name}_{label}": value for name, value in measured.items()}
     return numbers
 

@@ -16,15 +16,14 @@ from families.config import ModelConfig
 from model import Transformer
 from support.errors import UsageError, bad_files
 from training.data import Batch, TokenData
-from training.drafters import Evaluation, HeadTraining, check_shares, check_taps, layers_like
+from training.drafters import HeadTraining, check_shares, check_taps, layers_like
 from training.loop import Recipe, recipe_with
-from training.losses import Rows, TargetRows, loss_eagle, loss_eagle1, soft_loss, target_rows, with_noise
+from training.losses import Rows, TargetRows, loss_eagle, loss_eagle1, soft_loss, with_noise
 from weights.heads import EagleConfig, EagleFile, default_taps, read_card, read_eagle, save_eagle
 from weights.quantized import QuantLinear, lm_head_rows
 from weights.quantizer import digest
 
 FEATURE_NOISE = 0.2  # width of the uniform noise on training features at 512 tokens (EAGLE paper)
-ROWS = 8  # of the held-out data, at most, that the accuracy is measured on
 INPUTS = ("feature+shifted-token", "feature+unshifted-token", "feature", "token")
 
 
@@ -265,8 +264,8 @@ class EagleTraining(HeadTraining):
         with torch.autocast(self.target.device.type, torch.bfloat16, enabled=self.autocast):
             return head_loss(module, batch, rows, count, self.args)
 
-    def exported(self, module: TrainHead) -> dict[str, Tensor]:
-        """The head's tensors as they are written: bfloat16 on the CPU, averaged with those of --start by --average.
+    def write(self, module: TrainHead, directory: Path) -> None:
+        """The head's tensors in bfloat16, averaged with those of --start by --average.
 
         What the inputs of an EAGLE-1 head leave out gets weights of zero, which any engine runs. The average of a model
         and what it was fine-tuned to is often better than both (WiSE-FT, arXiv 2109.01903).
@@ -281,30 +280,7 @@ class EagleTraining(HeadTraining):
         if module.config.version == 1 and module.inputs in ("feature", "token"):
             embedding, feature = tensors["fc.weight"].chunk(2, 1)
             (embedding if module.inputs == "feature" else feature).zero_()
-        return tensors
-
-    def write(self, module: TrainHead, directory: Path) -> None:
-        save_eagle(self.config, self.exported(module), directory)
-
-    @torch.no_grad()
-    def numbers(self, module: TrainHead, evaluation: Evaluation) -> dict[str, Any]:
-        """How often the head, as it is written, agrees with the target's most likely token on held-out rows, by draft
-        step."""
-        head = TrainHead(self.config, self.target, module.draft_ids, module.inputs)
-        head.load_state_dict(self.exported(module))
-        head.to(self.target.device, self.target.dtype).requires_grad_(False)
-        head.rotary.build(self.target.device, self.target.rotary.length)
-        args = argparse.Namespace(**vars(self.args) | {"noise": 0.0, "noise_share": 0.0, "row_share": 1.0})
-        data, length = evaluation.held_out, args.length
-        rows = max(1, len(data.ids) // length) if data.stream else data.rows
-        hits: Tensor | float = 0.0
-        count = 0.0
-        for k in range(min(ROWS, rows)):
-            ids, mask = (torch.from_numpy(part)[None].to(self.target.device) for part in data.row(k, length))
-            batch = Batch(ids.long(), mask, (k,))
-            hits = hits + head_loss(head, batch, target_rows(head, batch.tokens), 1.0, args)[1]
-            count += float(mask[:, 1:].sum())
-        return {"held_out_accuracy": (hits / count).tolist() if count else []}
+        save_eagle(self.config, tensors, directory)
 
     def identity(self) -> dict[str, Any]:
         return {"weights of --start": digest(self.start.tensors)} if self.start else {}

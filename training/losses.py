@@ -235,33 +235,27 @@ def in_chunks(
 
     ends = [ends for _, _, ends in steps]
     weights = [p for p in head.parameters() if p.requires_grad]
-    with_gradients = torch.is_grad_enabled()
-    total = _Chunks.apply(judge, ends, with_gradients, *(output for output, _ in outputs), *weights)
-    return total, hits
+    return _Chunks.apply(judge, ends, *(output for output, _ in outputs), *weights), hits
 
 
 class _Chunks(torch.autograd.Function):
     """The sum of judge(chunk, its rows of every output) over all chunks. Its gradients are computed on the way."""
 
     @staticmethod
-    def forward(ctx, judge: Callable, ends: list[list[int]], with_gradients: bool, *tensors: Tensor) -> Tensor:
+    def forward(ctx, judge: Callable, ends: list[list[int]], *tensors: Tensor) -> Tensor:
         outputs, weights = tensors[: len(ends)], tensors[len(ends) :]
         gradients: list[Tensor | None] = [torch.zeros_like(t) for t in outputs] + [None] * len(weights)
         total: Tensor | float = 0.0
         for chunk in range(len(ends[0]) - 1):
             places = [slice(end[chunk], end[chunk + 1]) for end in ends]
-            parts = [output[place].detach() for output, place in zip(outputs, places, strict=True)]
-            with torch.set_grad_enabled(with_gradients):
-                parts = [part.requires_grad_(with_gradients) for part in parts]
+            parts = [out[place].detach().requires_grad_() for out, place in zip(outputs, places, strict=True)]
+            with torch.enable_grad():
                 value = judge(chunk, parts)
-                of_chunk = torch.autograd.grad(value, [*parts, *weights], allow_unused=True) if with_gradients else []
             total = total + value.detach()
-            for i, gradient in enumerate(of_chunk):
-                if gradient is None:  # this weight has no part in the loss
-                    continue
+            for i, gradient in enumerate(torch.autograd.grad(value, [*parts, *weights], allow_unused=True)):
                 if i < len(parts):
                     gradients[i][places[i]] = gradient
-                else:
+                elif gradient is not None:  # this weight has a part in the loss
                     gradients[i] = gradient if gradients[i] is None else gradients[i].add_(gradient)
         ctx.gradients = gradients
         return total
@@ -269,4 +263,4 @@ class _Chunks(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, None, *(None if g is None else g * upstream for g in ctx.gradients)
+        return None, None, *(None if g is None else g * upstream for g in ctx.gradients)

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from bench.arms import SAME_TOKENS
-from bench.records import Line
 
 # What the tables of lines of a summary show, by the name of these lines: of --steps the time of a step by arm, batch and
 # context, of --clients what requests that run together get.
@@ -97,38 +96,10 @@ def cost_table(rows: Sequence[dict[str, Any]], facts: Sequence[dict[str, Any]], 
     return table([*head, f"of {bandwidth / 1e9:.0f} GB/s copy"], body) if body else ""
 
 
-def lines_table(columns: dict[str, str], lines: Sequence[Line]) -> str:
-    """A table of lines of a record. columns: head -> what a cell shows of the fields of its line."""
-    return table(list(columns), [[cell.format_map(line) for cell in columns.values()] for line in lines])
-
-
 def kept_table(kind: str, summary: dict[str, Any]) -> str:
     """The table of the lines that a summary keeps; kind: one of COLUMNS."""
-    return lines_table(COLUMNS[kind], summary[kind])
-
-
-def tiling_table(lines: Sequence[Line]) -> str:
-    """Microseconds of linears by the number of rows: with the default tiling, with the fastest one that was tried for
-    each number, and by torch's own int4 kernel where it was measured."""
-    body, rows = [], ("1", "16", "60")
-    for shape in dict.fromkeys(line["shape"] for line in lines):
-        tried = [line for line in lines if line["shape"] == shape and "config" in line]
-        default = next((line for line in tried if line.get("default")), tried[0])
-        about = next((line for line in lines if line["shape"] == shape and "n" in line), {})
-        found = {"default": [default[f"us_{m}"] for m in rows]}
-        if len(tried) > 1:
-            found["fastest tried"] = [min(line[f"us_{m}"] for line in tried if f"us_{m}" in line) for m in rows]
-        if "tinygemm_us_1" in about:
-            found["torch's int4"] = [about[f"tinygemm_us_{m}"] for m in rows]
-        body += [[shape, name, *(number(time, 1) for time in times)] for name, times in found.items()]
-    return table(["linear", "tiling", *(f"{m} row{'s' * (m != '1')}" for m in rows)], body)
-
-
-def peer_table(lines: Sequence[Line]) -> str:
-    """Decoding of one file by several engines, behind prompts of 64, 512 and 2,000 tokens."""
-    columns = {"file": "{file}", "tok/s of": "{arm}"}
-    columns |= {f"behind {size}": f"{{decode[{i}]}}" for i, size in enumerate(("64", "512", "2,000"))}
-    return lines_table(columns, [line for line in lines if line["type"] == "peers"])
+    columns, lines = COLUMNS[kind], summary[kind]
+    return table(list(columns), [[cell.format_map(line) for cell in columns.values()] for line in lines])
 
 
 def report(summary: dict[str, Any]) -> None:

@@ -3,8 +3,8 @@
     python -m scripts.measured                        # write every block of the page again
 
 A block stands between `<!-- KIND FILE -->` and `<!-- /KIND -->`. KIND is `arms` (speed and tau of every arm), `clients`
-(requests that run together), `steps` (the time of a step), `tilings` (of a linear on a GPU), `peers` (several engines),
-`acceptance` or `paper` (as `scripts.bench --suite` prints them).
+(requests that run together), `steps` (the time of a step), `acceptance` or `paper` (as `scripts.bench --suite` prints
+them). Blocks of other kinds are of programs that are gone, and tests/test_docs.py compares them with their records.
 """
 
 import re
@@ -13,16 +13,15 @@ from pathlib import Path
 
 from bench.paper import SUITE_TABLES
 from bench.records import read_lines
-from bench.report import COLUMNS, arms_table, kept_table, peer_table, tiling_table
+from bench.report import COLUMNS, arms_table, kept_table
 from support.errors import command_parser, run_parsed
-from support.files import read_json_lines, write_text
+from support.files import write_text
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "results"
 PAGE = ROOT / "docs" / "results.md"
 TABLES = SUITE_TABLES | {"arms": arms_table} | {kind: partial(kept_table, kind) for kind in COLUMNS}
-LINES = {"tilings": tiling_table, "peers": peer_table}  # tables of records that have no summary
-BLOCK = re.compile(rf"(<!-- ({'|'.join(TABLES | LINES)}) (\S*) -->\n).*?(<!-- /\2 -->)", re.S)
+BLOCK = re.compile(rf"(<!-- ({'|'.join(TABLES)}) (\S*) -->\n).*?(<!-- /\2 -->)", re.S)
 
 
 def filled(page: str, results: Path = RESULTS) -> str:
@@ -30,9 +29,7 @@ def filled(page: str, results: Path = RESULTS) -> str:
 
     def block(match: re.Match) -> str:
         begin, kind, file, end = match.groups()
-        path = results / file
-        text = LINES[kind](read_json_lines(path)) if kind in LINES else TABLES[kind](read_lines(path)[1])
-        return f"{begin}{text}\n{end}"
+        return f"{begin}{TABLES[kind](read_lines(results / file)[1])}\n{end}"
 
     return BLOCK.sub(block, page)
 

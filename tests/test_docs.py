@@ -17,6 +17,7 @@ from test_layering import ORDER, SOURCES, graph_of, room
 import generate
 from scripts import measured, serve
 from serving.app import ABOUT
+from support.files import read_json_lines
 
 ROOT = Path(__file__).resolve().parent.parent
 OPTION = r"(?<![\w-])--?[a-z][\w-]*"
@@ -119,6 +120,30 @@ def test_tables_are_the_committed_records():
     others = (ROOT / "README.md", ROOT / "docs" / "replicas.md")  # the latter by its own test
     shown = text + "".join(page.read_text(encoding="utf-8") for page in others)
     assert not [path.name for path in measured.RESULTS.glob("*.jsonl") if path.name not in shown]
+
+
+def test_tables_of_earlier_programs_are_their_records():
+    """A figure of a linear's tiling, or of an engine beside others, that its record does not have."""
+    text = measured.PAGE.read_text(encoding="utf-8")
+    blocks = re.findall(r"<!-- (tilings|peers) (\S*) -->\n(.*?)\n<!-- /\1 -->", text, re.S)
+    assert len(blocks) == 5
+    for kind, file, block in blocks:
+        lines = read_json_lines(measured.RESULTS / file)
+        for row in block.splitlines()[2:]:
+            name, what, *shown = (cell.strip() for cell in row.strip("|").split("|"))
+            if kind == "peers":
+                (rates,) = [line["decode"] for line in lines if (line.get("file"), line.get("arm")) == (name, what)]
+                assert shown == [str(rate) for rate in rates]
+                continue
+            of_linear = [line for line in lines if line["shape"] == name]
+            tried = [line for line in of_linear if "config" in line]
+            chosen = {
+                "default": ("us", [next((line for line in tried if line.get("default")), tried[0])]),
+                "fastest tried": ("us", tried), "torch's int4": ("tinygemm_us", of_linear),
+            }  # fmt: skip
+            field, among = chosen[what]
+            for rows, time in zip(("1", "16", "60"), shown, strict=True):
+                assert time == f"{min(line[key] for line in among if (key := f'{field}_{rows}') in line):.1f}"
 
 
 def test_a_page_explains_the_report(capsys, monkeypatch):

@@ -22,7 +22,7 @@ from model import Transformer
 from support.errors import UsageError
 from support.machine import shapes_only
 from weights.block_heads import BlockConfig
-from weights.heads import EagleConfig, default_taps
+from weights.heads import EagleConfig, default_taps, layers_like
 from weights.hf import build_model
 from weights.quantized import QuantLinear, QuantSpec, apply_spec_, pack_, set_tensor
 
@@ -61,21 +61,14 @@ def _spec(config: ModelConfig, quant: str) -> QuantSpec:
     return QuantSpec(quant, group_size=next(group for group in (128, 64, 32) if inputs % group == 0))
 
 
-def _layers(target: ModelConfig, family: str, count: int, vocab: int, **more: Any) -> ModelConfig:
-    """Plain layers of the target's sizes for a head, whatever else the target's layers have."""
-    same = """hidden_size intermediate_size num_attention_heads num_key_value_heads head_dim max_position_embeddings
-        rms_norm_eps rope tie_word_embeddings qkv_bias o_bias mlp_bias dtype bos_token_id eos_token_ids"""
-    sizes = {name: vars(target)[name] for name in same.split()}
-    return ModelConfig(family, num_hidden_layers=count, vocab_size=vocab, **sizes, **more)
-
-
 def head_config(target: ModelConfig, version: int) -> EagleConfig:
     """The geometry of a published EAGLE head (generation 1 or 3) for `target`."""
-    if version == 1:
-        return EagleConfig(1, _layers(target, "llama", 1, target.vocab_size), target.hidden_size, fc_bias=True)
     # Published heads read layers 2, L // 2 and L - 3. They draft 32,000 of LLaMA-3's 128,256 tokens, and all tokens
     # of a target with a vocabulary of 32,000, which then needs no table of draft ids.
-    layer = _layers(target, "llama", 1, min(target.vocab_size, 32000))
+    vocab = target.vocab_size if version == 1 else min(target.vocab_size, 32000)
+    layer = layers_like(target, "llama", 1, vocab, target.max_position_embeddings)
+    if version == 1:
+        return EagleConfig(1, layer, target.hidden_size, fc_bias=True)
     return EagleConfig(3, layer, target.hidden_size, default_taps(target.num_hidden_layers), has_lm_head=True)
 
 
@@ -129,7 +122,7 @@ BLOCKS = {
 def block_config(target: ModelConfig, kind: str, layers: int = 5) -> BlockConfig:
     """The geometry of a published block head of a kind in BLOCKS for `target`."""
     L, vocab = target.num_hidden_layers, target.vocab_size
-    layer = _layers(target, "qwen3", layers, vocab, qk_norm=True)
+    layer = layers_like(target, "qwen3", layers, vocab, target.max_position_embeddings, qk_norm=True)
     taps = tuple(sorted({round(2 + i * (L - 4) / 4) for i in range(5)}))
     return BlockConfig(layer, target.hidden_size, taps, mask_id=vocab - 1, target_vocab_size=vocab, **BLOCKS[kind])
 

@@ -22,10 +22,11 @@ from families.config import ModelConfig
 from loading.drafting import block_tree
 from model import Attention, Transformer
 from training.data import Batch, TokenData
-from training.drafters import HeadTraining, check_shares, check_taps, layers_like
+from training.drafters import HeadTraining, check_shares, check_taps
 from training.loop import Recipe, init_weights, recipe_with
 from training.losses import Rows, TargetRows, in_chunks, soft_loss, with_noise
 from weights.block_heads import MARKOV, BlockConfig, save_block
+from weights.heads import layers_like
 from weights.quantized import lm_head_rows
 
 KINDS = ("dflash", "jetspec", "dspark", "dflash2")

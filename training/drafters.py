@@ -23,7 +23,7 @@ from decoding.drafter import Drafter
 from decoding.params import SamplingParams
 from engine.engine import Engine, EngineConfig
 from engine.results import acceptance
-from families.config import DTYPES, ModelConfig, RopeConfig
+from families.config import DTYPES
 from loading.drafting import build_drafter, build_head, read_drafter
 from loading.options import LoadOptions
 from model import Transformer
@@ -372,16 +372,6 @@ def check_taps(taps: Sequence[int], last: int) -> None:
     """Raise UsageError unless these layers are distinct, ascending and from 0 to `last`."""
     if list(taps) != sorted(set(taps)) or not set(taps) <= set(range(last + 1)):
         raise UsageError(f"--taps {','.join(map(str, taps))}: must be distinct, ascending, 0 to {last}.")
-
-
-def layers_like(
-    target: ModelConfig, kind: str, count: int, vocab_size: int, positions: int, **more: Any
-) -> ModelConfig:
-    """The layers of a head in bfloat16: `count` layers of the family `kind`, of the target's sizes."""
-    same = "hidden_size intermediate_size num_attention_heads num_key_value_heads head_dim rms_norm_eps".split()
-    more |= {name: vars(target)[name] for name in same} | {"rope": RopeConfig(theta=10000.0), "dtype": "bfloat16"}
-    sizes = {"num_hidden_layers": count, "vocab_size": vocab_size, "max_position_embeddings": positions}
-    return ModelConfig(kind, **sizes, **more)
 
 
 def check_shares(args: argparse.Namespace, *names: str, positive: Sequence[str]) -> None:

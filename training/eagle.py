@@ -16,10 +16,10 @@ from families.config import ModelConfig
 from model import Transformer
 from support.errors import UsageError, bad_files
 from training.data import Batch, TokenData
-from training.drafters import HeadTraining, check_shares, check_taps, layers_like
+from training.drafters import HeadTraining, check_shares, check_taps
 from training.loop import Recipe, recipe_with
 from training.losses import Rows, TargetRows, loss_eagle, loss_eagle1, soft_loss, with_noise
-from weights.heads import EagleConfig, EagleFile, default_taps, read_card, read_eagle, save_eagle
+from weights.heads import EagleConfig, EagleFile, default_taps, layers_like, read_card, read_eagle, save_eagle
 from weights.quantized import QuantLinear, lm_head_rows
 from weights.quantizer import digest
 

@@ -104,6 +104,16 @@ class HeadFile(NamedTuple, Generic[Config]):
 EagleFile = HeadFile[EagleConfig]
 
 
+def layers_like(
+    target: ModelConfig, family: str, count: int, vocab_size: int, positions: int, **more: Any
+) -> ModelConfig:
+    """The layers of a new head in bfloat16: `count` plain layers of a family, of the target's sizes."""
+    same = "hidden_size intermediate_size num_attention_heads num_key_value_heads head_dim rms_norm_eps".split()
+    more |= {name: vars(target)[name] for name in same} | {"rope": RopeConfig(theta=10000.0), "dtype": "bfloat16"}
+    sizes = {"num_hidden_layers": count, "vocab_size": vocab_size, "max_position_embeddings": positions}
+    return ModelConfig(family, **sizes, **more)
+
+
 def default_taps(layers: int) -> tuple[int, ...]:
     """The layers that EAGLE-3 reads unless a config says otherwise: SafeAILab's, or the first ones of a tiny target."""
     return (2, layers // 2, layers - 3) if layers > 6 else tuple(range(min(layers, 2) + 1))

@@ -52,7 +52,6 @@ USUAL = 540.0  # seconds for which the limits of the parts are made
 CHECKING = 0.35  # share of the time that checks and untimed runs may take
 GRACE = 5.0  # seconds between the interrupt and the kill
 LOOK = 0.2  # seconds between two looks at what runs
-SAVE = 20.0  # seconds between two saves while nothing ends
 LEAST = 4.0  # seconds without which no part is begun
 LAST_LINES = 16
 COMPILE = "--limit 1 --reps 1 --max-seconds 1".split()  # what a benchmark does where nothing is timed
@@ -152,7 +151,6 @@ class Visit:
     gigabytes: float  # of the device
     scale: float  # of the parts' limits
     work: Path  # a folder that is deleted after the visit
-    saved: float = 0.0
 
     def run(self, parts: Sequence[Part], phase: str, width: int, until: float) -> None:
         """Run parts, at most `width` of them and as many as memory holds at a time, and none after `until`."""
@@ -171,8 +169,6 @@ class Visit:
                 for one in [one for one in running if one.process.poll() is not None or time.monotonic() > one.until]:
                     running.remove(one)
                     self._finish([one], phase)
-                if time.monotonic() > self.saved + SAVE:
-                    self.save()
                 time.sleep(LOOK)
         finally:
             self._finish(running, phase)
@@ -231,7 +227,6 @@ class Visit:
 
     def save(self) -> None:
         """Write the three files."""
-        self.saved = time.monotonic()
         write_json(self.out / f"{self.name}-summary.json", self.summary)
         for kind, folder in (("records", "timed"), ("logs", "logs")):
             pack(self.work / folder, self.out / f"{self.name}-{kind}.tar.gz")

@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 import kernels
@@ -140,6 +141,11 @@ class Batch(NamedTuple):
         return [place.stop - place.start for place in self.places]
 
 
+def padded(rows: Sequence[Tensor], length: int) -> Tensor:
+    """Rows [T or less, ...] as one tensor [B, T, ...], with zeros behind them. length: T."""
+    return torch.stack([F.pad(row, (0, 0) * (row.dim() - 1) + (0, length - len(row))) for row in rows])
+
+
 def step_batches(data: TokenData, step: int, world: World, args: argparse.Namespace) -> tuple[list[Batch], float]:
     """This process's micro-batches of a step, and how many tokens count in the whole step (all processes, at least 1).
 
@@ -153,11 +159,8 @@ def step_batches(data: TokenData, step: int, world: World, args: argparse.Namesp
     for a in range(world.rank, args.accumulate * world.size, world.size):
         numbers, places = zip(*rows[a * args.batch : (a + 1) * args.batch], strict=True)
         longest = max(2, *(place.stop - place.start for place in places))
-        padded = (
-            np.stack([np.pad(part[place], (0, longest - place.stop + place.start)) for place in places])
-            for part in (data.ids, data.mask)
-        )
-        tokens, mask = (torch.from_numpy(array).to(world.device) for array in padded)
+        parts = ([torch.from_numpy(part[place]) for place in places] for part in (data.ids, data.mask))
+        tokens, mask = (padded(rows_of, longest).to(world.device) for rows_of in parts)
         batches.append(Batch(tokens.long(), mask, numbers, places))
     return batches, max(1.0, count)
 

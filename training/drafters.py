@@ -281,7 +281,7 @@ def measure(
 
 def summary(numbers: dict[str, Any]) -> str:
     """The most important held-out numbers on one line."""
-    shown = {label: np.ravel(numbers[name])[0] for name, label in LABELS.items() if numbers.get(name)}
+    shown = {label: numbers[name] for name, label in LABELS.items() if name in numbers}
     return "held-out " + ", ".join(f"{label} {value:.3f}" for label, value in shown.items())
 
 

@@ -15,7 +15,7 @@ from eagle_draft import EagleHead
 from families.config import ModelConfig
 from model import Transformer
 from support.errors import UsageError, bad_files
-from training.data import Batch, TokenData
+from training.data import Batch, TokenData, padded
 from training.drafters import HeadTraining, check_shares, check_taps
 from training.loop import Recipe, recipe_with
 from training.losses import Rows, TargetRows, loss_eagle, loss_eagle1, soft_loss, with_noise
@@ -188,12 +188,12 @@ def init_head(head: TrainHead, seed: int) -> None:
 
 def feature_noise(batch: Batch, size: int, width: float, seed: int) -> Tensor:
     """Uniform noise [B, T, size] that depends on (seed, row number) alone. Its width at 512 tokens is `width`."""
-    noise = torch.zeros(*batch.tokens.shape, size)
-    for b, (number, length) in enumerate(zip(batch.numbers, batch.lengths, strict=True)):
+    noise = []
+    for number, length in zip(batch.numbers, batch.lengths, strict=True):
         rng = np.random.default_rng((seed, number, 1))
         own = torch.from_numpy(rng.random((length, size), dtype=np.float32)) * 2 - 1
-        noise[b, :length] = own * (width / 2) * 512 / length
-    return noise.to(batch.tokens.device)
+        noise.append(own * (width / 2) * 512 / length)
+    return padded(noise, batch.tokens.shape[1]).to(batch.tokens.device)
 
 
 def head_loss(

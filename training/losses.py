@@ -196,6 +196,27 @@ def _on_own_outputs(
         yield feature[:, : counted.shape[1]][counted], where[:, s:][counted]
 
 
+@torch.no_grad()
+def draft_targets(head: DraftHead, hidden_states: Tensor, best: Tensor | None) -> tuple[Tensor, Tensor]:
+    """What a head in training shall draft after hidden_states [M, H] of the target: the target's distribution over the
+    draft vocabulary [M, Vd], and the place of its most likely token there [M], -1 for a token outside.
+
+    `best` [M] is the most likely token where it is known already. `head.target_head` are the rows of the target's LM head
+    that the draft vocabulary has, or None.
+    """
+    if best is None or head.target_head is None:
+        logits = head.target.logits(hidden_states)
+        best = logits.argmax(-1) if best is None else best
+        logits = logits if head.draft_ids is None else logits[:, head.draft_ids]
+    else:  # only the rows of the draft vocabulary are needed
+        logits = head.target.scaled(F.linear(hidden_states.to(head.target.dtype), head.target_head).float())
+    if head.draft_ids is not None:
+        places = torch.full((head.target.config.vocab_size,), -1, device=best.device)
+        places[head.draft_ids] = torch.arange(head.vocab_size, device=best.device)
+        best = places[best]
+    return logits.softmax(-1), best
+
+
 def in_chunks(
     head: DraftHead, outputs: list[tuple[Tensor, Tensor]], truth: Tensor, best: Tensor | None,
     loss: Callable[[Rows], Tensor], outside: bool, decay: float = DECAY,
@@ -215,7 +236,7 @@ def in_chunks(
 
     def judge(chunk: int, parts: list[Tensor]) -> Tensor:
         rows = slice(chunk * size, (chunk + 1) * size)
-        distribution, wanted = head.draft_targets(truth[rows], None if best is None else best[rows])
+        distribution, wanted = draft_targets(head, truth[rows], None if best is None else best[rows])
         total = distribution.new_zeros(())
         for s, (part, (_, which, ends)) in enumerate(zip(parts, steps, strict=True)):
             which = which[ends[chunk] : ends[chunk + 1]] - rows.start

@@ -220,7 +220,7 @@ FORMATS = {
     "entry": Format(("e.bin",), lambda f: cache.store(f / "e.bin", *ENTRY), lambda f: cache.read(f / "e.bin")),
     "tuned": Format(("t.bin",), lambda f: write_tuned("gpu", TUNED, f / "t.bin"), tuned),
     "questions": Format(("q.jsonl",), one_file("q.jsonl", QUESTION), lambda f: read_suite(f / "q.jsonl")),
-    "texts": Format(("t.jsonl",), one_file("t.jsonl", TEXTS + '"a"\n'), lambda f: read_texts(f / "t.jsonl")),
+    "texts": Format(("t.jsonl",), one_file("t.jsonl", TEXTS + '"a"\n'), lambda f: list(read_texts(f / "t.jsonl"))),
     "training": Format(("t.jsonl",), one_file("t.jsonl", TEXTS), lambda f: read_records(f"{f}/t.jsonl")[:2]),
     "tokenised": Format(("d.npz",), lambda f: STREAM.save(f / "d.npz"), lambda f: str(TokenData.load(f / "d.npz"))),
     "training state": Format(("s.pt",), lambda f: state_of(f).save(), resumed),

@@ -6,7 +6,6 @@ The rows are recomputed from the run lines alone, so a committed file can be che
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
 import itertools
 import json
 import math
@@ -29,6 +28,7 @@ import torch
 from bench.arms import OTHER_ENGINE, SAME_TOKENS
 from decoding.params import SamplingParams
 from engine.results import acceptance, n_alpha
+from support.cache import version_of
 from support.errors import UsageError
 from support.files import read_json_lines
 from support.machine import describe_device
@@ -158,10 +158,8 @@ def source() -> dict[str, Any]:
 
 def environment(device: torch.device) -> dict[str, Any]:
     """Everything about the machine that moves the numbers."""
-    known = dict.fromkeys(("torch", "triton", "transformers", "xllamacpp", "ik-llama-cpp-python", "numpy"))
-    for name in known:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            known[name] = importlib.metadata.version(name)
+    names = "torch triton transformers xllamacpp ik-llama-cpp-python numpy".split()
+    known = {name: version_of(name) for name in names}
     return {
         "device": describe_device(device),
         "gpu": gpu_state(device),

@@ -125,7 +125,7 @@ def key(device: str) -> str:
     digest = hashlib.sha256()
     for path in _traced_sources():
         digest.update(str(path.relative_to(SOURCES)).encode() + b"\0" + path.read_bytes())
-    parts = [f"{name}{_version(name)}" for name in ("torch", "triton")] + [device, digest.hexdigest()[:12]]
+    parts = [f"{name}{version_of(name) or ''}" for name in ("torch", "triton")] + [device, digest.hexdigest()[:12]]
     return re.sub(r"[^A-Za-z0-9.+]+", "_", "-".join(parts))
 
 
@@ -135,11 +135,11 @@ def _traced_sources() -> list[Path]:
     return sorted(path for place in (SOURCES, *packages) for path in place.glob("*.py"))
 
 
-def _version(package: str) -> str:
-    try:
+def version_of(package: str) -> str | None:
+    """The version of a package, None where it is not installed."""
+    with contextlib.suppress(PackageNotFoundError):
         return version(package)
-    except PackageNotFoundError:
-        return ""
+    return None
 
 
 def use(device: str) -> tuple[Path, str]:

@@ -80,10 +80,10 @@ def head_config(target: ModelConfig, args: argparse.Namespace) -> EagleConfig:
     return EagleConfig(args.version, layer, target.hidden_size, taps, target_vocab_size=target.vocab_size, **how)
 
 
-def start_config(file: EagleFile, args: argparse.Namespace) -> EagleConfig:
+def start_config(file: EagleFile, args: argparse.Namespace, held: int) -> EagleConfig:
     """The config of the head that --start names, with the draft vocabulary that the options ask for.
 
-    Raises UsageError for options that would give it another shape, or a smaller draft vocabulary.
+    held: the size of its own. Raises UsageError for options that would give it another shape, or a smaller one.
     """
     config, layer = file.config, file.config.layer
     if config.version != args.version:
@@ -92,8 +92,6 @@ def start_config(file: EagleFile, args: argparse.Namespace) -> EagleConfig:
         raise UsageError(f"--start {args.start} was not trained with --inputs {args.inputs}.")
     if args.taps is not None:
         raise UsageError("--taps does not go with --start, which keeps the shape of its head.")
-    ids = file.tensors.get("draft_ids")
-    held = config.target_vocab_size if ids is None else len(ids)
     wanted = args.draft_vocab or held
     if not held <= wanted <= config.target_vocab_size:
         raise UsageError(f"--draft-vocab {wanted}: --start {args.start} has {held} tokens and can only get more.")
@@ -219,7 +217,7 @@ class EagleTraining(HeadTraining):
         self.known_ids = self.start.tensors.get("draft_ids") if self.start else None
         held = target.config.vocab_size if self.known_ids is None else len(self.known_ids)
         self.draft_vocab = args.draft_vocab or held  # how many tokens the head can draft
-        self.config = head_config(target.config, args) if self.start is None else start_config(self.start, args)
+        self.config = head_config(target.config, args) if self.start is None else start_config(self.start, args, held)
         self.title = f"{self.config.kind} head ({args.inputs})"
         self.recipe = recipe_for(args)
         # As the authors of the two generations do it.

@@ -412,9 +412,8 @@ def packed_linear(
     """x [..., K] @ W^T [+ bias], [`gate`, if gated], [+ residual] -> [..., N or N/2], in x's dtype, or if wide the same
     values in float32 or wider.
 
-    No host sync. With layout 'planes' our kernel runs, SMALL_M rows at a time. Only longer texts dequantize the
-    weight and use cuBLAS (`beyond_a_step`). Bias and epilogue are computed in float32 in our kernel, and in x's dtype
-    elsewhere.
+    No host sync. With layout 'planes' our kernel runs, SMALL_M rows at a time. Bias and epilogue are computed in float32
+    in our kernel, and in x's dtype elsewhere.
     """
     clamped = gated == GATES["swiglu_clamped"] and weight.layout != "tiles"
     if clamped or gated and len(weight.forms) > 1:  # a program multiplies rows of one format
@@ -449,21 +448,8 @@ def _widened(y: Tensor, wide: bool) -> Tensor:
     return y.to(torch.promote_types(y.dtype, torch.float32)) if wide else y
 
 
-def beyond_a_step(x: Tensor) -> bool:
-    """Whether x [B, T, K] has more rows of one sequence than any step has, so that cuBLAS may multiply them.
-
-    In cuBLAS the bits of a row depend on the number of rows. No tree has more than SMALL_M nodes (`tree.MAX_NODES`), and
-    no chunk of a prompt has more tokens (`engine.prefill.WIDE_CHUNKS`), however many sequences run together. So what
-    gets here is a text that is read at once, to evaluate or to train.
-    """
-    return x.dim() > 2 and x.shape[-2] > SMALL_M
-
-
 def _triton_linear(out, x, tensors, numbers, bias, residual, gated, wide) -> None:
     weight = from_parts(tensors, numbers)
-    if beyond_a_step(x):
-        out.copy_(epilogue(x @ dequantize(weight, x.dtype, fused=True).mT, bias, residual, gated))
-        return
     rows = x.reshape(-1, weight.k).contiguous()
     added = rows if residual is None else residual.contiguous()
     parts = (t.view(len(rows), -1).split(SMALL_M) for t in (rows, added, out))

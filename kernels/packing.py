@@ -23,7 +23,7 @@ from torch import Tensor
 
 import kernels.cpu as cpu
 import kernels.panels as panels
-from kernels.backend import active_backend, constexpr_function, jit, native, operation, tl, triton, use_cpu, use_triton
+from kernels.backend import active_backend, constexpr_function, jit, operation, tl, use_cpu, use_triton
 from kernels.formats import Blocks, Format, Part
 from kernels.tuned import LinearConfig, counters_of, linear_config, shape_key
 
@@ -92,36 +92,6 @@ def decode(w, BITS: tl.constexpr, DT: tl.constexpr, NATIVE: tl.constexpr, SMALL:
 def panel_words(bits: int, group: int, zeros: bool) -> int:
     """The int32 words of a panel in layout 'planes'."""
     return 128 * bits + ((24 if zeros else 16) * (128 // group) if bits == 4 else 0)
-
-
-@jit
-def dequantize_kernel(
-    w, s, z, out, N, K, BITS: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr, NATIVE: tl.constexpr
-):
-    """`dequantize` for out [N, K] from int4 or int8 words, bit for bit. Grid (panels of 32 rows, K blocks)."""
-    DT: tl.constexpr = out.dtype.element_ty
-    KP: tl.constexpr = 4 * BITS
-    SIZE: tl.constexpr = panel_words(BITS, GROUP, ZEROS)
-    panel = tl.program_id(0)
-    block = tl.program_id(1)
-    kp = tl.arange(0, KP)
-    row = tl.arange(0, 32)
-    rn = panel * 32 + row
-    ok = (rn < N)[:, None]
-    at = (panel // 4 * tl.cdiv(K, 128) * 4 + block * 4 + panel % 4) * SIZE
-    q = decode(tl.load(w + at + row[:, None] * KP + kp[None, :]), BITS, DT, NATIVE)
-    for p in tl.static_range(32 // BITS):
-        k = block * 128 + p * KP
-        value = q[p].to(tl.float32)
-        if BITS == 4:
-            group = p * KP // GROUP * 32 + row
-            if ZEROS:
-                value -= tl.load(z + (at + 512 + 16 * (128 // GROUP)) * 4 + group).to(tl.float32)[:, None] - 8
-            scale = tl.load(s + (at + 512) * 2 + group)
-        else:
-            scale = tl.load(s + rn, mask=rn < N, other=0)
-        value *= scale.to(tl.float32)[:, None]
-        tl.store(out + rn[:, None] * K + (k + kp)[None, :], value.to(DT), mask=ok & (k + kp < K)[None, :])
 
 
 LAYOUTS = ("planes", "tiles", "plain", "dense", "cpu")
@@ -247,11 +217,10 @@ def _from_panels(weight: PackedWeight) -> tuple[Tensor, Tensor | None, Tensor | 
     return words, table(blocks[..., 512 : 512 + count], torch.float16), zeros
 
 
-def dequantize(weight: PackedWeight, dtype: torch.dtype, fused: bool = False) -> Tensor:
+def dequantize(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
     """The matrix [..., N, K] that a packed weight stands for, rounded once from float32 or wider to `dtype`.
 
-    Columns keep the stored order if `perm` is set. Not for layout 'cpu'. fused: let one Triton kernel compute
-    the same bits, for layout 'planes' without experts.
+    Columns keep the stored order if `perm` is set. Not for layout 'cpu'.
     """
     if (weight.layout == "tiles" or weight.forms) and weight.weight.dim() in (2, 4):
         return torch.stack([dequantize(weight.expert(e), dtype) for e in range(len(weight.weight))])
@@ -259,16 +228,6 @@ def dequantize(weight: PackedWeight, dtype: torch.dtype, fused: bool = False) ->
         return packed_rows(weight, torch.arange(weight.n), dtype)
     if weight.layout == "dense" or weight.bits == 16:
         return weight.weight.to(dtype)
-    if fused:
-        out = weight.weight.new_empty(weight.n, weight.k, dtype=dtype)
-        if weight.forms:
-            panels.triton_rows(out, weight.weight, weight.forms, None)
-        else:
-            dequantize_kernel[triton.cdiv(weight.n, 32), triton.cdiv(weight.k, 128)](
-                *kernel_views(weight), out, weight.n, weight.k, BITS=weight.bits, GROUP=weight.group_size,
-                ZEROS=weight.has_zeros, NATIVE=native(dtype), num_warps=4,
-            )  # fmt: skip
-        return out
     if weight.forms:
         return panels.matrix(weight.weight, weight.forms, weight.n, weight.k).to(dtype)
     wide = torch.promote_types(dtype, torch.float32)

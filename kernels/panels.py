@@ -398,14 +398,13 @@ def panel_sums(
 
 @jit
 def panel_rows_kernel(
-    ids, w, halves, out, M, K, COUNT, FIRST_ROW, FORMS: tl.constexpr, I: tl.constexpr, LISTED: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-):  # fmt: skip
-    """Rows of a weight, out[i] = W[ids[i]], or if not LISTED all rows. It does those of format I, whose COUNT rows begin
-    at row FIRST_ROW and at w. Grid (tiles of BLOCK_ROWS rows, K blocks)."""
+    ids, w, halves, out, M, K, COUNT, FIRST_ROW, FORMS: tl.constexpr, I: tl.constexpr, BLOCK_ROWS: tl.constexpr
+):
+    """Rows of a weight, out[i] = W[ids[i]]. It does those of format I, whose COUNT rows begin at row FIRST_ROW and at w.
+    Grid (tiles of BLOCK_ROWS rows, K blocks)."""
     i = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     b = tl.program_id(1)
-    rows = (tl.load(ids + i, mask=i < M, other=0).to(tl.int32) if LISTED else i) - FIRST_ROW
+    rows = tl.load(ids + i, mask=i < M, other=0).to(tl.int32) - FIRST_ROW
     ok = (i < M) & (rows >= 0) & (rows < COUNT)
     rows = tl.where(ok, rows, 0)
     words = load_factors(w, rows, b, K, FORMS, I)
@@ -418,15 +417,13 @@ def panel_rows_kernel(
         tl.store(at, value.to(out.dtype.element_ty), mask=ok[:, None] & (k < K)[None, :])
 
 
-def triton_rows(out: Tensor, words: Tensor, forms: Forms, ids: Tensor | None) -> None:
-    """Write `matrix` [n, k] in the dtype of `out` by our kernel, or the rows ids [M] of it."""
+def triton_rows(out: Tensor, words: Tensor, forms: Forms, ids: Tensor) -> None:
+    """Write the rows ids [M] of `matrix` in the dtype of `out` [M, k] by our kernel."""
     (count, k), facts, at, first = out.shape, kernel_forms(forms), 0, 0
-    block = 32 if ids is None else 4
     for i, (rows, *numbers) in enumerate(forms):
         own = words[at:]
-        panel_rows_kernel[triton.cdiv(count, block), triton.cdiv(k, 128)](
-            words if ids is None else ids, own, own.view(torch.int16), out, count, k, rows, first, FORMS=facts, I=i,
-            LISTED=ids is not None, BLOCK_ROWS=block, num_warps=4 if ids is None else 1,
-        )  # fmt: skip
+        panel_rows_kernel[triton.cdiv(count, 4), triton.cdiv(k, 128)](
+            ids, own, own.view(torch.int16), out, count, k, rows, first, FORMS=facts, I=i, BLOCK_ROWS=4, num_warps=1
+        )
         at += panels_bytes(Format.from_numbers(numbers), rows, k) // 4
         first += rows

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kernels.backend import operation, use_triton
 from kernels.kv import cache_problem, scales_of
-from kernels.linear import beyond_a_step, launch_arguments, linear_kernel, packed_linear, planes_linear
+from kernels.linear import launch_arguments, linear_kernel, packed_linear, planes_linear
 from kernels.norm_rope import rope_constants, rope_outputs, rope_write_kv
 from kernels.packing import PackedTensors, PackedWeight, from_parts, kernel_views
 from kernels.tuned import SPLIT_M
@@ -23,7 +23,7 @@ def packed_linear_rope(
 
     Heads are turned by the programs that compute them, each of which has at most TILE_M rows to turn.
     """
-    if weight.layout != "planes" or beyond_a_step(x):
+    if weight.layout != "planes":
         return rope_write_kv(packed_linear(x, weight, bias).unflatten(-1, (-1, head_dim)), *turn)
     return planes_linear_rope(weight.reorder(x), *weight.parts(), bias, head_dim, *turn)
 

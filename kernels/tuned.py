@@ -17,9 +17,7 @@ TILE_M = 64
 # Up to so many rows of x the programs of a launch share sums. With more rows there are programs enough, and each one
 # makes all parts of its sums.
 SPLIT_M = 256
-# The most rows of x that one launch multiplies, and the widest chunk of a prompt. More rows of a step are several
-# launches. For more rows of one sequence (`linear.beyond_a_step`) the weight is written out in 16 bits and multiplied by
-# cuBLAS, whose bits depend on the number of rows.
+# The most rows of x that one launch multiplies, and the widest chunk of a prompt. More rows are several launches.
 SMALL_M = 2048
 
 

@@ -299,7 +299,7 @@ def launch_small_work(B: int, V: int, K: int, N: int, half: torch.dtype) -> None
 
 
 def launch_norms_and_rows(B: int, half: torch.dtype) -> None:
-    """The same for norms, rotary positions, and the rows or the whole of a matrix."""
+    """The same for norms, rotary positions, and rows of a matrix."""
     of = functools.partial(new, kind=half)
     kernels.rms_norm.triton(of(B, 4096), of(4096), 1e-5)
     angles, slots = [of(B, 26, 64, kind=torch.float32)] * 2, of(B, 26, kind=torch.int64)
@@ -310,15 +310,9 @@ def launch_norms_and_rows(B: int, half: torch.dtype) -> None:
         wide = [of(B, 26, dim // 2, kind=torch.float32)] * 2, of(2, 1, 1, 4096, dim), slots
         qkv, norms = of(B, 26, 8 if shares else 10, dim), (of(dim), None if shares else of(dim))
         kernels.rope_write_kv.triton(qkv, *wide[0], *wide[1:], *norms, 1e-5, True, shares)
-    for bits, group, zeros in ((4, 128, False), (4, 32, True), (8, 0, False)):
-        words = of(32, 32, 4 * panel_words(bits, group, zeros), kind=torch.int32)
-        scales = of(4096, kind=torch.float32) if bits == 8 else None
-        weight = kernels.PackedWeight("planes", bits, group, 4096, 4096, words, scales)
-        kernels.dequantize(weight, half, fused=True)
     for form in FORMATS.values():
         words, facts = of(panels_bytes(form, 4096, 4096) // 4, kind=torch.int32), ((4096, *form.numbers()),)
-        for ids in (None, of(26, kind=torch.int64)):
-            triton_rows(of(4096 if ids is None else len(ids), 4096), words, facts, ids)
+        triton_rows(of(26, 4096), words, facts, of(26, kind=torch.int64))
 
 
 def variants(quick: bool = False, arch: int = 86) -> list[Variant]:

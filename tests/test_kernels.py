@@ -655,16 +655,11 @@ def test_interpreted_linear_rows_are_independent(bits, gated, add):
 @pytest.mark.parametrize("bits,group,zeros", [(4, 128, False), (4, 32, True), (8, 0, False)])
 def test_interpreted_linear_of_many_rows(bits, group, zeros, monkeypatch):
     """Catches rows of a second tile (as of batch 4 x 26 nodes) or of a second launch that land elsewhere, change bits or
-    fall back to torch, and partial sums of two tiles that mix. For a text that is no step the dequantized matrix must be
-    that of the reference."""
+    fall back to torch, and partial sums of two tiles that mix."""
     k = 160 if group == 32 else 256
     weights, x = exact(stored(bits, 40, k, group or 32, zeros), 70, k)
     packed = pack(bits, weights, torch.float16, "planes")
     alone = [packed_linear(x[i : i + 1], packed) for i in (0, 40, 69)]
-    want, own = (kernels.dequantize(packed, x.dtype, fused) for fused in (False, True))
-    assert torch.equal(own, want)
-    half = kernels.dequantize(packed, torch.bfloat16, fused=True)  # the interpreter truncates to bfloat16
-    assert error(half, matrix(bits, weights)) < TOLERANCE[torch.bfloat16]
     with monkeypatch.context() as patch:
         patch.setattr(kernels.linear, "dequantize", None)
         got = packed_linear(x, packed)
@@ -673,14 +668,13 @@ def test_interpreted_linear_of_many_rows(bits, group, zeros, monkeypatch):
         assert torch.equal(gated[69:], packed_linear(x[69:], packed, gated=True))
         patch.setattr(kernels.linear, "SMALL_M", 64)
         assert torch.equal(packed_linear(x, packed), got) and torch.equal(packed_linear(x, packed, gated=True), gated)
+        assert torch.equal(packed_linear(x[None], packed)[0], got)  # one text
         few = [kernels.packed_topk(x[rows], packed, 3) for rows in (slice(0, 64), slice(64, 70))]
         whole = kernels.packed_topk(x, packed, 3)
         assert all(torch.equal(a, torch.cat(parts)) for a, *parts in zip(whole, *few, strict=True))
     want = linear_definition(x, matrix(bits, weights), None, None, False)
     assert error(got, want) < TOLERANCE[torch.float16]
     assert error(gated, linear_definition(x, matrix(bits, weights), None, None, True)) < 2 * TOLERANCE[torch.float16]
-    monkeypatch.setattr(kernels.linear, "SMALL_M", 64)
-    assert error(packed_linear(x[None], packed)[0], want) < TOLERANCE[torch.float16]
 
 
 @interpreted

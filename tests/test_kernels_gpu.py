@@ -187,14 +187,6 @@ def test_heads_turned_behind_their_projection_on_device(normed, int8):
         assert not arrived.any() and not packed.counters.any()
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("bits,group,zeros", [(4, 128, False), (4, 32, True), (8, 0, False)])
-def test_fused_dequantization_on_device(bits, group, zeros, dtype):
-    """The fused dequantization gives the bits of the plain one."""
-    packed, _ = quantized(bits, 1000, 1120 if group == 32 else 1152, dtype, group, zeros)
-    assert torch.equal(kernels.dequantize(packed, dtype, fused=True), kernels.dequantize(packed, dtype))
-
-
 @pytest.mark.parametrize("gated", [False, True])
 def test_fp16_accumulation_on_device(gated):
     """With fp16 accumulation the linear is within 1 % of float64, and a row alone has the same bits."""
@@ -304,13 +296,12 @@ def test_joined_rows_on_device(norms, pick):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_types_of_a_file_on_device(types, dtype):
     """Every type of a file equals the float64 product of its values, plain and gated. A row has the same bits at every
-    width. Looked-up rows and the dequantized matrix are the values."""
+    width. Looked-up rows are the values."""
     parts = [test_panels.part(kind, 256, 1024, seed) for seed, kind in enumerate(types)]
     packed, want = pack_panels(parts, "cuda"), test_panels.floats(*parts).cuda()
     x = torch.randn(104, 1024, device="cuda").to(dtype) / 64
     ids = torch.tensor([[3, 255], [0, 7]], device="cuda")
     assert torch.equal(kernels.packed_rows(packed, ids, dtype), want[ids].to(dtype))
-    assert torch.equal(kernels.dequantize(packed, dtype, fused=True), want.to(dtype))
     for gated in (0, 1):
         y = linear_definition(x, want.to(dtype).double(), None, None, gated)
         alone = torch.cat([packed_linear(x[i : i + 1], packed, gated=gated) for i in range(104)])
@@ -318,8 +309,8 @@ def test_types_of_a_file_on_device(types, dtype):
         assert all(torch.equal(packed_linear(x[:m], packed, gated=gated), alone[:m]) for m in (8, 17, 33, 64, 104))
         for times in (3, 20):  # as in a prompt, and two launches
             assert torch.equal(packed_linear(torch.cat([x] * times), packed, gated=gated)[:104], alone)
-        text = torch.cat([x] * 20)[None]  # so long that cuBLAS multiplies it
-        assert error(packed_linear(text, packed, gated=gated)[0, :104], y) < TOLERANCE[dtype]
+        text = torch.cat([x] * 20)[None]  # longer than any chunk of a prompt
+        assert torch.equal(packed_linear(text, packed, gated=gated)[0, :104], alone)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -45,7 +45,7 @@ GEMMA4 = dict(head_dim=256, full_heads=(2, 512), keys_as_values=True, shared_lay
 GEMMA4 |= dict.fromkeys(("qk_norm", "value_norm", "layer_scale"), True)
 GEMMA4 |= dict(windows=(0, 64) * 2, norms="both", num_hidden_layers=4, activation="gelu_tanh")
 SMOL = dict(hidden_size=576, intermediate_size=1536, num_attention_heads=9, num_key_value_heads=3, head_dim=64)
-OWN_NORM = RMSNorm.forward
+OWN_NORM, OWN_PRODUCT = RMSNorm.forward, kernels.packed_linear
 
 
 def of_a_file(model: Transformer) -> Transformer:
@@ -123,7 +123,7 @@ def launched_by_width(kind: str) -> list[list[tuple]]:
     "mixtral-8x7b shared", "qwen3.5-9b half", "qwen3.5-9b int4", "gemma4 half", "gemma4 int4",
 ])  # fmt: skip
 def test_a_row_has_the_same_kernels_in_every_step(monkeypatch, kind):
-    """A product that goes to cuBLAS because there are many rows, a norm that few rows get in another kernel, another
+    """A product that goes to cuBLAS, a norm that few rows get in another kernel, another
     split or tiling, heads that are turned elsewhere, attention that adds up otherwise for a large tree, and any operator
     of torch that reduces. With a drafter, or among others, a text would then differ from plain decoding."""
     with fake_gpu(monkeypatch):
@@ -140,19 +140,26 @@ def few_rows_elsewhere(norm, x):
     return kernels.experts.mix(rows, rows[:, :, 0].contiguous(), None).view(x.shape) if few else OWN_NORM(norm, x)
 
 
-@pytest.mark.parametrize("owner,name,value", [
-    ("kernels.linear", "SMALL_M", 64), ("model", "RMSNorm.forward", few_rows_elsewhere),
+def many_rows_elsewhere(x, weight, *rest, **more):
+    """A product for which torch multiplies where there are many rows."""
+    if x.shape[:-1].numel() > 64:
+        x @ x.mT
+    return OWN_PRODUCT(x, weight, *rest, **more)
+
+
+@pytest.mark.parametrize("name,value", [
+    ("kernels.packed_linear", many_rows_elsewhere), ("model.RMSNorm.forward", few_rows_elsewhere),
 ])  # fmt: skip
-def test_a_kernel_that_depends_on_the_width_is_found(monkeypatch, owner, name, value):
+def test_a_kernel_that_depends_on_the_width_is_found(monkeypatch, name, value):
     """A comparison that passes whatever the launches are."""
-    monkeypatch.setattr(f"{owner}.{name}", value)
+    monkeypatch.setattr(name, value)
     with fake_gpu(monkeypatch):
         try:
             found = launched_by_width("llama-3-8b int4")
         except AssertionError as error:
-            assert name == "SMALL_M" and "aten::matmul" in str(error)
+            assert value is many_rows_elsewhere and "aten::bmm" in str(error)
         else:
-            assert name != "SMALL_M" and any(launches != found[0] for launches in found)
+            assert value is few_rows_elsewhere and any(launches != found[0] for launches in found)
 
 
 def test_a_row_of_a_prompt_has_the_same_kernels_in_every_chunk_and_in_a_step(monkeypatch):

@@ -10,7 +10,7 @@ Code that a compiled step traces does not belong here (see kernels/growing.py).
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import torch
@@ -27,7 +27,7 @@ MAX_TOPK = 64
 MAX_FILE_BYTES = 1 << 20
 
 
-@dataclass(frozen=True)
+@dataclass(unsafe_hash=True)
 class StaticTree:
     """A fixed tree, given by the paths of its nodes below the root.
 
@@ -37,41 +37,26 @@ class StaticTree:
     """
 
     paths: tuple[tuple[int, ...], ...]
-    N: int = field(init=False)  # nodes with the root, which is the number of rows of the verifying forward
-    D: int = field(init=False)  # greatest depth below the root
-    parent: tuple[int, ...] = field(init=False)  # per node; the root is its own parent
-    depth: tuple[int, ...] = field(init=False)
-    rank: tuple[int, ...] = field(init=False)  # which of its parent's candidates a node takes; root 0
-    branching: tuple[int, ...] = field(init=False)  # per depth 0..D-1: the most children of any node there
-    max_children: int = field(init=False)
-    # levels[l] lists the nodes at depth l + 1 that have children. Only these go through the drafter, one forward per
-    # level. The root's own prediction comes from the forward that extends the draft cache.
-    levels: tuple[tuple[int, ...], ...] = field(init=False)
 
     def __post_init__(self) -> None:
         nodes = ((), *_checked_paths(self.paths))
         index = {path: i for i, path in enumerate(nodes)}
-        parent = tuple(index[path[:-1]] for path in nodes)
-        depth = tuple(len(path) for path in nodes)
-        D = depth[-1]
-        inner = sorted(set(parent[1:]))
-        branching = tuple(1 + max(path[-1] for path in nodes if len(path) == d) for d in range(1, D + 1))
-        derived = {
-            "paths": nodes[1:],
-            "N": len(nodes),
-            "D": D,
-            "parent": parent,
-            "depth": depth,
-            "rank": (0, *(path[-1] for path in nodes[1:])),
-            "branching": branching,
-            "max_children": max(branching, default=0),
-            "levels": tuple(tuple(i for i in inner if depth[i] == d) for d in range(1, D)),
-        }
-        for name, value in derived.items():
-            object.__setattr__(self, name, value)  # the dataclass is frozen
+        self.paths = nodes[1:]
+        self.N = len(nodes)  # with the root, which is the number of rows of the verifying forward
+        self.parent = tuple(index[path[:-1]] for path in nodes)  # per node; the root is its own parent
+        self.depth = tuple(len(path) for path in nodes)
+        self.D = D = self.depth[-1]  # greatest depth below the root
+        self.rank = (0, *(path[-1] for path in self.paths))  # which of its parent's candidates a node takes; root 0
+        # per depth 0..D-1: the most children of any node there
+        self.branching = tuple(1 + max(path[-1] for path in nodes if len(path) == d) for d in range(1, D + 1))
+        self.max_children = max(self.branching, default=0)
+        # levels[l] lists the nodes at depth l + 1 that have children. Only these go through the drafter, one forward per
+        # level. The root's own prediction comes from the forward that extends the draft cache.
+        inner = sorted(set(self.parent[1:]))
+        self.levels = tuple(tuple(i for i in inner if self.depth[i] == d) for d in range(1, D))
 
 
-@dataclass(frozen=True)
+@dataclass(unsafe_hash=True)
 class DynamicTree:
     """An EAGLE-2 tree, which is rebuilt in every step. The parameters are those of SafeAILab/EAGLE.
 
@@ -83,8 +68,6 @@ class DynamicTree:
     N: int
     depth: int
     topk: int
-    D: int = field(init=False, repr=False, compare=False)
-    pool: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         limits = {"N": (2, MAX_NODES), "depth": (0, MAX_DEPTH - 1), "topk": (1, MAX_TOPK)}
@@ -92,8 +75,8 @@ class DynamicTree:
             value = getattr(self, name)
             if type(value) is not int or not low <= value <= high:
                 raise ValueError(f"dynamic tree: {name} is {value!r:.40}, allowed {low} to {high}")
-        object.__setattr__(self, "D", self.depth + 1)
-        object.__setattr__(self, "pool", self.topk + self.depth * self.topk**2)
+        self.D = self.depth + 1
+        self.pool = self.topk + self.depth * self.topk**2
         if self.N - 1 > self.pool:
             why = f"topk + depth * topk^2 = {self.pool} are drafted; use N <= {self.pool + 1}"
             raise ValueError(f"dynamic tree: N is {self.N}, but only {why}")

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from decoding.params import SamplingMode
 from decoding.sampling import SamplingState
+from kernels.growing import Draft
 from model import Transformer
 from tree import DynamicTree, TreeTables
 
@@ -29,18 +30,6 @@ class StepParts(NamedTuple):
 
 
 UNCOMPILED = StepParts()
-
-
-class Draft(NamedTuple):
-    """A proposed tree, and for multi-round verification the draft's probabilities."""
-
-    tokens: Tensor  # [B, N]
-    parent: Tensor  # [B, N]
-    depth: Tensor  # [B, N]
-    ancestors: Tensor  # [B, N, N] bool
-    valid: Tensor  # [B, N] bool
-    scores: Tensor  # [B, N] cumulative draft score, root 0; `Drafter.scoring` says what it means
-    q: Tensor | None = None  # [B, run_rows, V]
 
 
 class DraftInput(NamedTuple):

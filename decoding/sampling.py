@@ -17,18 +17,10 @@ import torch
 from torch import Tensor
 
 import kernels
-from decoding.params import (
-    FP32_MAX,
-    FP32_TINY,
-    MAX_BIAS,
-    MAX_LOGPROBS,
-    MAX_STOP_IDS,
-    SamplingMode,
-    SamplingParams,
-    per_row,
-)
+from decoding.params import FP32_TINY, MAX_BIAS, MAX_LOGPROBS, MAX_STOP_IDS, SamplingMode, SamplingParams, per_row
 
 MASK = 0xFFFFFFFF
+LEAST = torch.finfo(torch.float32).min
 # Multipliers of a 32-bit finalizer. MIX_B is written minus 2^32, which brings both below 2^31 in magnitude. Their factors
 # are below 2^32, so every product fits a signed 64-bit integer. `& MASK` gives the residue mod 2^32 of negative products
 # as well.
@@ -238,39 +230,24 @@ def _weight(z: Tensor, top: Tensor, temperature: Tensor) -> Tensor:
     return (z - top).div_(temperature).exp_().mul_(2.0**30).long()
 
 
-def _mass_target(total: Tensor, top_p: Tensor) -> Tensor:
-    """The least integer mass >= top_p * total, and at least 1. If top_p is off, more than the total, so never reached."""
-    return torch.where(top_p < 1, (top_p.double() * total).ceil().long().clamp_min(1), total + 1)
+def _heaviest(weight: Tensor, total: Tensor, top_p: Tensor) -> Tensor:
+    """How many of the first weights [...,V], which descend, have the share top_p of the total mass: all if top_p is off.
 
-
-def _heaviest(image: Tensor, weight: Tensor | None, target: Tensor) -> Tensor:
-    """Greatest int32 t [...,1] for which the weights (None: ones) of {image >= t} sum to `target` or more.
-
-    -2^31 if there is no such t. This is a radix search with 4 bits per pass. Compiled, the 15 sums of a pass share one
-    read of the row.
+    The mass is the least integer >= top_p * total, and at least 1.
     """
-
-    def enough(t: Tensor) -> Tensor:
-        if weight is None:
-            return (image >= t).sum(-1, keepdim=True, dtype=torch.int32) >= target
-        return torch.where(image >= t, weight, 0).sum(-1, keepdim=True) >= target
-
-    t = torch.where(enough(torch.zeros_like(image.narrow(-1, 0, 1))), 0, -(2**31)).int()
-    for shift in (27, 23, 19, 15, 11, 7, 3, 0):
-        digits = range(1, 16 if shift else 8)
-        t = t + (sum(enough(t + (digit << shift)).int() for digit in digits) << shift)
-    return t
+    target = torch.where(top_p < 1, (top_p.double() * total).ceil().long().clamp_min(1), total + 1)
+    return (weight.cumsum(-1) - weight < target).sum(-1, keepdim=True)
 
 
 def _cutoff_search(z: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     """The least logit [B,N,1] that top-k and then top-p keep, with fixed shapes and without host reads, for the GPU."""
-    bits = z.view(torch.int32)
-    image = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)  # ordered like the floats
-    by_count = _heaviest(image, None, torch.where(top_k > 0, top_k, z.shape[-1] + 1))
-    weight = torch.where(image >= by_count, _weight(z, z.amax(-1, keepdim=True), temperature), 0)
-    by_mass = _heaviest(image, weight, _mass_target(weight.sum(-1, keepdim=True), top_p))
-    t = torch.maximum(by_count, by_mass).clamp_min(-0x7F800000)  # the image of -FP32_MAX
-    return torch.where(t < 0, t ^ 0x7FFFFFFF, t).view(torch.float32)
+    V = z.shape[-1]
+    values = z.sort(-1, descending=True).values
+    last = torch.where(top_k > 0, top_k.clamp(max=V), V) - 1
+    by_count = values.gather(-1, last.expand(*z.shape[:-1], 1))
+    weight = _weight(values, values.narrow(-1, 0, 1), temperature).masked_fill(values < by_count, 0)
+    kept = _heaviest(weight, weight.sum(-1, keepdim=True), top_p)
+    return torch.maximum(by_count, values.gather(-1, (kept - 1).clamp_min(0))).clamp_min(LEAST)
 
 
 def _largest(rows: Tensor, width: int) -> Tensor:
@@ -301,14 +278,14 @@ def _cutoff_of_sequence(rows: Tensor, temperature: Tensor, top_k: Tensor, top_p:
     V = rows.shape[-1]
     k = min(int(top_k) or V, V)
     use_p = float(top_p) < 1
-    cut = torch.full_like(rows[:, :1], -FP32_MAX)
+    cut = torch.full_like(rows[:, :1], LEAST)
     pending = torch.arange(len(cut) if use_p or k < V else 0)
     for width in sorted({min(64, V), min(512, V), V}):
         if len(pending) == 0 or width < k < V:
             continue
         part = rows if len(pending) == len(cut) else rows[pending]
         values = _largest(part, width)
-        least = values[:, k - 1 : k] if k < V else torch.full_like(values[:, :1], -FP32_MAX)
+        least = values[:, k - 1 : k] if k < V else torch.full_like(values[:, :1], LEAST)
         found = torch.ones_like(pending, dtype=torch.bool)
         if use_p:
             weight = _weight(values, values[:, :1], temperature).masked_fill_(values < least, 0)
@@ -318,10 +295,10 @@ def _cutoff_of_sequence(rows: Tensor, temperature: Tensor, top_k: Tensor, top_p:
                 everything = _weight(part, values[:, :1], temperature)
                 everything = everything if k == V else everything.masked_fill_(part < least, 0)
                 total = everything.sum(-1, keepdim=True)
-            kept = (weight.cumsum(-1) - weight < _mass_target(total, top_p)).sum(-1, keepdim=True)
+            kept = _heaviest(weight, total, top_p)
             least = torch.maximum(least, values.gather(-1, (kept - 1).clamp_min(0)))
             found = kept[:, 0] < width
-        cut[pending] = least.clamp_min(-FP32_MAX)
+        cut[pending] = least.clamp_min(LEAST)
         pending = pending[~found]
     return cut
 
@@ -390,9 +367,7 @@ def _settings(state: SamplingState) -> kernels.Settings:
     return kernels.Settings(state.temperature, state.top_k, state.top_p, state.min_p)
 
 
-def _choose_cpu(
-    logits: Tensor, noise: Tensor | None, depth: Tensor | None, settings: kernels.Settings, _filters: bool
-) -> tuple[Tensor, Tensor]:
+def _choose_cpu(logits, noise, depth, settings, _filters) -> tuple[Tensor, Tensor]:
     noise, depth = (None if t is None else t.contiguous() for t in (noise, depth))
     return torch.ops.eaglet_cpu.choose.default(logits.contiguous(), noise, depth, settings.temperature)
 
@@ -460,10 +435,7 @@ def draft_topk(
     return _draft_topk(draft_logits, noise, ids, _settings(state), filters, noisy_scores, count)
 
 
-def _draft_topk_cpu(
-    logits: Tensor, noise: Tensor | None, ids: Tensor | None, settings: kernels.Settings, _filters: bool,
-    noisy_scores: bool, count: int,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+def _draft_topk_cpu(logits, noise, ids, settings, _filters, noisy_scores, count) -> tuple[Tensor, Tensor]:
     rows = logits.contiguous(), None if noise is None else noise.contiguous()
     return torch.ops.eaglet_cpu.draft_topk.default(*rows, ids, settings.temperature, noisy_scores, count)
 

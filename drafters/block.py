@@ -271,7 +271,7 @@ class BlockDrafter(HeadDrafter):
             rows = self._rows(inputs, slots, 0, inputs.root[:, None], None)
             draft = self._dynamic(inputs, rows, ()) if self.dynamic else self._static(inputs, rows, ())
         elif self.dynamic:  # the candidates at a depth are the same after every parent
-            draft = Draft(*best_prefixes(self._target_ids(slots.ids), slots.scores, inputs.root, self.N))
+            draft = best_prefixes(self._target_ids(slots.ids), slots.scores, inputs.root, self.N)
         else:
             draft = independent_tree(self.tree, inputs.root, self._target_ids(slots.ids), slots.scores)
         return self._pruned(draft) if self.prunes(inputs.mode) else draft

@@ -298,7 +298,7 @@ class Operation:
         ]
         declared.__signature__ = signature.replace(parameters=parameters)
         if self.result is not None:
-            returns = tuple[(Tensor,) * len(self.result._fields)]
+            returns = tuple[(Tensor,) * (len(self.result._fields) - len(self.result._field_defaults))]
             declared.__signature__ = declared.__signature__.replace(return_annotation=returns)
         schema = torch.library.infer_schema(declared, mutates_args=self.mutates)
 

@@ -285,7 +285,7 @@ def prefixes_kernel(
 
 
 def best_prefixes(out: Sequence[Tensor], tokens: Tensor, scores: Tensor, root: Tensor, N: int) -> None:
-    """The fields of a `growing.DraftTree` from those of `growing.best_prefixes`."""
+    """The fields of a `growing.Draft` from those of `growing.best_prefixes`."""
     B, D, K = tokens.shape
     prefixes_kernel[B,](
         tokens.contiguous(), scores.contiguous(), root.contiguous(), *out, N, D, K, NP=triton.next_power_of_2(N),

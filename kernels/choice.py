@@ -412,9 +412,7 @@ def choose_shapes(logits: Tensor, *_rest) -> tuple[Tensor, Tensor]:
     return logits.new_empty(logits.shape[:2], dtype=torch.int64), logits.new_empty(logits.shape[:2], dtype=torch.bool)
 
 
-def choose(
-    out: Sequence[Tensor], logits: Tensor, noise: Tensor | None, depth: Tensor | None, settings: Settings, filters: bool
-) -> None:
+def choose(out, logits, noise, depth, settings, filters) -> None:
     """(choice int64 [B,N], usable bool [B,N]) of logits [B,N,V] with noise [B,P,V].
 
     Node i takes the noise's row depth[b, i], or row i without `depth` [B,N]. Without noise the choice is greedy.
@@ -435,10 +433,7 @@ def draft_topk_shapes(logits: Tensor, *rest) -> tuple[Tensor, Tensor]:
     return logits.new_empty(shape, dtype=torch.int64), logits.new_empty(shape, dtype=wide)
 
 
-def draft_topk(
-    out: Sequence[Tensor], logits: Tensor, noise: Tensor | None, draft_ids: Tensor | None, settings: Settings,
-    filters: bool, noisy: bool, count: int,
-) -> None:  # fmt: skip
+def draft_topk(out, logits, noise, draft_ids, settings, filters, noisy, count) -> None:
     """(ids int64, scores fp32), each [B,W,count]: the largest keys of `sampling.draft_keys` for logits [B,W,V].
 
     noise [B,1 or W,target's V] belongs to the ids draft_ids [V] of the target. Without noise the keys are the logits.

@@ -123,10 +123,7 @@ def join_kernel(
     tl.store(joined + pid * 2 * SIZE + SIZE + d, f, mask=mask)
 
 
-def join_rows(
-    out: Sequence[Tensor], table: Tensor, tokens: Tensor, features: Tensor, source: Tensor | None,
-    table_norm: Tensor | None, feature_norm: Tensor | None, eps: float, keep_normed: bool,
-) -> None:  # fmt: skip
+def join_rows(out, table, tokens, features, source, table_norm, feature_norm, eps, keep_normed) -> None:
     """(residual [B,W,H], joined [B,W,2H]): the embeddings of tokens [B,W] from table [V,H] beside rows of features
     [B,R,H], those with the numbers source [B,W] if given. In one launch.
 
@@ -145,9 +142,7 @@ def join_rows(
     )  # fmt: skip
 
 
-def join_shapes(
-    _table: Tensor, tokens: Tensor, features: Tensor, _source: Tensor | None, table_norm: Tensor | None, *_rest
-) -> tuple[Tensor, Tensor]:
+def join_shapes(_table, tokens, features, _source, table_norm, *_rest) -> tuple[Tensor, Tensor]:
     """Empty outputs of `join_rows`."""
     (B, W), H = tokens.shape, features.shape[2]
     return features.new_empty(B, 0 if table_norm is None else W, H), features.new_empty(B, W, 2 * H)
@@ -234,7 +229,7 @@ def expand_shapes(pool: Sequence[Tensor], tokens: Tensor, scores: Tensor, *_rest
 
 @jit
 def store_root(b, root, tokens, parent, scores, ancestors, N, NP: tl.constexpr):
-    """Store node 0 of a `growing.DraftTree`, and no ancestors yet."""
+    """Store node 0 of a `growing.Draft`, and no ancestors yet."""
     tl.store(tokens + b * N, tl.load(root + b))
     tl.store(scores + b * N, 0.0)
     tl.store(parent + b * N, tl.full((), 0, tl.int64))
@@ -292,11 +287,8 @@ def select_kernel(
     store_paths(b, j < N, out_parent, out_depth, ancestors, N, D, NP)
 
 
-def select(
-    out: Sequence[Tensor], tokens: Tensor, scores: Tensor, parent: Tensor, root: Tensor, ids: Tensor | None, N: int,
-    D: int, _live: None,
-) -> None:  # fmt: skip
-    """The fields of a `growing.DraftTree` from those of a pool [B,P], whose tokens are places in `ids` if given."""
+def select(out, tokens, scores, parent, root, ids, N, D, _live) -> None:
+    """The fields of a `growing.Draft` from those of a pool [B,P], whose tokens are places in `ids` if given."""
     B, P = tokens.shape
     scratch = tokens.new_empty(B, P, dtype=torch.int32)
     wide = triton.next_power_of_2(P)
@@ -308,7 +300,7 @@ def select(
 
 
 def tree_shapes(tokens: Tensor, scores: Tensor, root: Tensor, N: int) -> tuple[Tensor, ...]:
-    """Empty fields of a `growing.DraftTree` of N nodes, from tokens and scores of candidates and root [B]."""
+    """Empty fields of a `growing.Draft` of N nodes, from tokens and scores of candidates and root [B]."""
     B = root.shape[0]
     rows = [tokens.new_empty(B, N) for _ in range(3)]
     seen, valid = (tokens.new_empty(shape, dtype=torch.bool) for shape in ((B, N, N), (B, N)))
@@ -352,10 +344,7 @@ def accept_kernel(
     tl.store(bonus + b, after)
 
 
-def accept(
-    out: Sequence[Tensor], tokens: Tensor, parent: Tensor, depth: Tensor, ancestors: Tensor, valid: Tensor,
-    choice: Tensor, D: int,
-) -> None:  # fmt: skip
+def accept(out, tokens, parent, depth, ancestors, valid, choice, D) -> None:
     """The fields of `verify.Accepted`: path [B,D+1], count [B], bonus [B], emitted [B,D+1]."""
     B, N = tokens.shape
     tables = [t if t[0].is_contiguous() else t.contiguous() for t in (parent, depth, ancestors, valid)]
@@ -445,9 +434,7 @@ def commit(out: Sequence[Tensor], accepted: Accepted, usable: Tensor, features: 
     N, F = features.shape[1:]
     ring, history = buffers.ring, buffers.history
     commit_kernel[B,](
-        *(t.contiguous() for t in (*accepted, usable)),
-        buffers.tokens, buffers.n, buffers.root, buffers.count, buffers.produced, buffers.limit, buffers.done,
-        buffers.stop_ids, ring, buffers.step, buffers.segments, *out, N, P,
+        *(t.contiguous() for t in (*accepted, usable)), *buffers[:9], buffers.step, buffers.segments, *out, N, P,
         buffers.tokens.shape[1], ring.shape[0], ring.shape[2], ring.stride(0), STOPS=buffers.stop_ids.shape[1],
         PP=triton.next_power_of_2(P), num_warps=1,
     )  # fmt: skip

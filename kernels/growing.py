@@ -51,15 +51,19 @@ class Pool(NamedTuple):
     visible: Tensor  # [B, K, R] bool over the rows of all expansion forwards, the next one included
 
 
-class DraftTree(NamedTuple):
-    """A dynamic tree. Nodes with valid False are padding: parent 0, depth 0, and they see only themselves."""
+class Draft(NamedTuple):
+    """A proposed tree, and for multi-round verification the draft's probabilities.
+
+    Nodes with valid False are padding: parent 0, depth 0, and they see only themselves.
+    """
 
     tokens: Tensor  # [B, N]
     parent: Tensor  # [B, N]
     depth: Tensor  # [B, N]
     ancestors: Tensor  # [B, N, N] bool
     valid: Tensor  # [B, N] bool
-    scores: Tensor  # [B, N] cumulative draft score, root 0
+    scores: Tensor  # [B, N] cumulative draft score, root 0; `Drafter.scoring` says what it means
+    q: Tensor | None = None  # [B, run_rows, V]
 
 
 def _usable(scores: Tensor) -> Tensor:
@@ -119,9 +123,7 @@ def _grow(before: list[Tensor], tokens: Tensor, scores: Tensor, ids: Tensor | No
     )
 
 
-def select(
-    pool: Pool, root: Tensor, N: int, D: int, live: Tensor | None = None, ids: Tensor | None = None
-) -> DraftTree:
+def select(pool: Pool, root: Tensor, N: int, D: int, live: Tensor | None = None, ids: Tensor | None = None) -> Draft:
     """EAGLE-2's re-ranking: the tree of the root and the best N - 1 candidates, parents first.
 
     root [B] is the root's token, D is one more than the number of expansions. live [B] int64 keeps only that many nodes
@@ -147,7 +149,7 @@ def _pool_problem(tokens: Tensor, *_rest) -> str:
 def _select(
     tokens: Tensor, scores: Tensor, parent: Tensor, root: Tensor, ids: Tensor | None, N: int, D: int,
     live: Tensor | None,
-) -> DraftTree:  # fmt: skip
+) -> Draft:  # fmt: skip
     P = tokens.shape[1]
     flat = _best(scores, N - 1)
     if live is not None:
@@ -160,11 +162,11 @@ def _select(
     ancestors, depth = ancestors_from_parents(parent, D, valid)
     tokens = tokens.gather(1, flat)
     tokens = torch.cat([root[:, None], tokens if ids is None else ids[tokens]], 1)
-    return DraftTree(tokens, parent, depth, ancestors, valid, pad(scores.gather(1, flat), (1, 0)))
+    return Draft(tokens, parent, depth, ancestors, valid, pad(scores.gather(1, flat), (1, 0)))
 
 
 @operation("best_prefixes", "draft_tree", block_draft.best_prefixes, draft.tree_shapes, at=(1,), copies=True)
-def best_prefixes(tokens: Tensor, scores: Tensor, root: Tensor, N: int) -> DraftTree:
+def best_prefixes(tokens: Tensor, scores: Tensor, root: Tensor, N: int) -> Draft:
     """The tree of the root and the N - 1 likeliest prefixes, where every depth has candidates of its own, which do not
     depend on the parent (DDTree).
 
@@ -184,6 +186,6 @@ def best_prefixes(tokens: Tensor, scores: Tensor, root: Tensor, N: int) -> Draft
         size += best.shape[1]
     pool, totals, parent = (torch.cat(parts, 1) for parts in zip(*levels, strict=True))
     live = 1 + (totals > -torch.inf).sum(1)
-    tree = DraftTree(*_select.reference(pool, totals, parent, root, None, N, D, live))
+    tree = Draft(*_select.reference(pool, totals, parent, root, None, N, D, live))
     shown = torch.where(tree.valid, tree.scores, -torch.inf).to(torch.promote_types(scores.dtype, torch.float32))
     return tree._replace(scores=shown, tokens=tree.tokens.where(tree.valid, 0))

@@ -280,7 +280,7 @@ class Operation:
         """What the operator gives where the reference does the call. The arguments are those of the reference."""
         out = self.reference(*args)
         if self.copies:
-            out = [tensor.clone(memory_format=torch.contiguous_format) for tensor in out]
+            out = [t.clone(memory_format=torch.contiguous_format) for t in out if t is not None]
         return out if out is None or isinstance(out, Tensor) else tuple(out)
 
     def _named(self, args: Sequence) -> list:

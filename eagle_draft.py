@@ -215,9 +215,7 @@ class MtpHead(EagleHead):
         return self.norm(self.layer.forward_train(x, cos, sin))
 
 
-def _join_cpu(
-    table: Tensor, tokens: Tensor | None, feature: Tensor, source: Tensor | None, *norms: Tensor | float | None
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+def _join_cpu(table, tokens, feature, source, *norms) -> tuple[Tensor, Tensor]:
     embedding = table if tokens is None else F.embedding(tokens, table)
     source = None if source is None else source.contiguous()
     return torch.ops.eaglet_cpu.join_rows.default(embedding.contiguous(), feature.contiguous(), source, *norms)

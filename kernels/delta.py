@@ -28,8 +28,6 @@ def depth_first(ancestors: Tensor) -> Tensor:
     that the walk comes back to the memory behind it. No host sync."""
     T = ancestors.shape[1]
     ids = torch.arange(T, device=ancestors.device)
-    if T == 1:  # plain decoding: one node without ancestors and children
-        return torch.stack([ids.expand(len(ancestors), 1)] * 3, -1)
     above = ancestors & (ids != ids[:, None])
     parent = torch.where(above, ids, -1).amax(-1)
     sizes = ancestors.long().sum(1)  # of the subtrees

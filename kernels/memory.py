@@ -84,11 +84,6 @@ def take_snapshot(memory: Memory, row: int, at: int, end: int) -> Snapshot:
 
 def resume(memory: Memory, row: int, snapshot: Snapshot | None) -> None:
     """Let a sequence go on from a snapshot, or from nothing."""
-    if snapshot is None:
-        memory.memory[row] = 0
-        memory.path[row] = 0
-        memory.pending[row] = 0
-        return
-    memory.memory[row] = snapshot.memory
-    memory.path[row] = snapshot.path
-    memory.pending[row] = snapshot.end - snapshot.at
+    taken = (0, 0, 0) if snapshot is None else (snapshot.memory, snapshot.path, snapshot.end - snapshot.at)
+    for held, value in zip((memory.memory, memory.path, memory.pending), taken, strict=True):
+        held[row] = value

@@ -98,11 +98,12 @@ def versions() -> dict[str, str]:
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that can still be allocated on the device. On a CPU the page cache counts as free."""
+    """Bytes that can still be allocated on the device. On a CPU the page cache counts as free, and where the system does
+    not tell (macOS), so does all of the memory."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     available = _bytes_of("/proc/meminfo", "MemAvailable")
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if available is None else available
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if available is None else available
 
 
 def peak_memory(device: torch.device) -> int | None:

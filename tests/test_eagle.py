@@ -1,6 +1,7 @@
 """eagle_draft.py: the head against explicit arithmetic, trees against brute force, the draft cache, acceptance."""
 
 import dataclasses
+import functools
 import math
 import shutil
 from types import SimpleNamespace
@@ -195,7 +196,7 @@ HEADS = {
         version=3, norm_before_fc=True, norm_output=True, has_embed=True, qkv_bias=True, head_dim=16
     ),
 }
-SHAPES = {"paper25": trees.PAPER25, "medusa": MEDUSA, "dynamic": trees.DynamicTree(14, 3, 4)}
+SHAPES = {"paper25": trees.PAPER25, "dynamic": trees.DynamicTree(14, 3, 4)}
 
 
 def check_drafts(head, tree, params, shared_noise=True, steps=4):
@@ -231,8 +232,8 @@ def test_noise_off_drafts_the_official_tree():
     """`--draft-noise off` must ignore temperature and noise, as the official EAGLE-2/3 drafting does."""
     head = tiny_head(tiny_model())
     params = SamplingParams(temperature=1.3, seed=5, top_k=7, max_new_tokens=8)
-    for shape in ("dynamic", "medusa"):
-        check_drafts(head, SHAPES[shape], params, shared_noise=False)
+    for tree in (SHAPES["dynamic"], MEDUSA):
+        check_drafts(head, tree, params, shared_noise=False)
 
 
 @pytest.mark.parametrize("version", (1, 3))
@@ -357,8 +358,13 @@ def peaked_model():
     return model
 
 
+@functools.cache
+def plain(params):
+    """What the target decodes after PROMPT without a head."""
+    return Engine(peaked_model()).generate(PROMPT, params).run()[0].token_ids
+
+
 GREEDY = SamplingParams(max_new_tokens=22)
-SAMPLED = SamplingParams(temperature=1.0, seed=11, max_new_tokens=22)
 HOT = SamplingParams(temperature=8.0, seed=11, max_new_tokens=22)  # the noise decides
 
 
@@ -370,19 +376,18 @@ def oracle_engine(version=1, tree=None, vocab=None, **options):
 
 def vocabulary(params):
     """Draft ids that hold every token of the plain run, so that only a wrong table can lower acceptance."""
-    plain = Engine(peaked_model()).generate(PROMPT, params).run()[0].token_ids
-    return torch.tensor(sorted({*plain, *range(2, V, 3)}))
+    return torch.tensor(sorted({*plain(params), *range(2, V, 3)}))
 
 
 def tau(engine, params=GREEDY):
     """Mean tokens per step, the truncated last step aside; the tokens must be plain decoding's."""
     result = engine.generate(PROMPT, params).run()[0]
-    assert result.token_ids == Engine(engine.model).generate(PROMPT, params).run()[0].token_ids
+    assert result.token_ids == plain(params)
     sizes = [len(ids) for ids in result.tokens_per_step[:-1]]
     return sum(sizes) / len(sizes)
 
 
-@pytest.mark.parametrize("params", (GREEDY, SAMPLED, HOT), ids=("greedy", "T=1", "T=8"))
+@pytest.mark.parametrize("params", (GREEDY, HOT), ids=("greedy", "T=8"))
 @pytest.mark.parametrize("version", (1, 3))
 def test_a_perfect_head_is_accepted_whole(version, params):
     """Any slip in feature alignment, positions, masks, re-feeding, draft ids or noise costs acceptance, never output:
@@ -400,7 +405,7 @@ def test_batch_rows_of_a_perfect_head():
     head = tiny_head(peaked_model(), cls=OracleHead)
     engine = eagle_engine(head, shapes, batch_size=3)
     prompts = [PROMPT, PROMPT[:5], PROMPT + PROMPT[:9]]
-    results = engine.generate_batch(prompts, SAMPLED).run()
+    results = engine.generate_batch(prompts, dataclasses.replace(HOT, temperature=1.0)).run()
     for result, tree in zip(results, shapes, strict=True):
         assert all(len(ids) == tree.D + 1 for ids in result.tokens_per_step[:-1])
 
@@ -488,7 +493,7 @@ def test_multi_round_draws_from_the_filtered_distribution(rule, distribution):
 @pytest.mark.parametrize("rule, vocab", [("with", None), ("without", DRAFT_VOCAB)], ids=("full", "trimmed"))
 def test_greedy_multi_round_accepts_what_match_accepts(rule, vocab):
     """At T = 0 a one-hot q leaves every child but the first undrawable: arbitrary siblings, never accepted."""
-    head, params, sizes = tiny_head(peaked_model(), vocab=vocab), SamplingParams(max_new_tokens=40), []
+    head, params, sizes = tiny_head(peaked_model(), vocab=vocab), SamplingParams(max_new_tokens=24), []
     for tree in (MEDUSA, trees.PAPER25):
         match = eagle_engine(head, tree).generate(PROMPT, params).run()[0]
         ours = eagle_engine(head, tree, multi_round=rule).generate(PROMPT, params).run()[0]

@@ -81,8 +81,7 @@ def random_tree(size: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("chunk", [LENGTH, 16, 7])
-def test_logits_equal_transformers(pair, family, chunk):
+def test_logits_equal_transformers(pair, family):
     """Catches a wrong norm, bias, head order, RoPE type, window, router or tie, and leaks at chunk borders.
 
     Chunks of one token are those of `test_greedy_tokens_equal_transformers`.
@@ -91,20 +90,21 @@ def test_logits_equal_transformers(pair, family, chunk):
     tokens = tokens_of(LENGTH, batch=2)
     want = hf(tokens).logits
     assert 0.3 < want.std() < 4
-    assert (run(ours, tokens, chunk) - want).abs().max() < 1e-4
+    for chunk in (LENGTH, 7):
+        assert (run(ours, tokens, chunk) - want).abs().max() < 1e-4, chunk
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
 @pytest.mark.parametrize("mode", ["reference", "cpu"])
-def test_greedy_tokens_equal_transformers(pair, tiny_checkpoint, family, dtype, mode):
+def test_greedy_tokens_equal_transformers(pair, tiny_checkpoint, family, mode):
     """Catches errors too small for one forward that add up over the cache, such as keys stored before their rotation,
-    and a fact that the C++ kernels act upon in another way.
+    and a fact that the C++ kernels, which know float32 alone, act upon in another way.
 
     transformers reads prompts and tokens at once: its greedy tokens are ours if each has its highest logit.
     """
     if mode == "cpu" and kernels.cpu_problem():
         pytest.skip("the CPU kernels do not run here")
+    dtype = torch.float32 if mode == "cpu" else torch.float64
     hf, ours = pair(family, dtype)
     prompts, found, logits = tokens_of(9, seed=1, batch=3), [], []
     if mode == "cpu":
@@ -115,7 +115,7 @@ def test_greedy_tokens_equal_transformers(pair, tiny_checkpoint, family, dtype, 
         if mode == "cpu":
             pack_(ours, dtype)
         cache, memory, tokens = ours.new_cache(3, 64), ours.new_memory(3), prompts
-        for _ in range(40):
+        for _ in range(24):
             hidden, _ = feed(ours, cache, tokens, 9 + len(found) - tokens.shape[1], layers=layers, memory=memory)
             logits.append(ours.logits(hidden[:, -1]))
             tokens = logits[-1].argmax(-1, keepdim=True)

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tiny import CTX, ScriptedDrafter, V, eagle_engine, tiny_head, tiny_model
+from tiny import CTX, ScriptedDrafter, V, eagle_engine, one_line, tiny_head, tiny_model
 
 import tree
 from bench import arms as bench_arms
@@ -423,8 +423,7 @@ def test_questions_that_do_not_fit_are_left_out():
     assert fit(limit=48, least=30) == (QUESTIONS, 48)
     assert fit(limit=CTX) == (QUESTIONS, 64)  # 37 + 9 + 16 tokens, rounded up
     assert fit(limit=CTX, ctx=20) == (QUESTIONS[:2], 20)
-    with pytest.raises(UserError, match="no question fits 10 tokens"):
-        fit(limit=CTX, ctx=10)
+    one_line(lambda: fit(limit=CTX, ctx=10), "no question fits 10 tokens", kind=UserError)
 
 
 # ---- files ------------------------------------------------------------------------------------------------
@@ -546,8 +545,7 @@ def test_every_drafter_becomes_an_arm(tiny_directory, monkeypatch, tmp_path):
         assert tree_shape(loaded.options) == (loaded.drafter.N, loaded.drafter.D)
         assert (loaded.plan.head > 0) == (kind != "ngram") and loaded.options.drafter_kind == kind
     save_hf(tiny_model(torch.float32, layers=1, vocab=98), tmp_path / "other")
-    with pytest.raises(BadFileError, match="98 tokens"):
-        load(tiny_directory, draft_checkpoint=tmp_path / "other")
+    one_line(lambda: load(tiny_directory, draft_checkpoint=tmp_path / "other"), "98 tokens", kind=BadFileError)
     two = bench_arms.build_engine(base, given["eagle"] | {"slots": 2}, 64)
     both = two.generate_batch([[1, 5, 9], [4, 4]], params).run()
     assert both[0].token_ids == plain[0].token_ids
@@ -735,8 +733,7 @@ def test_transformers_runs_a_quantized_file_in_bfloat16_and_says_so(real_engine,
     ours = real_engine.generate(prompt, params).run()[0].token_ids
     assert arms[0].run(prompt, params).token_ids[0] == ours[0]
     monkeypatch.setattr(peers, "free_memory", lambda device: 10**8)
-    with pytest.raises(UserError, match="takes 269.0 MB; 100.0 MB are free"):
-        peers.floats_of(real_engine, REAL_FILE)
+    one_line(lambda: peers.floats_of(real_engine, REAL_FILE), "takes 269.0 MB; 100.0 MB are free", kind=UserError)
 
 
 def test_transformers_runs_the_weights_of_the_folder_beside_an_engine_that_rounded_them(tmp_path):

@@ -73,17 +73,16 @@ def test_a_block_head_loads_by_the_flag_of_all_heads(heads, kind):
     assert engine.plan.total == pytest.approx(kept, rel=0.05)
 
 
-@pytest.mark.parametrize("options", (
-    {"tree": "chain:4"}, {"tree": "dynamic:12,3,4", "prune": 5}, {"draft_vocab": 900}, {"verify": "multi-round"},
-    {"ngram_nodes": 6}, {"kernels": "reference"}, {"draft_noise": False}, {"eagle_always": True},
-    {"dtype": "float64"},
+@pytest.mark.parametrize("kind, options", (
+    ("dflash", {"tree": "chain:4"}), ("dspark", {"tree": "dynamic:12,3,4", "prune": 5}), ("dspark", {"draft_vocab": 900}),
+    ("dflash", {"verify": "multi-round"}), ("dspark", {"verify": "multi-round"}), ("dflash", {"ngram_nodes": 6}),
+    ("dspark", {"kernels": "reference"}), ("dflash", {"draft_noise": False}), ("dspark", {"dtype": "float64"}),
 ))  # fmt: skip
-def test_options_of_drafting_hold_for_block_heads(heads, options):
+def test_options_of_drafting_hold_for_block_heads(heads, kind, options):
     """An option that is ignored or that changes the text."""
-    for kind in ("dspark", "dflash"):
-        engine = load(DEMO, eagle=heads / kind, **options)
-        result = engine.generate(PROMPT, SamplingParams(max_new_tokens=24)).run()[0]
-        assert result.token_ids == plain()
+    engine = load(DEMO, eagle=heads / kind, **options)
+    result = engine.generate(PROMPT, SamplingParams(max_new_tokens=24)).run()[0]
+    assert result.token_ids == plain()
     if "draft_vocab" in options:
         assert engine.head.vocab_size == 900 and engine.head.lm_head.out_features == 900
     if "prune" in options:
@@ -91,16 +90,12 @@ def test_options_of_drafting_hold_for_block_heads(heads, options):
 
 
 def test_what_does_not_go_with_a_block_head_is_refused(heads):
-    """A traceback, or a drafter that is silently another one."""
+    """A traceback, a drafter that is silently another one, or --tp that drafts with half of a head."""
     for options, said in (
         ({"tree": "chain:6"}, "this head drafts 5 tokens at once; use --tree chain:5"),
         ({"prune": 5, "ngram_nodes": 4}, "--prune and --ngram-nodes do not go together"),
     ):
         one_line(lambda options=options: load(DEMO, eagle=heads / "dflash", **options), said)
-
-
-def test_several_processes_refuse_a_block_head_by_its_name(heads):
-    """--tp that drafts with half of a head."""
     ranks = Ranks.__new__(Ranks)
     ranks.rank, ranks.size, ranks.here = 0, 2, 2
     with pytest.raises(UsageError, match="--tp splits no DSpark head yet"):
@@ -119,8 +114,9 @@ def test_the_report_and_the_pages_name_the_kind(heads, capsys, tmp_path):
     assert value["drafter"] == "eagle" and value["tree"].startswith("dynamic:26,") and value["new_tokens"] == 6
 
 
-@pytest.mark.parametrize("mode,algorithm", [("int8", "rtn"), ("int4", "rtn"), ("int4", "gptq")])
-@pytest.mark.parametrize("kind", ("dspark", "dflash2"))
+@pytest.mark.parametrize("mode,algorithm,kind", [
+    ("int8", "rtn", "dspark"), ("int4", "rtn", "dflash2"), ("int4", "gptq", "dspark"), ("int4", "gptq", "dflash2"),
+])  # fmt: skip
 def test_block_heads_are_rounded(heads, tmp_path, monkeypatch, mode, algorithm, kind):
     """A rounded head that cannot be read, that lost its tables, whose codes are planned in other sizes, or that drafts
     something else than the float head; GPTQ that does not feed a linear."""

@@ -12,6 +12,7 @@ import pytest
 import torch
 from conftest import BASE, FAMILIES, build_hf
 from safetensors.torch import load_file, save_file
+from tiny import one_line
 
 from bench.arms import build_engine
 from decoding.params import SamplingParams
@@ -38,16 +39,6 @@ def logits_of(model, length: int = 20) -> torch.Tensor:
 def same_weights(a, b) -> bool:
     left, right = a.state_dict(), b.state_dict()
     return left.keys() == right.keys() and all(torch.equal(left[k], right[k]) for k in left)
-
-
-def one_line(call, *words: str) -> str:
-    """Runs `call`, which must raise a ValueError of one line holding all words."""
-    with pytest.raises(ValueError) as error:
-        call()
-    text = str(error.value)
-    assert "\n" not in text and len(text) < 500
-    assert all(word in text for word in words), text
-    return text
 
 
 def edit_json(path: Path, **changes) -> None:
@@ -120,16 +111,6 @@ def test_round_trip_through_our_own_writer(tiny_checkpoint, tmp_path, family):
     change = (hf(tokens).logits - build_hf(family)(tokens).logits).abs().max()
     # 1 + w is rounded, and the grouped kernel of Gemma 4's experts adds up in another order
     assert change < 1e-5 if model.config.norm_offset or family == "gemma4-moe" else change == 0
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
-def test_dtype_of_file_and_of_memory(tiny_checkpoint, tmp_path, dtype):
-    """A dtype argument that is ignored, or a file whose header names another dtype than its bytes."""
-    model = load_model(tiny_checkpoint("llama"), dtype=dtype)
-    assert model.dtype == dtype and not any(p.requires_grad for p in model.parameters())
-    save_hf(model, tmp_path)
-    again = load_model(tmp_path)
-    assert again.dtype == dtype and same_weights(model, again)
 
 
 YARN = {"rope_type": "yarn", "factor": 2.0}
@@ -912,7 +893,8 @@ def test_other_names_are_paths_and_never_looked_up(name, hub):
 
 
 def test_convert_writes_our_format_from_every_source(tiny_checkpoint, tmp_path, capsys):
-    """A converted model that differs from its source, or loses its tokenizer."""
+    """A converted model that differs from its source, or loses its tokenizer; a dtype that is ignored, or a file whose
+    header names another one than its bytes."""
     want = load_model(tiny_checkpoint("llama"))
     write_meta(load_file(tiny_checkpoint("llama") / "model.safetensors"), tmp_path / "meta", 2, 1)
     hub = Path(shutil.copytree(tiny_checkpoint("llama"), tmp_path / "hub"))
@@ -934,8 +916,10 @@ def test_convert_writes_our_format_from_every_source(tiny_checkpoint, tmp_path, 
     assert convert.main([str(hub), str(out)]) == 2 and "already holds" in capsys.readouterr().err
     assert convert.main([str(tmp_path / "no"), str(tmp_path / "x")]) == 3
     assert capsys.readouterr().err.startswith("error  ")
-    assert convert.main([str(hub), str(tmp_path / "half"), "--dtype", "bfloat16"]) == 0
-    assert load_model(tmp_path / "half").dtype == torch.bfloat16
+    for name in ("bfloat16", "float16", "float64"):
+        assert convert.main([str(hub), str(tmp_path / name), "--dtype", name]) == 0
+        other, dtype = load_model(tmp_path / name), getattr(torch, name)
+        assert other.dtype == dtype and same_weights(other, load_model(hub, dtype=dtype))
     with pytest.raises(SystemExit) as error:
         convert.main([str(tmp_path / "only-one")])
     assert error.value.code == 2

@@ -27,6 +27,7 @@ from test_gguf import metadata_of, tensors_of, write
 from test_quantize import UNTIED, published, saved, tiny, tiny_head
 from test_small_floats import small
 from test_tokenizer import json_dir, source_text, spm_dir  # noqa: F401
+from tiny import one_line
 
 from bench.records import read_lines
 from bench.suites import read_suite
@@ -656,8 +657,7 @@ def test_flags_of_a_tokenizer_are_true_or_false(json_dir, tmp_path):  # noqa: F8
             load_tokenizer(tmp_path / "t")
         edited(tmp_path / "t" / "tokenizer_config.json", lambda raw, key=key: raw.pop(key))
     edited(tmp_path / "t" / "tokenizer.json", lambda raw: raw["model"].update(vocab={}, merges=[]))
-    with pytest.raises(ValueError, match="vocabulary is empty"):
-        load_tokenizer(tmp_path / "t")
+    one_line(lambda: load_tokenizer(tmp_path / "t"), "vocabulary is empty")
 
 
 def test_refusals_are_short(tmp_path):
@@ -688,23 +688,9 @@ def test_checksums_tell_what_no_reader_can(tmp_path):
     for wanted in ("stored", digest):
         with pytest.raises(ValueError, match=f"{M}: its sha256 is"):
             check_sha256(tmp_path, wanted)
-    with pytest.raises(ValueError, match="its sha256 is"):
-        load(tmp_path, sha256=digest)
-    with pytest.raises(ValueError, match="neither `stored` nor"):
-        check_sha256(tmp_path, "abc")
+    one_line(lambda: load(tmp_path, sha256=digest), "its sha256 is")
+    one_line(lambda: check_sha256(tmp_path, "abc"), "neither `stored` nor")
     (tmp_path / SUMS).write_text(f"{digest}  config.json\n")
-    with pytest.raises(ValueError, match="model.safetensors is not in it"):
-        check_sha256(tmp_path, "stored")
+    one_line(lambda: check_sha256(tmp_path, "stored"), "model.safetensors is not in it")
     (tmp_path / SUMS).write_text(f"{digest}  ../x\n")
-    with pytest.raises(ValueError, match="line 1"):
-        check_sha256(tmp_path, "stored")
-
-
-@pytest.mark.parametrize("form", ["pickle", "meta"])
-def test_checksums_inside_pickles_are_compared(form, tmp_path):
-    """A damaged .bin or .pth file whose model writes another text."""
-    file = made(form, tmp_path) / FORMATS[form].files[-1]
-    data = bytearray(file.read_bytes())
-    data[len(data) // 2] ^= 4
-    file.write_bytes(data)
-    refused(form, tmp_path, "checksum", "Damaged")
+    one_line(lambda: check_sha256(tmp_path, "stored"), "line 1")

@@ -168,10 +168,8 @@ def test_several_adapters_run_together(llama, tmp_path, drafter):
             assert stream.run()[0].token_ids == alone[name], name
     again = engine.generate(prompt, params, "some").run()[0]
     assert again.token_ids == alone["some"] and again.cached_tokens > 0
-    with pytest.raises(ValueError, match="adapter is 'c'; allowed: all"):
-        engine.generate(prompt, params, "c")
-    with pytest.raises(UsageError, match="two adapters are called"):
-        load(llama[0], lora=(str(some), str(some)), **options)
+    one_line(lambda: engine.generate(prompt, params, "c"), "adapter is 'c'; allowed: all")
+    one_line(lambda: load(llama[0], lora=(str(some), str(some)), **options), "two adapters are called", kind=UsageError)
 
 
 @needs_kernels

@@ -154,7 +154,9 @@ def test_positions_of_dynamic_rope_end_at_the_original_length():
     assert torch.equal(config.rope.frequencies(16)[0], plain.rope.frequencies(16)[0])
 
 
-@pytest.mark.parametrize("family", [family for family in FAMILIES if "qwen3_5" not in family and family != "qwen3_next"])
+@pytest.mark.parametrize(
+    "family", [family for family in FAMILIES if "qwen3_5" not in family and family != "qwen3_next"]
+)
 def test_every_path_of_a_tree_equals_its_plain_forward(pair, family):
     """Catches a node that sees a sibling, misses an ancestor, or has its slot as its position instead of its depth.
 

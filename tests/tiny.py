@@ -46,6 +46,16 @@ def skip_without_kernels(mode: str = "cpu") -> None:
         pytest.skip(f"the CPU kernels do not run here: {cpu.problem()}")
 
 
+def one_line(call, *words: str, kind: type[Exception] = ValueError) -> str:
+    """Runs `call`, which must raise an error of this kind whose one short line holds all words. Returns the line."""
+    with pytest.raises(kind) as error:
+        call()
+    text = str(error.value)
+    assert "\n" not in text and len(text) < 500
+    assert all(word in text for word in words), text
+    return text
+
+
 def geometry(layers: int = 2, vocab: int = V, **changes) -> ModelConfig:
     shape = dict(hidden_size=32, intermediate_size=48, num_attention_heads=4, num_key_value_heads=2, head_dim=8)
     return ModelConfig(

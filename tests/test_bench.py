@@ -596,20 +596,15 @@ def test_usage_errors_are_one_line(flags, why, capsys, monkeypatch):
     assert why in error and error.count("\n") == 1
 
 
-def test_weights_are_rounded_for_all_arms(capsys):
-    """--quant lost on the way to the model."""
-    summary, _ = ran(capsys, "--quant int8 --threads 1 --max-new-tokens 5 --only plain --temperature 0")
+def test_a_named_arm_runs_whatever_only_says(capsys):
+    """An arm that `--only plain` drops in silence, and default arms that nobody asked for; --quant that is lost on the
+    way to the model."""
+    few = "--device cpu --threads 1 --max-new-tokens 4 --temperature 0"
+    summary, _ = ran(capsys, f"--quant int8 {few} --arm x=eagle=eagle1")
     assert summary["model"]["quant"] == "int8 (rounded at load)"
-
-
-@pytest.mark.parametrize("flags,arms", [
-    (["--arm", "x=eagle=random:1"], ["plain", "x"]),
-    (["--only", "eagle1 paper25", "--arm", "x=eagle=random:3"], ["plain", "eagle1 paper25", "x"]),
-])  # fmt: skip
-def test_a_named_arm_runs_whatever_only_says(flags, arms, capsys):
-    """An arm that `--only plain` drops in silence, and default arms that nobody asked for."""
-    summary, _ = ran(capsys, "--shape tiny --device cpu --max-new-tokens 4 --temperature 0", *flags)
-    assert [row["arm"] for row in summary["rows"]] == arms
+    assert [row["arm"] for row in summary["rows"]] == ["plain", "x"]
+    summary, _ = ran(capsys, f"--shape tiny {few}", "--only", "eagle1 paper25", "--arm", "x=eagle=random:3")
+    assert [row["arm"] for row in summary["rows"]] == ["plain", "eagle1 paper25", "x"]
 
 
 def test_on_random_weights_only_plain_decoding_is_compared():

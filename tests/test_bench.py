@@ -297,8 +297,7 @@ def test_labels_of_arms_follow_from_their_options():
 def test_bad_arms_are_one_line_errors(text, why):
     """A mistyped option was ignored and the arm measured something else; an arm that claims other weights than plain
     decoding has."""
-    with pytest.raises(UserError, match=why):
-        bench_arms.arm_options(*bench_arms.parse_arm(text), None)
+    one_line(lambda: bench_arms.arm_options(*bench_arms.parse_arm(text), None), why, kind=UserError)
 
 
 # ---- counting and state -----------------------------------------------------------------------------------
@@ -553,8 +552,7 @@ def test_every_drafter_becomes_an_arm(tiny_directory, monkeypatch, tmp_path):
     monkeypatch.setenv("EAGLET_CACHE", str(tmp_path))
     auto = {"eagle": str(tiny_directory / "eagle1"), "tree": "auto"}
     for options in (auto, {"drafter": "ngram", "tree": "auto"}):
-        with pytest.raises(UserError, match="--tree auto"):
-            bench_arms.build_engine(base, options, 64)
+        one_line(lambda options=options: bench_arms.build_engine(base, options, 64), "--tree auto", kind=UserError)
     file = read_eagle(auto["eagle"], base.model.config)
     path = tuned_tree_path(replace(base.options, **auto), Checkpoint.open(tiny_directory), file)
     path.parent.mkdir(parents=True)
@@ -686,8 +684,8 @@ def test_llama_cpp_gets_the_same_request_as_the_others(tmp_path, monkeypatch):
     assert sorted(r["prompt"][0] for _, r in more) == [4, 5, 6]
     own = {"prompt": more[0][1]["prompt"], "n_predict": 2, "ignore_eos": False, "temperature": 1.0, "seed": 11}
     assert more[0][1] == off | own
-    with pytest.raises(UserError, match="^--baseline llama.cpp ended with code 1: no memory for 3 clients$"):
-        arm.run([0], params)
+    said = one_line(lambda: arm.run([0], params), kind=UserError)
+    assert said == "--baseline llama.cpp ended with code 1: no memory for 3 clients"
 
 
 @needs_gguf
@@ -742,9 +740,8 @@ def test_transformers_runs_the_weights_of_the_folder_beside_an_engine_that_round
     name = "model.layers.0.mlp.up_proj.weight"
     assert arms[0].name == "hf bf16"
     assert torch.equal(arms[0].model.get_parameter(name), hf_views(model)[name])
-    stored = replace(rounded.options, quant=None)
-    with pytest.raises(UserError, match="has quantized weights only"):
-        peers.floats_of(SimpleNamespace(model=rounded.model, options=stored), folder)
+    stored = SimpleNamespace(model=rounded.model, options=replace(rounded.options, quant=None))
+    one_line(lambda: peers.floats_of(stored, folder), "has quantized weights only", kind=UserError)
 
 
 @needs_gguf

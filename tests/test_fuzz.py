@@ -653,8 +653,7 @@ def test_flags_of_a_tokenizer_are_true_or_false(json_dir, tmp_path):  # noqa: F8
     shutil.copytree(json_dir, tmp_path / "t")
     for key in ("add_eos_token", "add_bos_token", "legacy"):
         edited(tmp_path / "t" / "tokenizer_config.json", lambda raw, key=key: raw.update({key: "false"}))
-        with pytest.raises(ValueError, match=f"{key} is 'false', expected true or false"):
-            load_tokenizer(tmp_path / "t")
+        one_line(lambda: load_tokenizer(tmp_path / "t"), f"{key} is 'false', expected true or false")
         edited(tmp_path / "t" / "tokenizer_config.json", lambda raw, key=key: raw.pop(key))
     edited(tmp_path / "t" / "tokenizer.json", lambda raw: raw["model"].update(vocab={}, merges=[]))
     one_line(lambda: load_tokenizer(tmp_path / "t"), "vocabulary is empty")
@@ -686,8 +685,7 @@ def test_checksums_tell_what_no_reader_can(tmp_path):
     file.write_bytes(data)
     logits(tmp_path)
     for wanted in ("stored", digest):
-        with pytest.raises(ValueError, match=f"{M}: its sha256 is"):
-            check_sha256(tmp_path, wanted)
+        one_line(lambda wanted=wanted: check_sha256(tmp_path, wanted), f"{M}: its sha256 is")
     one_line(lambda: load(tmp_path, sha256=digest), "its sha256 is")
     one_line(lambda: check_sha256(tmp_path, "abc"), "neither `stored` nor")
     (tmp_path / SUMS).write_text(f"{digest}  config.json\n")

@@ -112,9 +112,8 @@ def test_wrong_values_are_answered_with_the_right_ones(name):
     for value in wrong:
         if value is None and default is None:  # which the machine or the model decides
             continue
-        with pytest.raises(UsageError) as error:
-            LoadOptions(**{name: value}).validate()
-        assert str(error.value).startswith(f"{flag(name)} is {value!r}; allowed: {allowed}"), str(error.value)
+        said = one_line(LoadOptions(**{name: value}).validate, kind=UsageError)
+        assert said.startswith(f"{flag(name)} is {value!r}; allowed: {allowed}"), said
 
 
 IGNORED = [
@@ -182,8 +181,7 @@ def test_shapes_of_what_is_drafted():
     for shape, changes in shapes.items():
         assert tree_shape(LoadOptions(**changes)) == shape, changes
     for changes in (dict(), dict(eagle="e")):
-        with pytest.raises(ValueError, match="'bogus' is not one of"):
-            tree_shape(LoadOptions(tree="bogus", **changes))
+        one_line(lambda changes=changes: tree_shape(LoadOptions(tree="bogus", **changes)), "'bogus' is not one of")
 
 
 def test_defaults_depend_on_the_model_and_the_machine(monkeypatch):
@@ -214,9 +212,8 @@ def test_the_tuned_tree_is_found_or_the_command_that_makes_it(tmp_path, monkeypa
     head = read_eagle(DEMO / "eagle1", checkpoint.config)
     asked = LoadOptions(eagle=str(DEMO / "eagle1"), tree="auto", device="cpu")
     one_line(lambda: resolve(asked, checkpoint, None), "needs --eagle HEAD", kind=UsageError)
-    with pytest.raises(UsageError) as error:
-        resolve(asked, checkpoint, head)
-    assert str(error.value).endswith(f"scripts.tune_tree --checkpoint {DEMO} --eagle {DEMO / 'eagle1'}")
+    said = one_line(lambda: resolve(asked, checkpoint, head), kind=UsageError)
+    assert said.endswith(f"scripts.tune_tree --checkpoint {DEMO} --eagle {DEMO / 'eagle1'}")
     more = replace(asked, draft_vocab=64, draft_vocab_text="t", dtype="bfloat16", compile=True)
     with pytest.raises(UsageError, match="--draft-vocab 64 --draft-vocab-text t --dtype bfloat16 --compile$"):
         find_tuned_tree(more, checkpoint, head)
@@ -303,9 +300,8 @@ def test_the_settings_of_the_model_fill_in_what_the_user_left_out(file, given, s
 @pytest.mark.parametrize("wrong", [{"temperature": "hot"}, {"top_p": 7}, {"top_k": -1}])
 def test_a_setting_of_the_model_that_is_wrong_names_its_file(wrong):
     """An error about a flag that the user never gave."""
-    with pytest.raises(ValueError, match=f"^generation_config.json: {next(iter(wrong))} is ") as error:
-        with_suggestions({"do_sample": True} | wrong, {})
-    assert "\n" not in str(error.value)
+    said = one_line(lambda: with_suggestions({"do_sample": True} | wrong, {}))
+    assert said.startswith(f"generation_config.json: {next(iter(wrong))} is ")
     with_suggestions({"do_sample": True} | wrong, {"temperature": 1.0, "top_p": 1.0, "top_k": 1})
 
 

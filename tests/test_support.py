@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from tiny import Terminal
+from tiny import one_line as refused
 
 from support import errors, files, machine
 from support.errors import BAD_FILE, INTERNAL, MEMORY, USAGE, BadFileError, UsageError, bad_files, one_line, run_command
@@ -313,11 +314,8 @@ def test_a_damaged_line_is_an_error_with_the_files_name(bad, tmp_path):
     """A line that is no JSON object of the shape is a BadFileError with file and line."""
     path = tmp_path / "runs.jsonl"
     path.write_bytes(b'{"a": 1}\n' + bad.encode("utf-8", "surrogatepass") + b'\n{"a": 2}\n')
-    with pytest.raises(ValueError, match="runs.jsonl") as error:
-        files.read_json_lines(path)
-    assert "\n" not in str(error.value)
-    with pytest.raises(ValueError, match="cannot be read"):
-        files.read_json_lines(tmp_path)
+    refused(lambda: files.read_json_lines(path), "runs.jsonl")
+    refused(lambda: files.read_json_lines(tmp_path), "cannot be read")
 
 
 @pytest.mark.parametrize("bad", (b"", b"{", b"[1]", b"3", b'{"a": NaN}', b"\xff", b"[" * 100_000, b"x" * 101))
@@ -325,11 +323,9 @@ def test_json_is_read_strictly(bad, tmp_path):
     """Every malformed text is a BadFileError of one line."""
     path = tmp_path / "config.json"
     path.write_bytes(bad)
-    with pytest.raises(ValueError, match="config.json") as error:
-        files.read_json(path, limit=100 if bad.startswith(b"x") else files.JSON_LIMIT)
-    assert "\n" not in str(error.value) and len(str(error.value)) < 300 + len(str(path))
-    with pytest.raises(ValueError, match="none.json: cannot be read"):
-        files.read_json(tmp_path / "none.json")
+    limit = 100 if bad.startswith(b"x") else files.JSON_LIMIT
+    refused(lambda: files.read_json(path, limit=limit), "config.json")
+    refused(lambda: files.read_json(tmp_path / "none.json"), "none.json: cannot be read")
 
 
 # ------------------------------------------------------------------ facts about the machine

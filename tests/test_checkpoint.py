@@ -19,7 +19,6 @@ from decoding.params import SamplingParams
 from engine.load import load
 from families.config import ModelConfig
 from kernels import cpu
-from model import chain_ancestors
 from scripts import convert
 from support.files import read_json
 from support.reader import INDEX_LIMIT
@@ -28,12 +27,6 @@ from weights.checkpoint import Checkpoint, load_config, load_model
 from weights.files import cache_folder, read_entries
 from weights.heads import AUX, read_eagle, save_eagle
 from weights.hf import config_to_hf, hf_views, save_hf
-
-
-def logits_of(model, length: int = 20) -> torch.Tensor:
-    tokens = torch.arange(5, 5 + length)[None]
-    nodes = model.nodes(torch.tensor([0]), torch.arange(length)[None], chain_ancestors(1, length, "cpu"), length + 1)
-    return model.logits(model(tokens, nodes, model.new_cache(1, length + 1))[0])
 
 
 def same_weights(a, b) -> bool:
@@ -250,7 +243,8 @@ def test_meta_checkpoints(tiny_checkpoint, tmp_path, shards, embed_dim):
     want = load_model(tiny_checkpoint("llama"))
     write_meta(load_file(tiny_checkpoint("llama") / "model.safetensors"), tmp_path / "m", shards, embed_dim)
     got = load_model(tmp_path / "m")
-    assert same_weights(got, want) and torch.equal(logits_of(got), logits_of(want))
+    assert same_weights(got, want)
+    assert replace(got.config, max_position_embeddings=512, dtype=want.config.dtype) == want.config
     assert load_config(tmp_path / "m") == got.config
     assert (got.config.max_position_embeddings, got.config.eos_token_ids) == (4096, (2,))
 

@@ -359,16 +359,6 @@ def test_grafted_nodes_extend_the_eagle_tree(tree):
         assert spelled(merged, 0) == own + expected
 
 
-def test_grafting_below_a_base_node():
-    """A path that begins like the base tree must hang below the base's node, not beside it."""
-    base = root_draft(torch.tensor([5]))
-    base = graft(base, torch.tensor([[[1, 2], [1, 3]]]), torch.tensor([[True, True]]), 4, 4)
-    assert spelled(base, 0) == [(1,), (1, 2), (1, 3)]
-    more = torch.tensor([[[1, 3, 7, 7], [9, 9, 9, 9], [1, 3, 7, 8], [1, 2, 2, 2]]])
-    merged = graft(base, more, torch.tensor([[True, False, True, True]]), 4, 4)
-    assert spelled(merged, 0) == [(1,), (1, 2), (1, 3), (1, 3, 7), (1, 3, 7, 7), (1, 3, 7, 8), (1, 2, 2)]
-
-
 def test_ngrams_accept_a_repetitive_text():
     """Lookup that finds the repetition but drafts it a token late: a text that repeats itself must be drafted whole,
     beyond one period too (D = 7 > 5). Grafted nodes that verification never accepts (wrong depth, slot or mask in the

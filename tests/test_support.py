@@ -81,22 +81,18 @@ def test_an_error_is_one_line_and_its_exit_code(kind, capsys, monkeypatch):
     assert caught.value is error and capsys.readouterr().err == ""
 
 
-def test_the_code_of_a_command():
+def test_the_code_of_a_command(capsys):
     """The body's code is returned, and None counts as 0. Inside `bad_files` a plain ValueError has exit code 3; a usage
-    error stays 2."""
+    error stays 2. Ctrl-C is one line with the notes of the KeyboardInterrupt, and the code is 130."""
     codes = [run_command(lambda code=code: code) for code in (None, 0, 1)]
     assert codes == [0, 0, 1] and all(type(code) is int for code in codes)
     for error, code in ((ValueError("no tensors"), BAD_FILE), (UsageError("--x"), USAGE)):
         assert run_command(bad_files()(raising(error))) == code
-
-
-def test_ctrl_c_ends_with_130_and_says_what_is_kept(capsys):
-    """Ctrl-C is one line with the notes of the KeyboardInterrupt, and the code is 130."""
+    capsys.readouterr()
     assert run_command(raising(KeyboardInterrupt())) == errors.INTERRUPTED == 130
     assert capsys.readouterr().err == "interrupted\n"
-    assert (
-        run_command(raising(noted(KeyboardInterrupt(), "step 7 is saved")), interrupted="stopped") == errors.INTERRUPTED
-    )
+    saved = noted(KeyboardInterrupt(), "step 7 is saved")
+    assert run_command(raising(saved), interrupted="stopped") == errors.INTERRUPTED
     assert capsys.readouterr().err == "stopped step 7 is saved\n"
     assert run_command(raising(KeyboardInterrupt()), debug=True) == errors.INTERRUPTED
     assert "Traceback" not in capsys.readouterr().err

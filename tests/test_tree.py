@@ -264,9 +264,9 @@ def test_tables_of_batches():
 
 
 def check_ancestors(impl):
+    """One doubling step too few cuts the ancestors of the deepest nodes, as in chains of 16."""
     rng = random.Random(1)
-    for _ in range(100):
-        t = random_tree(rng, most=20, bias=0.8)
+    for t in (*map(chain, range(1, 17)), *(random_tree(rng, most=20, bias=0.8) for _ in range(100))):
         for D in {t.D, t.D + 3}:
             seen, depth = impl.ancestors_from_parents(torch.tensor([t.parent]), D)
             assert depth[0].tolist() == list(t.depth)
@@ -276,15 +276,6 @@ def check_ancestors(impl):
                     node = t.parent[node]
                     above.add(node)
                 assert {j for j in range(t.N) if seen[0, i, j]} == above
-
-
-def test_ancestors_by_pointer_doubling():
-    """One doubling step too few cuts the ancestors of the deepest nodes (chain of 16: depths 1 to 16)."""
-    check_ancestors(real)
-    for K in range(1, 17):
-        seen, depth = growing.ancestors_from_parents(torch.tensor([chain(K).parent]), K)
-        assert torch.equal(seen[0], torch.ones(K + 1, K + 1).tril().bool())
-        assert depth[0].tolist() == list(range(K + 1))
 
 
 # --------------------------------------------------------------------------------------------- dynamic trees
@@ -737,6 +728,7 @@ def check_multi_round_twin(impl):
 
 
 CHECKS = {
+    "ancestors": check_ancestors,
     "dynamic": check_dynamic,
     "parents survive": check_parents_survive,
     "accept walk": check_accept_walk,

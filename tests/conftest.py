@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import os
 import signal
@@ -259,14 +260,12 @@ def build_hf(family: str, **changes):
 @pytest.fixture(scope="session")
 def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory):
     """tiny_checkpoint(family) is a directory that transformers' save_pretrained wrote, once per session."""
-    made: dict[str, Path] = {}
 
+    @functools.cache
     def make(family: str) -> Path:
-        if family not in made:
-            directory = tmp_path_factory.mktemp(family)
-            build_hf(family).save_pretrained(directory)
-            made[family] = directory
-        return made[family]
+        directory = tmp_path_factory.mktemp(family)
+        build_hf(family).save_pretrained(directory)
+        return directory
 
     return make
 

@@ -1,5 +1,6 @@
 """Model families: MXFP4 as transformers reads it, refusals that name the family, and a family added in a few lines."""
 
+import functools
 import json
 import shutil
 from dataclasses import replace
@@ -134,22 +135,20 @@ SEEING = {
 @pytest.fixture(scope="module")
 def seeing(tmp_path_factory):
     """seeing(name) -> (a model of transformers that reads images, the folder that it saved)."""
-    made = {}
 
+    @functools.cache
     def make(name: str):
-        if name not in made:
-            transformers = pytest.importorskip("transformers")
-            cls, text, vision, more = SEEING[name]
-            config = getattr(transformers, f"{cls}Config")(text_config=text, vision_config=vision, **more)
-            with torch.random.fork_rng():
-                torch.manual_seed(3)
-                hf = getattr(transformers, f"{cls}ForConditionalGeneration")(config).eval().requires_grad_(False)
-                for parameter in hf.model.language_model.parameters():
-                    parameter.data.add_(torch.randn_like(parameter), alpha=0.1)
-            folder = tmp_path_factory.mktemp(name)
-            hf.save_pretrained(folder)
-            made[name] = hf, folder
-        return made[name]
+        transformers = pytest.importorskip("transformers")
+        cls, text, vision, more = SEEING[name]
+        config = getattr(transformers, f"{cls}Config")(text_config=text, vision_config=vision, **more)
+        with torch.random.fork_rng():
+            torch.manual_seed(3)
+            hf = getattr(transformers, f"{cls}ForConditionalGeneration")(config).eval().requires_grad_(False)
+            for parameter in hf.model.language_model.parameters():
+                parameter.data.add_(torch.randn_like(parameter), alpha=0.1)
+        folder = tmp_path_factory.mktemp(name)
+        hf.save_pretrained(folder)
+        return hf, folder
 
     return make
 
@@ -281,11 +280,7 @@ def test_what_a_folder_of_gemma_3_leaves_out_is_what_transformers_assumes():
 
 def test_what_a_config_of_gemma_4_leaves_out_is_what_transformers_assumes():
     """Catches defaults of another family: published config.json files leave out much."""
-    transformers, raw, kinds = (
-        pytest.importorskip("transformers"),
-        BASE | GEMMA4,
-        ("full_attention", "sliding_attention"),
-    )
+    transformers, raw = pytest.importorskip("transformers"), BASE | GEMMA4
     keys_as_values = {"attention_k_eq_v": True, "num_global_key_value_heads": 1}
     for changes in ({}, keys_as_values, {"layer_types": ["sliding_attention"] * 6}):
         ours = ModelConfig.from_hf(raw | changes)
@@ -295,7 +290,9 @@ def test_what_a_config_of_gemma_4_leaves_out_is_what_transformers_assumes():
         assert [bool(w) for w in ours.windows] == [kind == "sliding_attention" for kind in theirs.layer_types]
         assert (ours.token_inputs, max(ours.windows), ours.logits_cap) == (256, theirs.sliding_window, 0)
         ropes = theirs.rope_parameters
-        assert [r.theta for r, _ in ours.ropes] == [ropes[kind]["rope_theta"] for kind in kinds]
+        assert [r.theta for r, _ in ours.ropes] == [
+            ropes[f"{kind}_attention"]["rope_theta"] for kind in ("full", "sliding")
+        ]
         assert ours.rope.kind == "proportional" and ours.rope.partial == 0.25
     one = {"rope_type": "default", "rope_theta": 1e4}  # the same numbers mean other angles in heads of another size
     same = ModelConfig.from_hf(raw | {"rope_parameters": {"full_attention": one, "sliding_attention": one}})

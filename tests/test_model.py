@@ -1,5 +1,6 @@
 """The model equals transformers for every family, and a tree forward equals the forwards of its paths."""
 
+import functools
 import random
 from collections.abc import Sequence
 
@@ -24,15 +25,13 @@ LENGTH = 40
 @pytest.fixture(scope="module")
 def pair(tiny_checkpoint):
     """pair(family, dtype) -> (transformers model, ours) with the same weights."""
-    made = {}
 
+    @functools.cache
     def make(family: str, dtype: torch.dtype = torch.float32):
-        if (family, dtype) not in made:
-            ours = checkpoint.load_model(tiny_checkpoint(family), dtype=dtype)
-            if ours.config.rope.kind == "longrope":
-                ours.rotary.build("cpu", 80)  # its original length, as a context of that length does
-            made[family, dtype] = (build_hf(family).to(dtype), ours)
-        return made[family, dtype]
+        ours = checkpoint.load_model(tiny_checkpoint(family), dtype=dtype)
+        if ours.config.rope.kind == "longrope":
+            ours.rotary.build("cpu", 80)  # its original length, as a context of that length does
+        return build_hf(family).to(dtype), ours
 
     return make
 
@@ -104,16 +103,15 @@ def test_greedy_tokens_equal_transformers(pair, tiny_checkpoint, family, mode):
     """
     if mode == "cpu" and kernels.cpu_problem():
         pytest.skip("the CPU kernels do not run here")
-    dtype = torch.float32 if mode == "cpu" else torch.float64
-    hf, ours = pair(family, dtype)
+    hf, ours = pair(family) if mode == "cpu" else pair(family, torch.float64)
     prompts, found, logits = tokens_of(9, seed=1, batch=3), [], []
     if mode == "cpu":
-        ours = checkpoint.load_model(tiny_checkpoint(family), dtype=dtype)
+        ours = checkpoint.load_model(tiny_checkpoint(family), dtype=torch.float32)
         ours.rotary.build("cpu", 80)
     layers = fused_parts().layers if mode == "cpu" else None
     with kernels.KernelBackend(mode, "cpu").active(), torch.inference_mode():
         if mode == "cpu":
-            pack_(ours, dtype)
+            pack_(ours, torch.float32)
         cache, memory, tokens = ours.new_cache(3, 64), ours.new_memory(3), prompts
         for _ in range(24):
             hidden, _ = feed(ours, cache, tokens, 9 + len(found) - tokens.shape[1], layers=layers, memory=memory)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from decoding.drafter import Draft
 from decoding.params import Thought
-from engine.grammar_text import GrammarError, in_one_line, llguidance_package, ready_grammar
+from engine.grammar_text import GrammarError, in_one_line, ready_grammar
 from text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -57,13 +57,14 @@ class Grammars:
             raise ValueError("a grammar needs a tokenizer, and this checkpoint has none.")
         if not stop_ids:
             raise ValueError("a grammar ends its text with a stop id, and this model names none; pass stop_ids.")
-        package = llguidance_package()
+        import llguidance
+
         key = tuple(sorted(set(stop_ids)))
         if key not in self._tables:
-            wrapper = package.TokenizerWrapper(_Words(self.tokenizer, self.vocab_size, key))
-            self._tables[key] = package.LLTokenizer(wrapper, n_vocab=self.vocab_size, eos_token=list(key))
+            wrapper = llguidance.TokenizerWrapper(_Words(self.tokenizer, self.vocab_size, key))
+            self._tables[key] = llguidance.LLTokenizer(wrapper, n_vocab=self.vocab_size, eos_token=list(key))
         grammar = ready_grammar(grammar)
-        matcher = package.LLMatcher(self._tables[key], grammar, log_level=0)
+        matcher = llguidance.LLMatcher(self._tables[key], grammar, log_level=0)
         if matcher.is_error():
             raise GrammarError(f"the grammar has an error: {in_one_line(matcher.get_error())}")
         return matcher, self._numbers if grammar.is_json else None

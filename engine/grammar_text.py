@@ -14,7 +14,6 @@ from support.errors import UsageError
 from support.reader import parse_json
 from text.dialect import json_rule
 
-MISSING = "grammars need the package llguidance: pip install llguidance"
 LONGEST = 1 << 20  # characters of a grammar or schema
 CHECK_SECONDS = 20  # for a child process that reads a grammar; it also has limits of its own
 WRONG = "the grammar has an error"
@@ -40,7 +39,7 @@ def json_grammar(schema: Mapping[str, Any] | bool | str | None = None, strict: b
     end, so that a model cannot go on for ever. `unenforced` of the result names the keywords that it does not enforce.
 
     strict: such keywords are an error. Raises GrammarError for a schema that is no JSON schema, or that llguidance cannot
-    read within its limits, and UsageError without llguidance.
+    read within its limits.
     """
     if isinstance(schema, str):
         try:
@@ -81,8 +80,7 @@ def schemas_grammar(schemas: Sequence[Any], write: Callable[[list[Any]], str], s
 def checked_grammar(text: str) -> ReadGrammar:
     """A grammar in Lark syntax, from one in that syntax or in GBNF, the syntax of llama.cpp.
 
-    Raises GrammarError for a grammar with an error or that llguidance cannot read within its limits, and UsageError
-    without llguidance.
+    Raises GrammarError for a grammar with an error or that llguidance cannot read within its limits.
     """
     return _checked("any", text, WRONG)
 
@@ -109,7 +107,6 @@ def _checked(kind: str, text: str, words: str) -> ReadGrammar:
 @functools.lru_cache(64)
 def _ask(kind: str, text: str, words: str) -> dict[str, Any]:
     """What a child process says of a text (`grammar_child.answer`), because llguidance may end its process."""
-    llguidance_package()
     if len(text) > LONGEST:
         raise GrammarError(f"{words}: it has {len(text):,} characters; allowed: {LONGEST:,}.")
     child = [sys.executable, "-P", str(CHILD)]
@@ -123,15 +120,6 @@ def _ask(kind: str, text: str, words: str) -> dict[str, Any]:
         why = re.sub(r"^at \d+\(\d+\): failed to compile JSON schema: ([^\n]*).*", r"\1", answer["error"], flags=re.S)
         raise GrammarError(f"{words}: {in_one_line(why)}")
     return answer
-
-
-def llguidance_package() -> Any:
-    """The package. Raises UsageError where it is not installed."""
-    try:
-        import llguidance
-    except ImportError as error:
-        raise UsageError(MISSING) from error
-    return llguidance
 
 
 def in_one_line(said: str) -> str:

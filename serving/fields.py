@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from decoding.params import SettingError
-from engine.grammar_text import GrammarError, checked_grammar, json_grammar
-from support.errors import UsageError, one_line
+from engine.grammar_text import checked_grammar, json_grammar
+from support.errors import one_line
 from support.reader import NAMES, is_a, parse_json
 
 KINDS = NAMES | {str: "a string", bool: "a boolean"}  # what OpenAI's API calls values
@@ -65,8 +65,7 @@ def unsupported(param: str, why: str) -> ApiError:
 
 @contextlib.contextmanager
 def blamed(field: str | None) -> Iterator[None]:
-    """A ValueError becomes the error for the setting that it names, or else for this field of the request. Any UsageError
-    but a GrammarError says that the package for grammars is missing."""
+    """A ValueError becomes the error for the setting that it names, or else for this field of the request."""
     try:
         yield
     except SettingError as error:
@@ -74,8 +73,6 @@ def blamed(field: str | None) -> Iterator[None]:
         why = one_line(error, notes=False).replace(error.setting, name)
         raise ApiError(400, why, name, "invalid_value") from None
     except ValueError as error:
-        if isinstance(error, UsageError) and not isinstance(error, GrammarError):
-            raise unsupported(field, "this server has no package for grammars.") from None
         why = one_line(error, notes=False)
         raise ApiError(400, f"{field} cannot be used: {why}" if field else why, field, "invalid_value") from None
 

@@ -85,9 +85,9 @@ class Prefill:
         self.drafter = drafter
         self.state = state
         self.widest = widest
-        self.forward: Callable = partial(_run_chunk, layers=layers)
+        self.forward: Callable = partial(run_chunk, layers=layers)
         if compiled:
-            self.forward = torch.compile(_run_chunk, fullgraph=True, dynamic=False)
+            self.forward = torch.compile(run_chunk, fullgraph=True, dynamic=False)
 
     def read(
         self, row: int, prompt: list[int], mode: SamplingMode, start: int = 0, allowed: Tensor | None = None,
@@ -212,7 +212,7 @@ class Prefill:
             self.drafter.prefill(row, tokens[None], features[None], torch.full_like(level[:1], at))
 
 
-def _run_chunk(
+def run_chunk(
     model: Transformer, drafter: Drafter, state: DecodeState, row: int, tokens: Tensor, nexts: Tensor, start: Tensor,
     keep: Tensor, layers: Callable | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip

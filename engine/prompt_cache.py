@@ -142,9 +142,8 @@ class PromptCache:
         `text` is afterwards, or None."""
         self.save(state, drafter, row, text, prompt)
         best = max(self.entries, key=lambda saved: usable(saved, prompt, drafter), default=None)
-        if best is None or usable(best, prompt, drafter) - usable(text, prompt, drafter) < WORTHWHILE:
-            return None
-        if not self._fetch(best):
+        worth = best is not None and usable(best, prompt, drafter) - usable(text, prompt, drafter) >= WORTHWHILE
+        if not worth or not self._fetch(best):
             return None
         length = min(len(best.ids), state.spans[row][1])
         drafted = min(best.drafted, length)

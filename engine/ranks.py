@@ -371,6 +371,11 @@ class RankedBatch(Batch):
         super()._abandon(error)
 
 
+def _by_all(deed: Callable[..., Result]) -> Callable[..., Result]:
+    """A method of Engine as one that all ranks run (`RankedEngine.together`)."""
+    return lambda engine, *arguments: engine.together(deed, *arguments)
+
+
 class RankedEngine(Engine):
     """An Engine whose model is one part of several. In rank 0 it leads, in the others `follow` runs it.
 
@@ -408,17 +413,8 @@ class RankedEngine(Engine):
             self.tell("together", deed, *arguments)
             return deed(self, *arguments)
 
-    def twin(self, width: int) -> Engine:
-        return self.together(Engine.twin, width)
-
-    def warm_up(self, params: SamplingParams | None = None) -> float:
-        return self.together(Engine.warm_up, params)
-
-    def margin(self, text: Sequence[int], prompt: int, params: SamplingParams, a: int, b: int) -> tuple[float, float]:
-        return self.together(Engine.margin, text, prompt, params, a, b)
-
-    def forget(self) -> None:
-        self.together(Engine.forget)
+    # what an Engine does alone, all ranks do together
+    twin, warm_up, margin, forget = map(_by_all, (Engine.twin, Engine.warm_up, Engine.margin, Engine.forget))
 
     def keep_prompts(self, cache: PromptCache) -> None:
         """Earlier prompts are not kept: only the last one's keys and values can be reused."""

@@ -124,7 +124,7 @@ class Stream(Iterator[Chunk]):
         self.results = [request.result for request in requests]
         self.result = self.results[0]
         self._requests = requests
-        self._inbox = requests[0].inbox
+        self.inbox = requests[0].inbox
         self._driver = driver
         self._entered = self._stopped = False
         self._entering = threading.Lock()
@@ -138,7 +138,7 @@ class Stream(Iterator[Chunk]):
                 return
             self._entered = True
             if listener is not None:
-                self._inbox.listener = listener
+                self.inbox.listener = listener
             for request in self._requests:
                 self._driver.submit(request)
         if listener is not None:
@@ -149,22 +149,13 @@ class Stream(Iterator[Chunk]):
         """When the first request got a row of the engine (`time.perf_counter`), 0.0 before that."""
         return min((request.began for request in self._requests if request.began), default=0.0)
 
-    @property
-    def ready(self) -> bool:
-        """Whether `take` has something: a chunk, the end, or an error."""
-        return self._inbox.ready
-
-    def take(self) -> Chunk | None:
-        """What comes next, where the stream is `ready`: a chunk, or None at the end. Raises a request's error."""
-        return self._inbox.take()
-
     def __next__(self) -> Chunk:
         with self._reading:
             self.start()
-            self._driver.serve(self._inbox)
+            self._driver.serve(self.inbox)
             if self._stopped:
                 self.close()
-            chunk = self.take()
+            chunk = self.inbox.take()
         if chunk is None:
             release_threads()  # the next request may run in another thread
             raise StopIteration
@@ -189,10 +180,10 @@ class Stream(Iterator[Chunk]):
         with self._entering:
             entered, self._entered = self._entered, True
         if not entered:
-            self._inbox.left = 0
+            self.inbox.left = 0
         elif not all(request.ended for request in self._requests):
             self._driver.settle()
-        self._inbox.chunks.clear()
+        self.inbox.chunks.clear()
         for result in self.results:
             if result.stop_reason == "unfinished":
                 result.stop_reason = "interrupted"
@@ -230,15 +221,15 @@ class AsyncStream(AsyncIterator[Chunk]):
 
     async def __anext__(self) -> Chunk:
         self._end_with(asyncio.current_task())  # there is one, because only a task runs a coroutine
-        self._stream.start(partial(_set, asyncio.get_running_loop(), self._news))
+        self._stream.start(partial(call_in, asyncio.get_running_loop(), self._news.set))
         try:
-            while not self._stream.ready:
+            while not self._stream.inbox.ready:
                 await self._news.wait()
                 self._news.clear()
         except BaseException:  # the task was cancelled
             self._stream.stop()
             raise
-        chunk = self._stream.take()
+        chunk = self._stream.inbox.take()
         if chunk is None:
             raise StopAsyncIteration
         return chunk
@@ -268,7 +259,7 @@ class AsyncStream(AsyncIterator[Chunk]):
         return self.results
 
 
-def _set(loop: asyncio.AbstractEventLoop, event: asyncio.Event) -> None:
-    """Set an event of asyncio, in any thread."""
+def call_in(loop: asyncio.AbstractEventLoop, function: Callable[[], object]) -> None:
+    """Have an event loop call a function. Any thread may ask for it."""
     with contextlib.suppress(RuntimeError):  # the loop has ended
-        loop.call_soon_threadsafe(event.set)
+        loop.call_soon_threadsafe(function)

@@ -6,11 +6,12 @@ from typing import Any
 
 import torch
 
+from decoding.drafter import PlainDrafter
 from decoding.params import SamplingParams
+from decoding.step import DecodeState
 from engine.engine import Engine
 from engine.intake import Intake
-from kernels.memory import commit_text
-from model import chain_ancestors
+from engine.prefill import run_chunk
 from serving.fields import ApiError, Fields, wrong
 from serving.messages import count_tokens
 from serving.prompts import adapter_named, prompts_of, why_too_long
@@ -92,19 +93,14 @@ def _embed(engine: Engine, ids: list[int], adapter: int) -> torch.Tensor:
     with engine.driver.alone(), engine.backend.active():
         if choice is not None:
             choice.set([adapter])
-        slots = -(-len(ids) // CHUNK) * CHUNK
-        kv, memory = model.new_cache(1, slots), model.new_memory(1)
+        drafter = PlainDrafter(model)
+        state = DecodeState(model, drafter, 1, -(-len(ids) // CHUNK) * CHUNK)
         total = torch.zeros(model.config.hidden_size, device=model.device)
         for start in range(0, len(ids), CHUNK):
             part = ids[start : start + CHUNK]
             tokens = torch.tensor([part + [0] * (CHUNK - len(part))], device=model.device)
-            depth = torch.arange(CHUNK, device=model.device)[None]
-            at = torch.tensor([start], device=model.device)
-            nodes = model.nodes(at, depth, chain_ancestors(1, CHUNK, model.device), slots, chain=True)
-            own = memory and memory._replace(keep=torch.tensor([len(part)], device=model.device))
-            hidden, _ = model(tokens, nodes, kv, memory=own)
-            if own is not None:
-                commit_text(own, model.config.delta.kernel - 1)
+            at, keep = (torch.tensor([n], device=model.device) for n in (start, len(part)))
+            hidden, _ = run_chunk(model, drafter, state, 0, tokens, tokens, at, keep)
             total += hidden[0, : len(part)].float().sum(0)
         return torch.nn.functional.normalize(total, dim=0).cpu()
 

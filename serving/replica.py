@@ -143,9 +143,9 @@ class Replica:
 
     def _read(self, number: int, stream: Stream) -> None:
         """Read what a stream has made. The engine's thread calls this."""
-        while self._streams.get(number) is stream and stream.ready:
+        while self._streams.get(number) is stream and stream.inbox.ready:
             try:
-                chunk = stream.take()
+                chunk = stream.inbox.take()
             except (torch.AcceleratorError, RankLost):  # nothing can run here any more: Ray starts another process
                 os._exit(INTERNAL)
             except Exception as error:

@@ -87,13 +87,9 @@ class Peer:
         while len(self.seen) > SEEN:
             self.seen.popitem(last=False)
 
-    def common(self, keys: Sequence[int]) -> int:
-        """How many blocks of a text the caches may hold."""
-        return next((i for i, key in enumerate(keys) if key not in self.seen), len(keys))
-
     def known(self, keys: Sequence[int]) -> int:
-        """The same, but 0 where it is less than half of the text."""
-        blocks = self.common(keys)
+        """How many blocks of a text the caches may hold, 0 where that is less than half of it."""
+        blocks = next((i for i, key in enumerate(keys) if key not in self.seen), len(keys))
         return blocks if 2 * blocks >= len(keys) else 0
 
 
@@ -155,7 +151,7 @@ class Passage:
 
     def take(self, made: Made) -> None:
         """Hand on what is new. Raises OtherTokens where the rest is not what was handed on before."""
-        chunk, ids, text = made.chunk, made.chunk.token_ids, made.chunk.text
+        _, ids, text, logprobs = made.chunk  # of the replica's own stream, in which the request is the only one
         known = self.result.token_ids[self._tokens : self._tokens + len(ids)]
         shown = self.result.text[self._characters : self._characters + len(text)]
         self._tokens += len(ids)
@@ -163,7 +159,7 @@ class Passage:
         early = isinstance(made.end, GenerationResult) and self._tokens < len(self.result.token_ids)
         if early or ids[: len(known)] != known or not text.startswith(shown):
             raise OtherTokens("a replica that took over has answered otherwise: their devices or builds are not equal")
-        new = Chunk(chunk.row, ids[len(known) :], text[len(shown) :], chunk.logprobs[len(known) :])
+        new = Chunk(self.request.index, ids[len(known) :], text[len(shown) :], logprobs[len(known) :])
         if new.token_ids or new.text:
             self.result.token_ids += new.token_ids
             self.result.text += new.text

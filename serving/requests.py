@@ -18,8 +18,8 @@ SETTINGS |= dict.fromkeys(("top_k", "seed", "min_tokens"), int)
 SAME = {"repeat_penalty": "repetition_penalty", "min_tokens": "min_new_tokens"}  # names of others for settings
 NO_LIMIT = -1  # how llama.cpp's and LM Studio's clients ask for an answer of any length
 MOST_TOKENS = 2**31
-RANDOM_SEED = -1  # how many clients ask for any seed
-LEAST_TOP_P = 1e-9  # what 0 stands for: the likeliest token alone
+# What some clients write -> the value that they mean. vLLM switches top_k off so, top_p 0 is the likeliest token alone.
+MEANT = {("top_k", -1): 0, ("top_p", 0): 1e-9, ("seed", -1): None}
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 ROLES |= {"function": "tool"}  # before there were tools
 TOOL_NAME = 64  # characters
@@ -149,8 +149,9 @@ def common(fields: Fields, *limits: str, holder: str = "", least: int = 1) -> As
     given: dict[str, Any] = {}
     ask = Ask(given, model=fields.get("model", str, ""), raw=fields.values)
     for name, kind in SETTINGS.items():
-        if fields.given(name):
-            given[SAME.get(name, name)] = fields.get(name, kind)
+        value = fields.get(name, kind)
+        if (meant := MEANT.get((name, value), value)) is not None:
+            given[SAME.get(name, name)] = meant
     limit = next((n for n in (*limits, "n_predict") if fields.given(n)), None)
     if limit is not None:
         value = fields.get(limit, int)
@@ -163,12 +164,6 @@ def common(fields: Fields, *limits: str, holder: str = "", least: int = 1) -> As
         given["stop"] = tuple(text for text in stop if text != "")
     if fields.given("logit_bias"):
         given["logit_bias"] = read_bias(fields)
-    if given.get("top_k") == -1:  # how vLLM switches it off
-        given["top_k"] = 0
-    if given.get("top_p") == 0:
-        given["top_p"] = LEAST_TOP_P
-    if given.get("seed") == RANDOM_SEED:
-        del given["seed"]
     if (grammar := read_constraint(fields, holder)) is not None:
         given["grammar"] = grammar
     for name, (allowed, why) in NOT_HERE.items():
@@ -370,9 +365,9 @@ def functions_of(ask: Ask, fields: Fields, kind: str, parameters: str, ignores: 
     tools = []
     for tool in fields.items("tools"):
         own = tool.get("type", str, kind)
-        if own != kind and not ignores:
-            raise unsupported(tool.name("type"), f"{own!r:.40}; tools must be functions.")
         if own != kind:
+            if not ignores:
+                raise unsupported(tool.name("type"), f"{own!r:.40}; tools must be functions.")
             ask.ignored.append(f"tools of type {own!r:.40}")
             continue
         function = tool.inner("function") if tool.given("function") else tool

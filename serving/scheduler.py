@@ -21,7 +21,7 @@ from engine.grammar_text import GrammarError, ReadGrammar
 from engine.intake import Intake
 from engine.ranks import RankLost
 from engine.results import Chunk, GenerationResult
-from engine.streams import Stream
+from engine.streams import Stream, call_in
 from serving.answers import Answer, Part
 from serving.fields import BUSY, SERVER, ApiError, blamed, no_replica, parse_object, unsupported
 from serving.prompts import adapter_named, drop_oldest, prompts_of, settings_of, too_long
@@ -109,7 +109,7 @@ class Job:
         ended: is called when nothing more will be decoded, in the event loop that runs now.
         """
         self.queued = time.perf_counter()
-        self._loop = asyncio.get_running_loop()
+        self._call = functools.partial(call_in, asyncio.get_running_loop())  # in the event loop
         self._tell = ended
         if self.ask.steps:  # only such a request is watched, because the engine then waits for the host
             try:
@@ -123,8 +123,8 @@ class Job:
     def _read(self, answer: Answer) -> None:
         """Take what a stream has made. The engine's thread calls this."""
         try:
-            while answer in self._running and answer.stream.ready:
-                chunk = answer.stream.take()
+            while answer in self._running and answer.stream.inbox.ready:
+                chunk = answer.stream.inbox.take()
                 if chunk is not None and answer.recorder:
                     answer.recorder.push(chunk)
                 if chunk is not None or not self.cancelled:
@@ -153,11 +153,6 @@ class Job:
             self._engine.remove_observer(answer.recorder)
         if not self._running:
             self._call(self._end)
-
-    def _call(self, function: Callable[[], None]) -> None:
-        """Have the event loop call this. The engine's thread may ask for it."""
-        with contextlib.suppress(RuntimeError):  # the loop has ended
-            self._loop.call_soon_threadsafe(function)
 
     def _end(self) -> None:
         """Nothing more will come."""

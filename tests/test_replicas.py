@@ -88,7 +88,7 @@ def test_where_all_are_busy_texts_wait_for_who_knows_them_and_no_text_waits_for_
 
 
 def passage(known: str = "") -> Passage:
-    made = Passage(Request([1], SamplingParams(), (), None, Inbox(1)))
+    made = Passage(Request([1], SamplingParams(), (), None, Inbox(1), index=2))
     for letter in known:
         made.take(Made(1, Chunk(0, [ord(letter)], letter, (ord(letter),)), None))
     return made
@@ -110,7 +110,7 @@ def test_what_was_handed_on_before_is_compared_and_skipped_however_the_steps_fal
         made.begin_again(1.0)
     inbox = made.request.inbox
     chunks = [inbox.take() for _ in range(len(inbox.chunks))]
-    assert "".join(chunk.text for chunk in chunks) == text
+    assert "".join(chunk.text for chunk in chunks) == text and {chunk.row for chunk in chunks} == {2}
     ids = [token for chunk in chunks for token in chunk.token_ids]
     assert ids == [ord(letter) for letter in text] == [entry for chunk in chunks for entry in chunk.logprobs]
 

@@ -47,10 +47,9 @@ class Grammars:
         Raises GrammarError for a grammar with an error, and ValueError where the model has no tokenizer or no stop id.
         """
         matcher, numbers = self._matcher(grammar, stop_ids) if grammar else (None, None)
-        common = matcher, self.vocab_size, frozenset(stop_ids), self.tokenizer, numbers
         if thought is not None:
-            return AfterThought(thought, *common)
-        return Constraint(*common) if grammar else None
+            return AfterThought(thought, self, matcher, stop_ids, numbers)
+        return Constraint(self, matcher, stop_ids, numbers) if grammar else None
 
     def _matcher(self, grammar: str, stop_ids: Sequence[int]) -> tuple[llguidance.LLMatcher, _Numbers | None]:
         if self.tokenizer is None:
@@ -119,14 +118,12 @@ def _bits(chosen: np.ndarray) -> Tensor:
 class Constraint:
     """The state of a grammar after the tokens that a sequence has emitted. All of it is on the host."""
 
-    def __init__(
-        self, matcher: llguidance.LLMatcher | None, vocab_size: int, stop_ids: frozenset[int], tokenizer: Tokenizer,
-        numbers: _Numbers | None,
-    ):  # fmt: skip
+    def __init__(self, made_by: Grammars, matcher: Any, stop_ids: Sequence[int], numbers: _Numbers | None):
+        """matcher: llguidance's."""
         self.matcher = matcher
-        self.tokenizer = tokenizer
-        self.words = -(-vocab_size // 32)
-        self.stop_ids = stop_ids
+        self.tokenizer = made_by.tokenizer
+        self.words = -(-made_by.vocab_size // 32)
+        self.stop_ids = frozenset(stop_ids)
         self.numbers = numbers
         self._digits = 0  # at the end of the text
         self._now: _Now | None = None  # where the text is, if a thought comes first
@@ -168,26 +165,21 @@ class Constraint:
         """
         return self.tokenizer.encode(self.matcher.compute_ff_bytes().decode("utf-8", "ignore"), continuation=True)
 
-    def over_tree(self, tokens: Sequence[int], parent: Sequence[int], valid: Sequence[bool], out: Tensor) -> None:
-        """Write what may follow each node of a tree into out, int32 [N, W].
+    def over_tree(
+        self, tokens: Sequence[int], parent: Sequence[int], valid: Sequence[bool], out: Tensor, node: int = 0
+    ) -> None:
+        """Write what may follow each node of a tree, from `node` down, into out, int32 [N, W].
 
         tokens, parent and valid describe the N nodes; node 0 is the last emitted token, and parents come before their
-        children. A node that the grammar does not allow is left open, because no accepted path leads there.
+        children. What may follow a node that the grammar does not allow stays, because no accepted path leads there.
         """
-        out.fill_(-1)
-        children: dict[int, list[int]] = {}
-        for node in range(1, len(tokens)):
-            if valid[node]:
-                children.setdefault(parent[node], []).append(node)
-        self._below(0, tokens, children, out)
-
-    def _below(self, node: int, tokens: Sequence[int], children: dict[int, list[int]], out: Tensor) -> None:
         out[node] = self.allowed()
         before = self._digits, self._now
-        for child in children.get(node, ()):
+        children = (i for i in range(node + 1, len(tokens)) if parent[i] == node and valid[i])
+        for child in children:
             taken = None if tokens[child] in self.stop_ids else self._enter(tokens[child])
             if taken is not None:
-                self._below(child, tokens, children, out)
+                self.over_tree(tokens, parent, valid, out, child)
                 if taken:
                     self.matcher.rollback(taken)
             self._digits, self._now = before

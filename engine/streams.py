@@ -29,6 +29,7 @@ class Driver:
 
     def __init__(self, batch: Batch):
         self.batch = batch
+        self.submit = batch.submit
         self._turn = threading.Lock()  # who has it runs the steps
         self._guard = threading.Lock()
         self._owner = 0  # the thread that has the turn
@@ -52,10 +53,6 @@ class Driver:
         finally:
             self._owner = 0
             self._turn.release()
-
-    def submit(self, request: Request) -> None:
-        """Queue a request. Any thread may call this."""
-        self.batch.submit(request)
 
     def settle(self) -> None:
         """End the requests that shall end, after the step that runs now."""

@@ -89,13 +89,8 @@ class ResponseWriter(Writer):
 
     def _begin_message(self) -> Iterator[Message]:
         """Begin the message item with all text so far."""
-        self._message = {
-            "type": "message",
-            "id": new_id("msg_"),
-            "status": "completed",
-            "role": "assistant",
-            "content": [],
-        }
+        self._message = {"type": "message", "id": new_id("msg_"), "status": "completed"}
+        self._message |= {"role": "assistant", "content": []}
         yield from self._begin(self._message, self._text_part(""))
         if self.answer.text or self._held:
             yield self._delta(self.answer.text, self._held)

@@ -68,7 +68,7 @@ def test_nodes_of_a_tree_may_be_followed_by_what_their_own_path_allows():
     a, b, c, dash = (LETTERS.ids[x] for x in (b"A", b"B", b"C", b"-"))
     tokens, parent = [0, a, b, b, 50, dash, c, STOP, a], [0, 0, 0, 1, 1, 3, 5, 3, 4]
     valid = [True] * 6 + [False, True, True]
-    out = torch.zeros(9, 4, dtype=torch.int32)
+    out = torch.full((9, 4), -1, dtype=torch.int32)
     constraint = grammars.constraint(WORDS[0], (STOP,))
     constraint.over_tree(tokens, parent, valid, out)
     for node, path in {0: [], 1: [a], 2: [b], 3: [a, b], 5: [a, b, dash]}.items():
@@ -80,7 +80,7 @@ def test_nodes_of_a_tree_may_be_followed_by_what_their_own_path_allows():
     keep = torch.tensor([[i in allowed_ids(bits) for i in range(97)] for bits in out])
     logits = torch.randn(1, 9, 97)
     assert torch.equal(sampling.restrict(logits, out[None])[0], torch.where(keep, logits[0], float("-inf")))
-    again = torch.zeros_like(out)
+    again = torch.full_like(out, -1)
     constraint.over_tree(tokens, parent, valid, again)
     assert torch.equal(out, again)
     fresh = grammars.constraint('start: "AB"', (STOP,))

@@ -7,7 +7,6 @@ weights alive.
 
 from collections.abc import Callable, Sequence
 from functools import cache, partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,16 +33,10 @@ def compiled_blocks(backend: str | Callable = "inductor") -> StepParts:
 
 def fused_parts() -> StepParts:
     """The parts of a step in which the C++ kernels run layers in one call, if they have all that the layers need."""
-    known: dict[nn.Module, Tensor | None] = {}
-    drafted_with = cache(static_draft)
-
-    def stacked(owner: nn.Module, layers: Sequence[nn.Module], **how: Any) -> Tensor | None:
-        if owner not in known:
-            known[owner] = stack(layers, **how)
-        return known[owner]
+    stacked, drafted_with = cache(stack), cache(static_draft)
 
     def block(layer: Block, x: Tensor, nodes: records.Nodes, kv: Tensor | records.Memory) -> Tensor:
-        found = stacked(layer, [layer])
+        found = stacked((layer,))
         if found is None or kv.dtype not in kernels.CPU_DTYPES:
             return layer(x, nodes, kv)
         return _run(x, None, found, nodes, kv[None])[0]
@@ -52,14 +45,14 @@ def fused_parts() -> StepParts:
         model: Transformer, x: Tensor, nodes: records.Nodes, kv: Sequence[Tensor], taps: tuple[int, ...],
         memory: records.Memory | None = None,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-        found = stacked(model, model.layers, norm=model.norm.weight)
+        found = stacked(tuple(model.layers), model.norm.weight)
         if found is None or kv[0].dtype not in kernels.CPU_DTYPES:
             return model.run_layers(x, nodes, kv, taps, memory, block)
         normed, tapped = _run(x, None, found, nodes, kv[0], taps)
         return normed, tapped if taps else None
 
     def draft_layer(head: EagleHead, residual: Tensor, joined: Tensor, nodes: records.Nodes, kv: Tensor) -> Tensor:
-        found = stacked(head, [head.layer], input_norm=False)
+        found = stacked((head.layer,), input_norm=False)
         if found is None:
             return head.layer_forward(residual, joined, nodes, kv)
         residual, x = head.layer_inputs(residual, joined)
@@ -99,7 +92,7 @@ def _run(
     return run(x.contiguous(), residual, stacked, shared, kv, kernels.round_activations(), taps)
 
 
-def stack(layers: Sequence[nn.Module], norm: Tensor | None = None, input_norm: bool = True) -> Tensor | None:
+def stack(layers: tuple[nn.Module, ...], norm: Tensor | None = None, input_norm: bool = True) -> Tensor | None:
     """Layers for `_run`, or None if the C++ kernels do not have all of them.
 
     norm: of the last layer's output, with the eps of the others. input_norm: whether a layer norms its input itself.

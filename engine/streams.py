@@ -217,7 +217,11 @@ class AsyncStream(AsyncIterator[Chunk]):
         self._reader: asyncio.Task[Any] | None = None
 
     async def __anext__(self) -> Chunk:
-        self._end_with(asyncio.current_task())  # there is one, because only a task runs a coroutine
+        task = asyncio.current_task()
+        if self._reader is not task:
+            self._reader = task
+            ended = weakref.WeakMethod(self._end_with)  # a task that lives on must not keep a stream that it dropped
+            task.add_done_callback(lambda task: (end := ended()) and end(task))
         self._stream.start(partial(call_in, asyncio.get_running_loop(), self._news.set))
         try:
             while not self._stream.inbox.ready:
@@ -232,18 +236,9 @@ class AsyncStream(AsyncIterator[Chunk]):
         return chunk
 
     def _end_with(self, task: asyncio.Task[Any]) -> None:
-        """Stop the stream when the task that reads it ends, whatever still refers to the stream."""
+        """Stop the stream if the task that has ended is the one that reads it, whatever still refers to the stream."""
         if self._reader is task:
-            return
-        self._reader = task
-        reference = weakref.ref(self)  # a task that lives on must not keep a stream that it dropped
-
-        def ended(task: asyncio.Task[Any]) -> None:
-            stream = reference()
-            if stream is not None and stream._reader is task:
-                stream._stream.stop()
-
-        task.add_done_callback(ended)
+            self._stream.stop()
 
     async def aclose(self) -> None:
         """Stop here. Sequences that had not finished are marked as interrupted."""

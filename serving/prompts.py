@@ -72,11 +72,8 @@ def _chat_ids(
     """The ids of a chat. Where the template refuses the order of its messages, or leaves out a system message, those are
     put into an order that every template takes. Raises ValueError, with the first reason, where that does not help."""
     refused: ValueError | None = None
-    forms: list[list[dict[str, Any]]] = []
-    for form in (messages, in_turns(messages, True), in_turns(messages, False)):
-        if form in forms:
-            continue
-        forms.append(form)
+    forms = [messages, in_turns(messages, True), in_turns(messages, False)]
+    for form in (form for i, form in enumerate(forms) if form not in forms[:i]):
         try:
             ids = tokenizer.encode_chat(form, tools=tools, variables=variables)
         except ValueError as error:

@@ -54,23 +54,12 @@ def load(checkpoint: str | Path = DEMO, **keywords: Any) -> Engine:
     return build(checkpoint, **keywords)
 
 
-class Once(argparse.Action):
-    """An option that is an error where it is given twice, because only one value could count."""
-
-    def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, *given: Any) -> None:
-        """given: the value, and the option as it was written."""
-        value, flag = given
-        if vars(namespace)[self.dest] is not None:
-            parser.error(f"{flag} is given twice; give one prompt")
-        setattr(namespace, self.dest, value)
-
-
 def build_parser() -> argparse.ArgumentParser:
     style = argparse.RawDescriptionHelpFormatter
     usage = "python generate.py [-p TEXT | -f FILE | --chat | --input FILE] [--checkpoint DIR] [--eagle HEAD] [options]"
     parser = Parser(prog="generate.py", usage=usage, description=__doc__, formatter_class=style)
     request = parser.add_argument_group("request")
-    add = functools.partial(request.add_argument, action=Once)
+    add = functools.partial(request.add_argument, action="append", default=[])  # `check_arguments` allows one prompt
     add("-p", "--prompt", metavar="TEXT", help="a message to an instruct model, or text for another model to continue")
     add("-f", "--prompt-file", metavar="FILE", help="the same from a file; - is stdin, and a pipe is read without it")
     add("--prompt-ids", type=parse_ids, metavar="5,17,9", help="token ids to continue; needs no tokenizer")
@@ -147,11 +136,11 @@ def cache_command(what: str) -> int:
 
 def check_arguments(args: argparse.Namespace) -> None:
     """Raise UsageError for arguments that do not go together."""
-    given = [name for name in ("prompt", "prompt_ids", "prompt_file") if vars(args)[name] is not None]
+    given = [name for name in ("prompt", "prompt_ids", "prompt_file") for _ in vars(args)[name]]
     names = "raw gauge prove show_tree html json json_schema".split()
     alone = [f"--{name.replace('_', '-')}" for name in names if vars(args)[name]]
     alone += ["--grammar"] * ("grammar" in args) + ["--batch-size"] * (args.batch_size > 1)
-    message = args.chat or (given and args.prompt_ids is None) or (not given and stdin_is_fed())
+    message = args.chat or (given and not args.prompt_ids) or (not given and stdin_is_fed())
     shaped = (args.template or args.system) and not args.input
     lossy, drawn = args.verify != "match", args.show_tree or args.html
     one = f"{' '.join(alone[:1])} is for one request; it does not go with --chat or --input."

@@ -31,11 +31,11 @@ def read_prompt(args: argparse.Namespace) -> Prompt:
 
     Raises UsageError for a file or pipe that holds nothing.
     """
-    if args.prompt_ids is not None:
-        return Prompt("", ids=list(args.prompt_ids))
-    if args.prompt is not None:
-        return Prompt(args.prompt, message=not args.raw, echo=True)
-    name = args.prompt_file
+    if args.prompt_ids:
+        return Prompt("", ids=list(args.prompt_ids[0]))
+    if args.prompt:
+        return Prompt(args.prompt[0], message=not args.raw, echo=True)
+    name = args.prompt_file[0] if args.prompt_file else None
     if name is None and not stdin_is_fed():
         return Prompt(DEMO_PROMPT, echo=True)
     try:

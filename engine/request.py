@@ -47,8 +47,7 @@ class Inbox:
     def wait(self) -> None:
         """Wait until there is something to read."""
         with self._news:
-            while not self.ready:
-                self._news.wait()
+            self._news.wait_for(lambda: self.ready)
 
     def take(self) -> Chunk | None:
         """The next chunk, or None at the end. Raises the error of a request that failed. Call it when it is `ready`."""

@@ -30,28 +30,22 @@ class Driver:
     def __init__(self, batch: Batch):
         self.batch = batch
         self.submit = batch.submit
-        self._turn = threading.Lock()  # who has it runs the steps
+        self._turn = threading.RLock()  # who has it runs the steps
         self._guard = threading.Lock()
-        self._owner = 0  # the thread that has the turn
         self._guests = 0  # that wait to have the engine for themselves
         self._pumping = False  # whether the engine's own thread runs, or is about to
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
         """Within the block nobody else runs steps. The block may be entered again within itself."""
-        if self._owner == threading.get_ident():
-            yield
-            return
         self._guests += 1
         try:
             self._turn.acquire()
         finally:
             self._guests -= 1
-        self._owner = threading.get_ident()
         try:
             yield
         finally:
-            self._owner = 0
             self._turn.release()
 
     def settle(self) -> None:
@@ -67,12 +61,10 @@ class Driver:
             self.pump()
             inbox.wait()
             return
-        self._owner = threading.get_ident()
         try:
             while not inbox.ready and not (self._pumping or self._guests):
                 self.batch.iterate()
         finally:
-            self._owner = 0
             self._turn.release()
         if not inbox.ready:
             release_threads()  # of this thread, because another one goes on

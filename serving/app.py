@@ -5,6 +5,7 @@ import base64
 import contextlib
 import hashlib
 import hmac
+import re
 import time
 import zlib
 from collections import Counter
@@ -255,9 +256,7 @@ class Api:
 def known_path(path: str) -> str:
     """A path as the endpoints have it. Clients also write it without /v1, with it twice, and with more slashes."""
     plain = f"/{'/'.join(filter(None, path.split('/')))}"
-    short = plain
-    while short.startswith("/v1/"):
-        short = short.removeprefix("/v1")
+    short = re.sub("^(/v1)+(?=/)", "", plain)
     named = short.startswith("/models/")
     return next((each for each in (f"/v1{short}", short) if named or each in PATHS), plain)
 

@@ -123,14 +123,10 @@ class Fields:
             raise wrong(self.name(field), f"must be {KINDS[kind]}, not {KINDS[type(value)]}")
         return value
 
-    def demand(self, field: str) -> None:
-        """Refuse an object without this field."""
+    def required(self, field: str, kind: type) -> Any:
+        """The value of a field that must be there. kind `object`: any."""
         if not self.given(field):
             raise ApiError(400, f"{self.name(field)} is missing", self.name(field), "missing_required_parameter")
-
-    def required(self, field: str, kind: type) -> Any:
-        """The value of a field that must be there."""
-        self.demand(field)
         return self.get(field, kind)
 
     def integer(self, field: str, low: int, high: int, default: int) -> int:
@@ -274,10 +270,6 @@ def _schema(fields: Fields, name: str) -> str:
     return json_grammar(value if isinstance(value, str | bool) else fields.get(name, dict))
 
 
-def _any_object(fields: Fields, name: str) -> str | None:
-    return json_grammar() if fields.get(name, bool) else None
-
-
 def _regex(fields: Fields, name: str) -> str:
     pattern = fields.get(name, str).replace("\n", "\\n")
     # a slash ends a pattern in Lark's syntax, unless a backslash stands before it
@@ -297,7 +289,7 @@ _READERS: dict[str, Callable[[Fields, str], str | None]] = {
     "grammar": _grammar,
     "json_schema": _schema,
     "guided_json": _schema,
-    "guided_json_object": _any_object,
+    "guided_json_object": lambda fields, name: json_grammar() if fields.get(name, bool) else None,
     "guided_regex": _regex,
     "guided_choice": _choice,
     "guided_grammar": _grammar,

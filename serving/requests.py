@@ -12,9 +12,8 @@ from support.reader import parse_json
 MAX_CHOICES = 16  # answers that one request may ask for
 COMPLETION_TOKENS = 16  # what OpenAI's API gives where max_tokens is left out
 # Fields of SamplingParams that a client may set under the same name -> their type.
-SETTINGS = dict.fromkeys(("temperature", "top_p", "min_p", "repeat_penalty", "repetition_penalty"), float)
-SETTINGS |= dict.fromkeys(("presence_penalty", "frequency_penalty"), float)
-SETTINGS |= dict.fromkeys(("top_k", "seed", "min_tokens"), int)
+FLOATS = "temperature top_p min_p repeat_penalty repetition_penalty presence_penalty frequency_penalty".split()
+SETTINGS = dict.fromkeys(FLOATS, float) | dict.fromkeys(("top_k", "seed", "min_tokens"), int)
 SAME = {"repeat_penalty": "repetition_penalty", "min_tokens": "min_new_tokens"}  # names of others for settings
 NO_LIMIT = -1  # how llama.cpp's and LM Studio's clients ask for an answer of any length
 MOST_TOKENS = 2**31
@@ -293,7 +292,7 @@ def _input_messages(fields: Fields) -> list[dict[str, Any]]:
             else:
                 messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
         elif kind == "function_call_output":
-            item.demand("output")
+            item.required("output", object)
             output = {"role": "tool", "content": read_text(item, "output")}
             messages.append(output | {"tool_call_id": item.get("call_id", str, "")})
         else:

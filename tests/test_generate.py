@@ -215,7 +215,7 @@ def test_prompt_ids_need_no_tokenizer(tmp_path, capsys):
         (["--tp", "0"], 2, "--tp: '0'; allowed: 1 or more."),
         (["--slots", "-1"], 2, "--slots: '-1'; allowed: 0 or more."),
         (["--threads", "two"], 2, "--threads: 'two'; allowed: 1 or more."),
-        (["--prompt", "", "-p=b"], 2, "-p is given twice; give one prompt"),
+        (["--prompt", "", "-p=b"], 2, "give one of --prompt, --prompt-file"),
     ],
 )
 def test_errors_are_one_line_with_the_right_exit_code(flags, code, says, capsys):

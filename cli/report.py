@@ -1,5 +1,6 @@
 """The report: lines on stderr about what was loaded, how fast it ran and what it accepted, and the same as JSON."""
 
+import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
@@ -162,11 +163,8 @@ def in_parts(engine: Engine) -> dict[str, list[int]]:
 
 def _ranges(numbers: Sequence[int]) -> str:
     """Ascending numbers as a text: 0-2, 5."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if not runs or runs[-1][-1] != number - 1:
-            runs.append([])
-        runs[-1].append(number)
+    # Numbers of one run are as far from their places as each other.
+    runs = [[n for _, n in run] for _, run in itertools.groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])]
     return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
 
 

@@ -145,7 +145,7 @@ class Batch:
             self._reading = None
         if error is not None:
             self.prompt_cache.distrust(request.restored)
-        self._tell_end(request, error)
+        request.end(error)
 
     def _remembered(self, row: int) -> tuple[int, Snapshot | None]:
         """The tokens in the memory of recurrent layers, and the snapshot of the row. Waits for the steps under way."""
@@ -154,12 +154,6 @@ class Batch:
             return 0, None
         earlier, state.snapshots[row] = state.snapshots[row], None
         return int(state.n[row] - state.memory.pending[row]), earlier
-
-    def _tell_end(self, request: Request, error: Exception | None) -> None:
-        request.ended = True
-        if not request.finished:
-            request.result.stop_reason = "interrupted"
-        request.inbox.end(error)
 
     def _abandon(self, error: Exception | None) -> None:
         """End all requests that have a row, after a failure that may have left the buffers in any state. Where none has
@@ -172,7 +166,7 @@ class Batch:
         self.forget()
         for request in failed:
             self.prompt_cache.distrust(request.restored)
-            self._tell_end(request, error)
+            request.end(error)
         self.engine.state.done.fill_(True)
         self.engine.state.lay_out()
         self._begin()

@@ -185,6 +185,13 @@ class Request:
         self.result.text = self.text
         return new
 
+    def end(self, error: Exception | None = None) -> None:
+        """It gets nothing more: its text has ended, nobody reads it, or an error ends it."""
+        self.ended = True
+        if not self.finished:
+            self.result.stop_reason = "interrupted"
+        self.inbox.end(error)
+
     def cached(self) -> tuple[list[int], int]:
         """What the caches hold now for others: the text of this row as `kept_ids`, and the number of its valid draft
         rows. A prompt with log-probabilities is none, because nobody goes on from it."""

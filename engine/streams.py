@@ -169,13 +169,11 @@ class Stream(Iterator[Chunk]):
         with self._entering:
             entered, self._entered = self._entered, True
         if not entered:
-            self.inbox.left = 0
+            for request in self._requests:
+                request.end()
         elif not all(request.ended for request in self._requests):
             self._driver.settle()
         self.inbox.chunks.clear()
-        for result in self.results:
-            if result.stop_reason == "unfinished":
-                result.stop_reason = "interrupted"
         release_threads()  # the next request may run in another thread
 
     def __enter__(self) -> Stream:

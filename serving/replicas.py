@@ -169,10 +169,8 @@ class Passage:
         """The request ends: with its result, with an error, or because nobody reads it (None)."""
         if isinstance(end, GenerationResult):
             vars(self.result).update(vars(end))
-        elif end is None:
-            self.result.stop_reason = "interrupted"
-        self.request.ended = True
-        self.request.inbox.end(end if isinstance(end, Exception) else None)
+            self.request.finished = True
+        self.request.end(end if isinstance(end, Exception) else None)
 
 
 class Replicas(Intake):

@@ -175,8 +175,7 @@ class ScriptedStream(Stream):
             except Exception as error:
                 end = error
             self.turn.release()
-        request.ended = True
-        request.inbox.end(end)
+        request.end(end)
 
     def _say(self, request: Request) -> None:
         for token in self.ids:
@@ -188,7 +187,7 @@ class ScriptedStream(Stream):
             self.result.token_ids.append(token)
             logprobs = [self.logprob(token)] if self.logprob is not None else ()
             request.inbox.put(Chunk(0, [token], self.decoder.push([token]), logprobs))
-        self.result.stop_reason = "eos"
+        self.result.stop_reason, request.finished = "eos", True
 
 
 def script(monkeypatch, engine: Engine, text: str, **more: Any) -> list[ScriptedStream]:

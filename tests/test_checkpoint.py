@@ -285,7 +285,7 @@ def test_tensors_are_read_one_by_one(tiny_checkpoint, monkeypatch):
     model = Checkpoint.open(tiny_checkpoint("llama")).load(progress=lambda *report: seen.append(report))
     done = [report[0] for report in seen]
     stored = sum(p.numel() * 4 for p in model.parameters())
-    assert done == sorted(done) and done[-1] == stored == seen[0][1] and len(alive) == len(seen) > 20
+    assert done == sorted(done) and done[-1] == stored == seen[0][1] and len(alive) > len(seen) > 10
 
 
 # ---- damaged and hostile target files --------------------------------------------------------------------------

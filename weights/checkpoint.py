@@ -224,9 +224,7 @@ class Checkpoint:
         if self.spec:
             return apply_spec_(self.empty(), self.spec).state_dict()
         if self.keeps_small:
-            kept = SMALL_FLOATS[self.kind].kept(self._stored, self.layout, str(self.config_file))
-            names = {name.rpartition(".")[0] for name in kept}
-            return {name: entry for name, entry in self.entries.items() if name not in names} | kept
+            return self.entries | SMALL_FLOATS[self.kind].kept(self._stored, self.layout, str(self.config_file))
         if self.kind == "published":
             return held_codes(self.entries, self._published)
         return self.gguf.kept(self.entries, self._packed) if self.gguf else self.entries
@@ -304,11 +302,10 @@ class Checkpoint:
             fill_gguf(model, self.gguf, self.entries, {} if floats else self._packed, to)
         elif self.kind == "published":
             fill_published(model, self.entries, self.raw["quantization_config"], file, to)
-        elif self.keeps_small and not floats:
-            packed = SMALL_FLOATS[self.kind].packing(model, self._stored, self.layout, where, device)
-            fill_kept(model, self.entries, packed, where, to)
         else:
-            hf.fill_hf(model, self.entries, where, to)
+            keeps, entries = self.keeps_small and not floats, hf.without_copy(model, self.entries, where, to.dtype)
+            small = SMALL_FLOATS[self.kind].packing(model, self._stored, self.layout, where, device) if keeps else None
+            fill_kept(model, entries, small or (lambda *_: None), where, to)
         if self.shard:
             connect_(model, self.shard)
         if self.adapters:

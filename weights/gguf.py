@@ -27,7 +27,6 @@ from torch import Tensor
 
 from families.config import ModelConfig
 from kernels import PackedWeight
-from kernels.blocks import stack_blocks
 from kernels.cpu import CODES, TILE, put_codes
 from kernels.formats import Blocks, Part
 from model import Transformer
@@ -36,7 +35,17 @@ from support.machine import size_text
 from support.reader import is_a
 from weights.files import Destination, Entries, Entry, Spans, check_finite
 from weights.gguf_metadata import ARCHITECTURES, BY_PLACE, HYBRID, REORDERED, TOKEN_LISTS, hf_config, tokenizer_files
-from weights.gguf_types import BY_NAME, FITS, FLOAT_TYPES, FORMATS, TYPES, kept_bytes, pack_kept, read_blocks, source_of
+from weights.gguf_types import (
+    BY_NAME,
+    FITS,
+    FLOAT_TYPES,
+    FORMATS,
+    TYPES,
+    kept_tensor,
+    pack_kept,
+    read_blocks,
+    source_of,
+)
 from weights.hf import EXPERT_NAMES, FUSED_GATE_UP, checked_views, norm_names, parameter_sources, row_order, views_for
 from weights.quantized import Stored, TiedEmbedding, pack_nibbles, untie_
 from weights.shards import Shard
@@ -405,18 +414,17 @@ class GGUFFile:
         kept: dict[str, Entry | Tensor] = dict(entries)
         for ours, names in packed.items():
             for name in names:
-                (N, K), kind = entries[name].shape, self.sources[name][0].kind
+                (N, K), kind = kept.pop(name).shape, self.sources[name][0].kind
                 if self.in_blocks(names):
-                    layout = {leaf: ((n,), torch.uint8) for leaf, n in kept_bytes(kind, N, K, self.layout).items()}
-                    if re.search(r"experts\.[1-9]", name):  # the experts share them
-                        layout.pop("counters", None)
+                    first = not re.search(r"experts\.[1-9]", name)
+                    layout = {"blocks": kept_tensor(kind, N, K, self.layout, first=first)}
                 else:
-                    layout = self._slots(names, N, K)
+                    slots = self._slots(names, N, K).items()
+                    layout = {leaf: torch.empty(shape, dtype=dtype, device="meta") for leaf, (shape, dtype) in slots}
                 if (inputs := self._inputs(names)) is not None:
-                    layout["perm"] = tuple(inputs.shape), inputs.dtype
+                    layout["perm"] = inputs
                 base = (ours if ours == "lm_head.weight" else name).removesuffix("weight")
-                del kept[name]
-                kept |= {base + leaf: torch.empty(s, dtype=d, device="meta") for leaf, (s, d) in layout.items()}
+                kept |= {base + leaf: tensor for leaf, tensor in layout.items()}
         return kept
 
     def quantization_name(self, packed: Mapping[str, list[str]]) -> str | None:
@@ -475,9 +483,8 @@ class GGUFFile:
                 return replace(self._tiles(names), perm=inputs)
             return self._stored(names, experts) | ({} if inputs is None else {"perm": inputs})
         each = len(names) // max(experts, 1)
-        groups = [self._parts(names[first : first + each]) for first in range(0, len(names), each)]
-        packed = [pack_kept(parts, self.layout, device) for parts in groups]
-        return stack_blocks(packed) if experts else replace(packed[0], perm=inputs)
+        groups = (self._parts(names[first : first + each]) for first in range(0, len(names), each))
+        return replace(pack_kept(groups, experts > 0, self.layout, device), perm=inputs)
 
     def _stored(self, names: list[str], experts: int) -> Stored:
         """A weight whose rows are these tensors in Q4_0, Q4_1 or Q8_0, exactly in the layout of `weights.quantized`."""

@@ -1,14 +1,14 @@
 """How GGUF's types store values: the bytes of their blocks as codes and factors, exactly (`kernels.blocks`)."""
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from kernels import PackedWeight
-from kernels.blocks import NUMBERS_OF_PART, fits_blocks, pack_blocks
+from kernels.blocks import NUMBERS_OF_PART, fits_blocks, pack_blocks, stack_blocks
 from kernels.cpu import Place, Source
 from kernels.formats import Blocks, Format, Part
 from kernels.packing import pack_panels
@@ -145,13 +145,19 @@ def read_blocks(kind: str, rows: np.ndarray, stored: bool = False) -> Blocks:
     return found
 
 
-def pack_kept(parts: Sequence[Part], layout: str, device: torch.device | str) -> PackedWeight:
-    """A matrix made of parts, exactly in their types: in "tiles", or on `device` in "panels"."""
-    return pack_panels(parts, device) if layout == "panels" else pack_blocks(parts)
+def pack_kept(
+    matrices: Iterable[Sequence[Part]], experts: bool, layout: str, device: torch.device | str
+) -> PackedWeight:
+    """A matrix made of parts, or those of all experts, exactly in their types: in "tiles", or on `device` in "panels"."""
+    packed = [pack_panels(parts, device) if layout == "panels" else pack_blocks(parts) for parts in matrices]
+    return stack_blocks(packed) if experts else packed[0]
 
 
-def kept_bytes(kind: str, n: int, k: int, layout: str) -> dict[str, int]:
-    """The bytes of a matrix [N, K] that keeps its type in "tiles" or "panels". Experts share the counters of panels."""
+def kept_tensor(kind: str, n: int, k: int, layout: str, experts: int = 1, first: bool = True) -> torch.Tensor:
+    """The bytes of matrices [N, K] that keep their type in "tiles" or "panels", without values, for the plan of the
+    memory. first: whether they are not behind other experts, which share their counters of panels."""
     if layout == "panels":
-        return {"blocks": panels_bytes(FORMATS[kind], n, k), "counters": 4 * counters_of(n)}
-    return {"blocks": FORMATS[kind].bytes(n, k), "formats": 8 * NUMBERS_OF_PART}
+        size = experts * panels_bytes(FORMATS[kind], n, k) + 4 * counters_of(n) * first
+    else:
+        size = experts * (FORMATS[kind].bytes(n, k) + 8 * NUMBERS_OF_PART)
+    return torch.empty(size, dtype=torch.uint8, device="meta")

@@ -20,7 +20,7 @@ from support.errors import UsageError
 from support.files import read_json
 from support.reader import ConfigReader, check, is_a, parse_json, refusal
 from weights.files import WRAPPERS, Entry, Shapes, check_entries, local_path, read_entries, tensor_files
-from weights.hf import config_to_hf, read_rows, write_directory
+from weights.hf import config_to_hf, read_parameter, write_directory
 from weights.quantized import LOOKED_UP, TENSORS, QuantLinear, QuantSpec, empty_tensors, read_spec, spec_to_json
 from weights.stored import check_stored, read_stored
 
@@ -239,6 +239,11 @@ def save_eagle(config: EagleConfig, tensors: Mapping[str, Tensor], directory: st
     write_directory(directory, out, keys)
 
 
+def whole_shape(parts: Shapes) -> tuple[int, ...]:
+    """The shape of a tensor that is made of the rows of these."""
+    return sum(rows for rows, *_ in parts.values()), *next(iter(parts.values()))[1:]
+
+
 def published_parts(table: Table, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The tensors of a head, but for its draft_ids, cut into the rows that have names of their own in published files."""
     out: dict[str, Tensor] = {}
@@ -282,7 +287,7 @@ def read_quantized(
     entries = read_entries(tensor_files(directory))
     expected: dict[str, Tensor] = {}
     for name, parts in tensors_of(config).items():
-        shape = sum(rows for rows, *_ in parts.values()), *next(iter(parts.values()))[1:]
+        shape = whole_shape(parts)
         base, _, leaf = name.rpartition(".")
         slots = {leaf: torch.empty(shape, device="meta")}
         if leaf == "weight" and len(shape) == 2 and name not in LOOKED_UP:
@@ -452,9 +457,11 @@ class HeadReader:
     def tensors(self, table: Table, unread: Shapes, draft_ids: Tensor | None) -> dict[str, Tensor]:
         """The tensors of a table, and the draft_ids. unread: the shapes of tensors that are there and are not read."""
         shapes = {name: shape for parts in table.values() for name, shape in parts.items()}
-        check_entries(shapes | unread, self.entries, str(self.path))
+        where = str(self.path)
+        check_entries(shapes | unread, self.entries, where)
         found = {} if draft_ids is None else {"draft_ids": draft_ids}
-        return found | {ours: read_rows(self.entries, parts) for ours, parts in table.items()}
+        own = {k: read_parameter(self.entries, parts, whole_shape(parts), where) for k, parts in table.items()}
+        return found | own
 
 
 class _EagleReader(HeadReader):

@@ -9,7 +9,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, replace
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +20,10 @@ from families.config import ACTIVATIONS, DELTA_KEYS, ModelConfig, RopeConfig, te
 from families.table import FAMILIES, OWN_WIDTH
 from model import MLP, Attention, Beside, DeltaNet, Experts, Transformer
 from support.files import read_json, write_json
-from support.machine import give_memory, shapes_only
+from support.machine import shapes_only
 from support.reader import INDEX_LIMIT, ConfigReader, is_a, refusal
 from weights.files import (
     WRAPPERS,
-    Destination,
     Entries,
     Entry,
     Spans,
@@ -131,24 +130,6 @@ def unpacked(model: Transformer) -> Transformer:
     return plain
 
 
-def fill_hf(model: Transformer, entries: Entries, where: str, to: Destination) -> None:
-    """Give a meta model memory on a device and copy the entries into it one at a time.
-
-    Raises ValueError in one line for tensors that do not match, and for values that are not finite in the new dtype.
-    """
-    entries = without_copy(model, entries, where, to.dtype)
-    checked_views(model, entries, where)
-    give_memory(model.to(dtype=to.dtype), to.device)
-    views = views_for(model, entries)
-    sizes = {name: math.prod(entries[name].shape) * entries[name].dtype.itemsize for name in views}
-    done = 0
-    for name in sorted(views, key=lambda name: entries[name].file):
-        views[name].copy_(entries[name].read())
-        check_finite(views[name], name, entries[name].file)
-        done += sizes[name]
-        to.progress(done, sum(sizes.values()), name)
-
-
 def without_copy(
     model: Transformer, entries: Entries, where: str, dtype: torch.dtype | None = None
 ) -> dict[str, Entry]:
@@ -189,25 +170,29 @@ def checked_views(model: Transformer, entries: Entries, where: str) -> dict[str,
     return views
 
 
-def read_parameter(entries: Entries, names: Sequence[str], shape: torch.Size, where: str) -> Tensor:
-    """One of our parameters, made of the rows of Hugging Face tensors (`parameter_sources`), in their dtype.
+def read_parameter(
+    entries: Entries, names: Iterable[str], shape: tuple[int, ...], where: str, device: torch.device | str = "cpu",
+    dtype: torch.dtype | None = None,
+) -> Tensor:  # fmt: skip
+    """One of our parameters, into which the rows of Hugging Face tensors (`parameter_sources`) are copied one by one.
 
-    Raises ValueError in one line for a tensor that is missing, of another shape, or not finite.
+    dtype: instead of theirs. Raises ValueError in one line for a tensor that is missing, of another shape, or not finite
+    in the new dtype.
     """
     if missing := [name for name in names if name not in entries]:
         raise ValueError(f"{where}: {few_names(missing)} is missing. Is a shard missing?")
-    tensor = read_rows(entries, names)
-    if tensor.numel() != shape.numel() or (tensor.dim() > 1 and tensor.shape[-1] != shape[-1]):
-        raise ValueError(f"{where}: {few_names(names[:1])} {list(entries[names[0]].shape)} does not fit config.json.")
-    return tensor.view(shape)
-
-
-def read_rows(entries: Entries, names: Iterable[str]) -> Tensor:
-    """The rows of these tensors in one tensor. Raises ValueError in one line for values that are not finite."""
-    parts = {name: entries[name].read() for name in names}
-    for name, part in parts.items():
-        check_finite(part, name, entries[name].file)
-    return torch.cat(list(parts.values()))
+    found = {name: entries[name] for name in names}
+    sizes = [math.prod(entry.shape) for entry in found.values()]
+    wide = len(shape) > 1 and any(entry.shape[-1] != shape[-1] for entry in found.values())
+    if wide or sum(sizes) != math.prod(shape):
+        name, entry = next(iter(found.items()))
+        raise ValueError(f"{where}: {few_names([name])} {list(entry.shape)} does not fit config.json.")
+    dtype = dtype or reduce(torch.promote_types, (entry.dtype for entry in found.values()))
+    tensor = torch.empty(shape, dtype=dtype, device=device)
+    for (name, entry), part in zip(found.items(), tensor.flatten().split(sizes), strict=True):
+        part.copy_(entry.read().flatten())
+        check_finite(part, name, entry.file)
+    return tensor
 
 
 def parameter_sources(model: Transformer, views: Mapping[str, Tensor]) -> dict[str, list[str]]:
@@ -416,24 +401,19 @@ def as_computed(entries: Entries, config: ModelConfig) -> dict[str, Entry]:
             wide = torch.promote_types(entry.dtype, torch.float32)
             order = row_order(name, entry.shape[0], config)
             order = slice(None) if order is None else order
-            return entry._replace(dtype=wide, read=lambda: entry.read().to(wide)[order] + offset, part=None)
+            return entry._replace(dtype=wide, read=lambda: entry.read().to(wide)[order] + offset)
         if name.endswith(".e_score_correction_bias"):  # only differences matter, and small numbers are rounded less
-            return entry._replace(read=lambda: (whole := entry.read()) - whole.max(), part=None)
+            return entry._replace(read=lambda: (whole := entry.read()) - whole.max())
         if name.endswith(".router.scale"):
-            return entry._replace(read=lambda: entry.read() * config.hidden_size**-0.5, part=None)
+            return entry._replace(read=lambda: entry.read() * config.hidden_size**-0.5)
         if config.expert_bias and ".mlp.experts." in name:
             change = partial(split_pairs, name=name)
             shape = tuple(change(torch.empty(entry.shape, device="meta")).shape)
-            return entry._replace(shape=shape, read=lambda: change(entry.read()), part=None)
+            return entry._replace(shape=shape, read=lambda: change(entry.read()))
         whole = name.endswith((".weight", ".bias"))  # and not the codes of a quantized matrix
         if not whole or "attn." not in name or (order := row_order(name, entry.shape[0], config)) is None:
             return entry
-
-        def part(spans: Spans) -> Tensor:  # of whole heads of queries or keys
-            rows = entry.part(spans)
-            return rows[row_order(name, len(rows), config)]
-
-        return entry._replace(read=lambda: entry.read()[order], part=entry.part and part)
+        return entry._replace(read=lambda: entry.read()[order])
 
     return {name: of(name, entry) for name, entry in entries.items()}
 

@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 
 from kernels import PackedWeight
-from kernels.blocks import stack_blocks
 from kernels.formats import Blocks, Part
 from model import Transformer
 from weights.files import Entries, Entry
-from weights.gguf_types import FITS, FORMATS, kept_bytes, pack_kept, powers
+from weights.gguf_types import FITS, FORMATS, kept_tensor, pack_kept, powers
 from weights.hf import split_pairs
 from weights.stored import Packing
 
@@ -63,14 +62,8 @@ def kept(entries: Entries, layout: str, where: str) -> dict[str, Tensor]:
 
     layout: "tiles" of the CPU kernels, or "panels" of Triton's.
     """
-    found = {}
-    for name, entry in entries.items():
-        if name.endswith("_blocks"):
-            E, rows, groups, _ = entry.shape
-            for leaf, size in kept_bytes("MXFP4", rows, 32 * groups, layout).items():
-                size = size if leaf == "counters" else E * size
-                found[name.replace("_blocks", f".{leaf}")] = torch.empty(size, dtype=torch.uint8, device="meta")
-    return found
+    shapes = {name.removesuffix("_blocks"): e.shape for name, e in entries.items() if name.endswith("_blocks")}
+    return {name: kept_tensor("MXFP4", N, 32 * groups, layout, E) for name, (E, N, groups, _) in shapes.items()}
 
 
 def packing(model: Transformer, entries: Entries, layout: str, where: str, device: torch.device | str) -> Packing:
@@ -79,13 +72,16 @@ def packing(model: Transformer, entries: Entries, layout: str, where: str, devic
     def packed(ours: str, names: list[str], slot: Tensor) -> PackedWeight | None:
         if slot.dim() != 3:
             return None
-        name, experts = names[0], []
-        for expert in zip(entries[f"{name}_blocks"].read(), entries[f"{name}_scales"].read(), strict=True):
-            blocks = _blocks(*expert)
+        name = names[0]
+
+        def part(codes: Tensor, exponents: Tensor) -> Part:
+            blocks = _blocks(codes, exponents)
             if blocks.scales.dtype != torch.float16 or not FITS[layout]([blocks.codes.shape], [FORM]):
                 raise ValueError(f"{name}: the kernels cannot hold its shape or scales. Use --kernels reference.")
             ordered = Blocks(*(split_pairs(t[None], f"{name}_bias")[0].contiguous() for t in blocks[:2]))
-            experts.append(pack_kept([Part(FORM, *ordered.codes.shape, [ordered])], layout, device))
-        return stack_blocks(experts)
+            return Part(FORM, *ordered.codes.shape, [ordered])
+
+        stored = (entries[name + leaf].read() for leaf in ("_blocks", "_scales"))
+        return pack_kept(([part(*expert)] for expert in zip(*stored, strict=True)), True, layout, device)
 
     return packed

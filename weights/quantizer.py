@@ -139,7 +139,7 @@ class _Source:
         """One of our parameters, in fp32."""
         where = str(self.checkpoint.directory)
         shape = self.model.get_parameter(name).shape
-        return read_parameter(self.entries, self.names[name], shape, where).to(device, torch.float32)
+        return read_parameter(self.entries, self.names[name], shape, where, device, torch.float32)
 
 
 class _Run:

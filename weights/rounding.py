@@ -220,8 +220,8 @@ def fill_rounded(model: Transformer, entries: Entries, spec: QuantSpec, where: s
     def packed(ours: str, names: list[str], slot: Tensor) -> Stored | None:
         if (name := ours.removesuffix(".weight")) not in bits:
             return None
-        weight = read_parameter(entries, names, slot.shape, where)
-        return quantize_rtn(weight.to(to.device), bits[name], spec.group_size)
+        weight = read_parameter(entries, names, slot.shape, where, to.device)
+        return quantize_rtn(weight, bits[name], spec.group_size)
 
     fill_parameters(model, sources, halves, packed, where, to)
 

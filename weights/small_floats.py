@@ -19,12 +19,11 @@ import torch
 from torch import Tensor
 
 from kernels import PackedWeight
-from kernels.blocks import stack_blocks
 from kernels.formats import Blocks, Format, Part
 from model import Transformer
 from support.reader import check, refusal
 from weights.files import FLOATS, Entries, Entry, check_finite
-from weights.gguf_types import FITS, kept_bytes, pack_kept
+from weights.gguf_types import FITS, kept_tensor, pack_kept
 from weights.hf import row_order
 from weights.stored import Packing, refuse_rotations, without_activations
 
@@ -165,12 +164,9 @@ def _fits(matrix: Coded | None, layout: str) -> bool:
 
 def kept(entries: Entries, layout: str, where: str) -> dict[str, Tensor]:
     """What a layout keeps of matrices of bitsandbytes, without values, for the plan of the memory."""
-    found = {}
-    for name in entries:
-        if _fits(matrix := coded(entries, name, where), layout):
-            for leaf, size in kept_bytes("IQ4_NL", *matrix.shape, layout).items():  # which are as long
-                found[f"{name}.{leaf}"] = torch.empty(size, dtype=torch.uint8, device="meta")
-    return found
+    found = {name: coded(entries, name, where) for name in entries}
+    fitting = {name: matrix for name, matrix in found.items() if _fits(matrix, layout)}
+    return {name: kept_tensor("IQ4_NL", *matrix.shape, layout) for name, matrix in fitting.items()}  # which is as long
 
 
 def packing(model: Transformer, entries: Entries, layout: str, where: str, device: torch.device | str) -> Packing:
@@ -190,12 +186,15 @@ def packing(model: Transformer, entries: Entries, layout: str, where: str, devic
         tables = torch.stack([matrix.read(".quant_map") for matrix in matrices.values()])
         if not (tables.abs() <= 1).all() or (tables != tables[0]).any():
             return None
-        (form, unit), each, found = _form(tables[0]), len(names) // (len(slot) if slot.dim() == 3 else 1), []
-        for first in range(0, len(names), each):
+        experts, (form, unit) = slot.dim() == 3, _form(tables[0])
+        each = len(names) // (len(slot) if experts else 1)
+
+        def part(first: int) -> Part:
             pieces = (rows(name, matrices[name], unit) for name in names[first : first + each])
             blocks = Blocks(*map(torch.cat, zip(*pieces, strict=True)))
-            found.append(pack_kept([Part(form, *blocks.codes.shape, [blocks])], layout, device))
-        return stack_blocks(found) if slot.dim() == 3 else found[0]
+            return Part(form, *blocks.codes.shape, [blocks])
+
+        return pack_kept(([part(first)] for first in range(0, len(names), each)), experts, layout, device)
 
     return packed
 

@@ -324,7 +324,7 @@ def fill_published(model: Transformer, entries: Entries, config: Any, where: str
 
 
 def fill_kept(model: Transformer, entries: Entries, packed: Packing, where: str, to: Destination) -> None:
-    """`fill_parameters` from exactly the tensors of the model, as floats where nothing else is packed."""
+    """`fill_parameters` from exactly the tensors of the model."""
     fill_parameters(model, parameter_sources(model, checked_views(model, entries, where)), entries, packed, where, to)
 
 
@@ -340,10 +340,12 @@ def fill_parameters(
     Raises ValueError in one line for a tensor that is missing, of another shape, or not finite.
     """
     slots = dict(model.named_parameters())
-    for done, (ours, names) in enumerate(sources.items()):
-        weight, shape = packed(ours, names, slots[ours]), slots[ours].shape
+    done, total = 0, sum(slots[ours].nbytes for ours in sources)
+    for ours, names in sources.items():
+        weight, slot = packed(ours, names, slots[ours]), slots[ours]
         if weight is None:
-            set_tensor(model, ours, read_parameter(entries, names, shape, where).to(to.device, to.dtype))
+            set_tensor(model, ours, read_parameter(entries, names, slot.shape, where, to.device, to.dtype))
         else:
-            install_(model, ours, weight, shape, f"{where}: {ours}", to)
-        to.progress(done + 1, len(sources), ours)
+            install_(model, ours, weight, slot.shape, f"{where}: {ours}", to)
+        done += slot.nbytes
+        to.progress(done, total, ours)

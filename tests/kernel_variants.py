@@ -23,7 +23,6 @@ from kernels.packing import panel_words
 from kernels.panels import panels_bytes, triton_rows
 from kernels.projection import planes_linear_rope
 from kernels.tuned import linear_config
-from weights import mxfp4
 from weights.gguf_types import FORMATS
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
@@ -138,7 +137,7 @@ def linear(bits: int, dtype: str, tokens: int, form: str, arch: int = 86) -> Var
     64 rows; top-10: an LM head that keeps 10 values; qkv: 16 heads of queries and 8 of keys turned behind it; qk-norm:
     normed before; int8-cache: into such a cache.
     """
-    words, half, types = form.split(), DTYPES[dtype], FORMATS | {"MXFP4": mxfp4.FORM}
+    words, half, types = form.split(), DTYPES[dtype], FORMATS
     forms = tuple((2048, *types[word].numbers()) for word in words if word in types)
     bits = max((low + high for _, low, high, *_ in forms), default=bits)
     expert, zeros, gated, ragged, top, qkv = (

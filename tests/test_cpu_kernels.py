@@ -38,7 +38,7 @@ from kernels.formats import Part
 from kernels.packing import dequantize
 from model import Transformer, new_memory
 from support import native
-from weights import mxfp4
+from weights import small_floats
 from weights.files import Entry
 from weights.gguf_types import FORMATS, read_blocks, source_of
 from weights.quantized import QuantSpec, pack_
@@ -463,7 +463,7 @@ def test_experts_with_the_types_of_files_have_the_same_bits_at_every_width(kind)
         scales = torch.randint(121, 125, (4, n, k // 32), generator=generator, dtype=torch.uint8)
         stored = {"up_blocks": blocks, "up_scales": scales}
         entries = {name: Entry(tuple(t.shape), t.dtype, "", partial(torch.clone, t)) for name, t in stored.items()}
-        return mxfp4.packing(None, entries, "tiles", "", "cpu")("up", ["up"], torch.empty(0, 0, 0))
+        return small_floats.packing(None, entries, "tiles", "", "cpu")("up", ["up"], torch.empty(0, 0, 0))
 
     def rows(first: int, end: int, gated: int, bias: tuple) -> torch.Tensor:
         routes = kernels.route(logits[first:end], 2, True)

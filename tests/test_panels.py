@@ -22,10 +22,9 @@ from kernels.packing import from_parts, pack_panels
 from kernels.panels import from_panels, panels_bytes, to_panels
 from weights.checkpoint import Checkpoint
 from weights.gguf_types import FORMATS, read_blocks
-from weights.mxfp4 import FORM
 
 interpreted = pytest.mark.skipif(not kernels.INTERPRETED, reason="run by tests/test_interpreter_steps.py")
-FORMS = {**FORMATS, "MXFP4": FORM}
+FORMS = FORMATS
 TRITON = KernelBackend("triton", "cpu") if kernels.INTERPRETED else None
 
 

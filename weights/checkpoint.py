@@ -22,7 +22,7 @@ from model import Transformer
 from support.errors import UsageError
 from support.files import read_json
 from support.reader import check
-from weights import hf, mxfp4, small_floats
+from weights import hf, small_floats
 from weights.files import Destination, Entry, Progress, local_path, read_entries, tensor_files
 from weights.gguf import GGUFFile, fill_gguf
 from weights.gguf_types import FLOAT_TYPES
@@ -32,8 +32,6 @@ from weights.rounding import fill_rounded, half_of
 from weights.shards import Shard, connect_, narrow_
 from weights.stored import Layout, fill_kept, fill_published, fill_stored, held_codes, packed_entries, published_layout
 
-# kind -> the module that reads it as floats, or keeps its bits
-SMALL_FLOATS = {"mxfp4": mxfp4, "bitsandbytes": small_floats, "fp8": small_floats}
 QUANTIZED = {"eaglet": "eaglet_quant", "published": "quantization_config"}  # kind -> its key in config.json
 # What `copy_texts` takes along: the tokenizer, stop ids, the chat template, and the licence.
 TEXTS = """tokenizer.json tokenizer.model tokenizer_config.json special_tokens_map.json added_tokens.json vocab.json
@@ -45,7 +43,7 @@ class Checkpoint:
     """A model that was recognised. Its config was read once, and its tensors are read when they are needed."""
 
     directory: Path  # for GGUF the file
-    # hf | meta | eaglet (our quantized format) | published (GPTQ, AWQ, compressed-tensors) | one of SMALL_FLOATS | gguf
+    # hf | meta | eaglet (our quantized format) | published (GPTQ, AWQ, compressed-tensors) | gguf | one of `small_floats`
     kind: str
     raw: dict[str, Any]  # config.json as it stands there, {} for Meta's format
     config: ModelConfig  # with the stop ids of generation_config.json, or else of config.json
@@ -65,7 +63,7 @@ class Checkpoint:
         Raises ValueError in one line if it is unusable.
 
         layout: keep every type of a GGUF file, and MXFP4, as it is, in "tiles" for the CPU kernels or in "panels" for
-            those of Triton (`weights.gguf`, `weights.mxfp4`, `weights.small_floats`).
+            those of Triton (`weights.gguf`, `weights.small_floats`).
         """
         directory = local_path(directory)
         if directory.is_file():
@@ -139,7 +137,7 @@ class Checkpoint:
     def notes(self) -> list[str]:
         """What a user should know about how the weights are read, one line each."""
         note = self.gguf.float_note(self._packed) if self.gguf and not self.spec else ""
-        if self.kind in SMALL_FLOATS and not self.spec:
+        if self.kind in small_floats.NOTES and not self.spec:
             note = small_floats.NOTES[self.kind][self.keeps_small].format(self.directory.name)
         if self.kind == "published" and (bits := self._published.activations) < 16:
             note = f"{self.directory.name} was made for activations of {bits} bits; only its weights are read that way."
@@ -181,8 +179,8 @@ class Checkpoint:
             entries = hf.read_meta_entries(self.directory, self.config, self._share)
         else:
             entries = self._stored
-            if small := SMALL_FLOATS.get(self.kind):
-                entries = small.float_entries(entries, self.raw["quantization_config"], str(self.config_file))
+            if self.kind in small_floats.NOTES:
+                entries = small_floats.float_entries(entries, self.raw["quantization_config"], str(self.config_file))
             elif self.kind == "published":
                 entries = packed_entries(entries)
             if self.kind != "eaglet":
@@ -224,7 +222,7 @@ class Checkpoint:
         if self.spec:
             return apply_spec_(self.empty(), self.spec).state_dict()
         if self.keeps_small:
-            return self.entries | SMALL_FLOATS[self.kind].kept(self._stored, self.layout, str(self.config_file))
+            return self.entries | small_floats.kept(self._stored, self.layout, str(self.config_file))
         if self.kind == "published":
             return held_codes(self.entries, self._published)
         return self.gguf.kept(self.entries, self._packed) if self.gguf else self.entries
@@ -304,7 +302,7 @@ class Checkpoint:
             fill_published(model, self.entries, self.raw["quantization_config"], file, to)
         else:
             keeps, entries = self.keeps_small and not floats, hf.without_copy(model, self.entries, where, to.dtype)
-            small = SMALL_FLOATS[self.kind].packing(model, self._stored, self.layout, where, device) if keeps else None
+            small = small_floats.packing(model, self._stored, self.layout, where, device) if keeps else None
             fill_kept(model, entries, small or (lambda *_: None), where, to)
         if self.shard:
             connect_(model, self.shard)

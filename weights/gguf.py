@@ -416,8 +416,7 @@ class GGUFFile:
             for name in names:
                 (N, K), kind = kept.pop(name).shape, self.sources[name][0].kind
                 if self.in_blocks(names):
-                    first = not re.search(r"experts\.[1-9]", name)
-                    layout = {"blocks": kept_tensor(kind, N, K, self.layout, first=first)}
+                    layout = {"blocks": kept_tensor(kind, N, K, self.layout)}
                 else:
                     slots = self._slots(names, N, K).items()
                     layout = {leaf: torch.empty(shape, dtype=dtype, device="meta") for leaf, (shape, dtype) in slots}

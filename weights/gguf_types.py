@@ -153,11 +153,10 @@ def pack_kept(
     return stack_blocks(packed) if experts else packed[0]
 
 
-def kept_tensor(kind: str, n: int, k: int, layout: str, experts: int = 1, first: bool = True) -> torch.Tensor:
+def kept_tensor(kind: str, n: int, k: int, layout: str, experts: int = 1) -> torch.Tensor:
     """The bytes of matrices [N, K] that keep their type in "tiles" or "panels", without values, for the plan of the
-    memory. first: whether they are not behind other experts, which share their counters of panels."""
+    memory. Experts share the counters of panels."""
+    size = FORMATS[kind].bytes(n, k) + 8 * NUMBERS_OF_PART
     if layout == "panels":
-        size = experts * panels_bytes(FORMATS[kind], n, k) + 4 * counters_of(n) * first
-    else:
-        size = experts * (FORMATS[kind].bytes(n, k) + 8 * NUMBERS_OF_PART)
-    return torch.empty(size, dtype=torch.uint8, device="meta")
+        size = panels_bytes(FORMATS[kind], n, k) + 4 * counters_of(n) // experts
+    return torch.empty(experts * size, dtype=torch.uint8, device="meta")

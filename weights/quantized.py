@@ -154,9 +154,9 @@ class QuantLinear(SelfCounting):
 
         Under Triton's interpreter the codes stay. A CPU has a second backend there, which may need them next.
         """
-        replaced = not kernels.INTERPRETED
-        if self.qweight is not None:
-            self.packed = None
+        if self.qweight is None:
+            return
+        self.packed, replaced = None, not kernels.INTERPRETED
         if self.pack(dtype, replaced).layout in ("dense", "tiles") and replaced:
             self.qweight = None
         if self.packed.layout == "tiles":  # one copy of everything
@@ -216,12 +216,10 @@ class QuantLinear(SelfCounting):
 
     def weight_bytes_read(self, nodes: int) -> float:
         """Bytes that a forward of `nodes` rows reads. Of experts, those that are expected to be touched count."""
-        codes = max(1, self.experts) * self.in_features * self.out_features * self.bits / 8
-        others = sum(t.nbytes for t in (self.scales, self.zeros, self.mins) if t is not None)
-        if self.scales is None:  # they lie in the packed weight
-            others += self.packed.weight.nbytes - codes
+        codes, held = (self.qweight, self) if self.qweight is not None else (self.packed.weight, self.packed)
+        parts = (codes, held.scales, held.zeros, held.mins)
         share = 1 - (1 - self.per_token / self.experts) ** nodes if self.experts else 1.0
-        return share * (codes + others) + sum(p.nbytes for p in self.parameters())
+        return share * sum(t.nbytes for t in parts if t is not None) + sum(p.nbytes for p in self.parameters())
 
     def _apply(self, fn, recurse: bool = True):
         """Move between devices. A change of dtype is meant for activations, so the scales stay as they were stored."""
@@ -242,27 +240,13 @@ class FloatLinear(QuantLinear):
 
     def __init__(self, packed: kernels.PackedWeight, bias: nn.Parameter | None = None, per_token: int = 0):
         SelfCounting.__init__(self)
-        self.out_features = packed.n
-        self.in_features = packed.k
-        self.packed = packed
+        for name in TENSORS:
+            self.register_buffer(name, None)
+        self.out_features, self.in_features, self.bits = packed.n, packed.k, packed.bits
+        self.packed, self.packed_for, self.perm = packed, None, packed.perm
         self.bias = bias
-        self.qweight = None
-        self.perm = packed.perm
         self.per_token = per_token
         self.experts = len(packed.weight) if per_token else 0
-
-    def pack(self, dtype: torch.dtype, reuse: bool = False) -> kernels.PackedWeight:
-        return self.packed
-
-    repack = pack
-
-    def weight_bytes_read(self, nodes: int) -> float:
-        share = 1 - (1 - self.per_token / self.experts) ** nodes if self.experts else 1.0
-        parts = (self.packed.weight, self.packed.scales, self.packed.mins)
-        return share * sum(t.nbytes for t in parts if t is not None) + sum(p.nbytes for p in self.parameters())
-
-    def _apply(self, fn, recurse: bool = True):
-        return nn.Module._apply(self, fn, recurse)
 
 
 class QuantEmbedding(FloatLinear):

@@ -1,4 +1,4 @@
-"""Matrices [N, K] that a directory holds as floats of 8 or 4 bits below common scales: FP8, NF4 and FP4.
+"""Matrices [N, K] that a directory holds as floats of 8 or 4 bits below common scales: FP8, NF4, FP4 and MXFP4.
 
 FP8: X.weight in float8_e4m3fn, times X.weight_scale or X.weight_scale_inv: a number for the matrix, for each row or for
 each block of it. bitsandbytes (NF4, FP4): X.weight uint8 holds two codes in a byte, the high half first, of the values
@@ -6,7 +6,11 @@ row after row. A code stands for an entry of the table X.weight.quant_map, times
 X.weight.absmax. With double quantization these are codes, too: of a table of 256 values, times nested_absmax of their
 block, plus an offset.
 
-All of them are read as floats. The CPU and the Triton kernels keep 4 bits, in a table of numbers of 8 bits.
+MXFP4: gpt-oss stores a tensor X of a layer's experts as X_blocks [E, out, in / 32, 16] uint8, where the low half of a
+byte comes first, and X_scales [E, out, in / 32] uint8, the exponents of powers of two plus 127.
+
+All of them are read as floats. The CPU and the Triton kernels keep 4 bits: those of MXFP4 as they are, the others in a
+table of numbers of 8 bits.
 """
 
 import json
@@ -23,8 +27,8 @@ from kernels.formats import Blocks, Format, Part
 from model import Transformer
 from support.reader import check, refusal
 from weights.files import FLOATS, Entries, Entry, check_finite
-from weights.gguf_types import FITS, kept_tensor, pack_kept
-from weights.hf import row_order
+from weights.gguf_types import FITS, FORMATS, kept_tensor, pack_kept, powers
+from weights.hf import row_order, split_pairs
 from weights.stored import Packing, refuse_rotations, without_activations
 
 # A quant_method with FP8, and a key of the same `quantization_config` with the values that mean FP8.
@@ -47,6 +51,7 @@ NOTES = {  # by kind, where weights became floats, and where the kernels keep th
         "largest one in its block.",
     ),
 }
+MXFP4 = FORMATS["MXFP4"]
 STATE = {"shape": [int], "blocksize": int, "nested_blocksize?": int, "nested_offset?": float}
 
 
@@ -62,7 +67,8 @@ def kind_of(raw: dict[str, Any]) -> str | None:
 
 
 def float_entries(entries: Entries, config: Any, where: str) -> dict[str, Entry]:
-    """The entries of a directory with floats [N, K] in float32 in the place of smaller ones and what belongs to them.
+    """The entries of a directory with floats in the place of smaller ones and what belongs to them: [N, K] in float32,
+    of MXFP4 [E, in, out] in bfloat16, which holds the values exactly.
 
     config: the `quantization_config`. Raises ValueError in one line for tensors that are missing or do not fit.
     """
@@ -84,7 +90,18 @@ def float_entries(entries: Entries, config: Any, where: str) -> dict[str, Entry]
                 has = f"{scale.dtype} {list(scale.shape)}" if scale else "missing"
                 raise refusal(where, f"the scale of {name} is {has}, which does not fit FP8 {list(entry.shape)}.")
             read = partial(_fp8, entry, scale, sizes)
-            found[name] = entry._replace(dtype=torch.float32, read=read, part=None)
+            found[name] = entry._replace(dtype=torch.float32, read=read)
+        elif name.endswith("_blocks"):
+            base, shape = name.removesuffix("_blocks"), entry.shape
+            scale = found.pop(f"{base}_scales", None)
+            kinds = {part.dtype for part in (entry, scale) if part}
+            if not scale or kinds != {torch.uint8} or len(shape) != 4 or (*scale.shape, 16) != shape:
+                raise ValueError(
+                    f"{entry.file}: {base} is no matrix in MXFP4, or its scales are missing or do not fit."
+                )
+            del found[name]
+            read = partial(_mxfp4, entry, scale)
+            found[base] = Entry((shape[0], 32 * shape[2], shape[1]), torch.bfloat16, entry.file, read)
         elif matrix := coded(entries, name, where):
             for leaf in matrix.parts:
                 del found[name + leaf]
@@ -100,6 +117,17 @@ def _fp8(weight: Entry, scale: Entry, sizes: list[int]) -> Tensor:
     N, K = weight.shape
     factors = scale.read().float().reshape(-1, _shares(K, sizes[1])).repeat_interleave(sizes[1], 1)[:, :K]
     return weight.read().float() * factors.repeat_interleave(sizes[0], 0)[:N]
+
+
+def _expert(codes: Tensor, exponents: Tensor) -> Blocks:
+    """An expert's matrix [out, in] in MXFP4."""
+    codes = torch.stack((codes & 15, codes >> 4), -1).flatten(-3)
+    return Blocks(codes, powers(exponents, codes))
+
+
+def _mxfp4(blocks: Entry, scales: Entry) -> Tensor:
+    experts = zip(blocks.read(), scales.read(), strict=True)  # one at a time, because codes take memory
+    return torch.stack([_expert(*expert).floats(MXFP4).to(torch.bfloat16) for expert in experts]).mT
 
 
 class Coded(NamedTuple):
@@ -163,14 +191,22 @@ def _fits(matrix: Coded | None, layout: str) -> bool:
 
 
 def kept(entries: Entries, layout: str, where: str) -> dict[str, Tensor]:
-    """What a layout keeps of matrices of bitsandbytes, without values, for the plan of the memory."""
-    found = {name: coded(entries, name, where) for name in entries}
-    fitting = {name: matrix for name, matrix in found.items() if _fits(matrix, layout)}
-    return {name: kept_tensor("IQ4_NL", *matrix.shape, layout) for name, matrix in fitting.items()}  # which is as long
+    """What a layout keeps of matrices in 4 bits, without values, for the plan of the memory."""
+    found = {}
+    for name, entry in entries.items():
+        if name.endswith("_blocks"):
+            E, rows, groups, _ = entry.shape
+            found[name.removesuffix("_blocks")] = kept_tensor("MXFP4", rows, 32 * groups, layout, E)
+        elif _fits(matrix := coded(entries, name, where), layout):
+            found[name] = kept_tensor("IQ4_NL", *matrix.shape, layout)  # which is as long
+    return found
 
 
 def packing(model: Transformer, entries: Entries, layout: str, where: str, device: torch.device | str) -> Packing:
-    """What keeps matrices of bitsandbytes in a layout: "tiles" of the CPU kernels, or "panels" of Triton's."""
+    """What keeps matrices in 4 bits in a layout: "tiles" of the CPU kernels, or "panels" of Triton's.
+
+    entries: the directory's own.
+    """
 
     def rows(name: str, matrix: Coded, unit: int) -> tuple[Tensor, Tensor]:
         """Codes and scales in our order of rows."""
@@ -179,7 +215,17 @@ def packing(model: Transformer, entries: Entries, layout: str, where: str, devic
         check_finite(scales, name, where)
         return matrix.codes()[order], scales[order]
 
+    def expert(name: str, codes: Tensor, exponents: Tensor) -> list[Part]:
+        blocks = _expert(codes, exponents)
+        if blocks.scales.dtype != torch.float16 or not FITS[layout]([blocks.codes.shape], [MXFP4]):
+            raise ValueError(f"{name}: the kernels cannot hold its shape or scales. Use --kernels reference.")
+        blocks = Blocks(*(split_pairs(t[None], f"{name}_bias")[0].contiguous() for t in blocks[:2]))
+        return [Part(MXFP4, *blocks.codes.shape, [blocks])]
+
     def packed(ours: str, names: list[str], slot: Tensor) -> PackedWeight | None:
+        if f"{names[0]}_blocks" in entries:
+            stored = (entries[f"{names[0]}_{leaf}"].read() for leaf in ("blocks", "scales"))
+            return pack_kept((expert(names[0], *one) for one in zip(*stored, strict=True)), True, layout, device)
         matrices = {name: coded(entries, name, where) for name in names}
         if not all(_fits(matrix, layout) for matrix in matrices.values()):
             return None
@@ -189,12 +235,12 @@ def packing(model: Transformer, entries: Entries, layout: str, where: str, devic
         experts, (form, unit) = slot.dim() == 3, _form(tables[0])
         each = len(names) // (len(slot) if experts else 1)
 
-        def part(first: int) -> Part:
+        def parts(first: int) -> list[Part]:
             pieces = (rows(name, matrices[name], unit) for name in names[first : first + each])
             blocks = Blocks(*map(torch.cat, zip(*pieces, strict=True)))
-            return Part(form, *blocks.codes.shape, [blocks])
+            return [Part(form, *blocks.codes.shape, [blocks])]
 
-        return pack_kept(([part(first)] for first in range(0, len(names), each)), experts, layout, device)
+        return pack_kept(map(parts, range(0, len(names), each)), experts, layout, device)
 
     return packed
 

@@ -157,8 +157,7 @@ def hf_model(model: Transformer):
     config = AutoConfig.for_model(values.pop("model_type"), **values)
     with shapes_only():
         twin = AutoModelForCausalLM.from_config(config, dtype=model.dtype)
-    fused = any(name.endswith("experts.gate_up_proj") for name in twin.state_dict())
-    views = {n: v.contiguous() for n, v in hf_views(model, fused).items()}
+    views = {n: v.contiguous() for n, v in hf_views(model, twin.state_dict()).items()}
     if model.config.tie_word_embeddings:
         views["lm_head.weight"] = views["model.embed_tokens.weight"]
     twin.load_state_dict({name: view.detach() for name, view in views.items()}, assign=True)

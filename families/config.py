@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -104,6 +105,16 @@ class RopeConfig:
         return inv / self.factor * (1 - keep) + inv * keep, attention_factor
 
 
+# Numbers that config.json has where `Family.defaults` names them: their field of ModelConfig, and how each of the two
+# follows from the other.
+NUMBERS: dict[str, tuple[str, Callable[[float], float], Callable[[float], float | None]]] = {
+    **{f"{what}_multiplier": (f"{what}_multiplier", float, float) for what in ("attention", "embedding", "residual")},
+    "logits_scaling": ("logits_multiplier", lambda x: 1 / x, lambda x: 1 / x),
+    "query_pre_attn_scalar": ("attention_multiplier", lambda x: x**-0.5, lambda x: round(x**-2)),
+    "routed_scaling_factor": ("experts_multiplier", float, float),
+    "attn_logit_softcapping": ("attention_cap", float, lambda x: x or None),
+    "final_logit_softcapping": ("logits_cap", float, lambda x: x or None),
+}
 # The fields of ModelConfig that say what only some layers of some models have.
 OF_SOME_LAYERS = """recurrent windows delta mtp full_heads value_norm shared_layers keys_as_values token_inputs
     layer_scale window_rope unrotated""".split()
@@ -394,24 +405,14 @@ def _refuse_unknown_architecture(read: ConfigReader, family: Family) -> None:
 
 def _read_numbers(read: ConfigReader, hidden: int) -> dict[str, float]:
     """The numbers that scale or cap what some families compute."""
-
-    def number(key: str, low: float = 1e-6) -> float:
-        return read.number(key, None, low, 1e6)
-
     found: dict[str, float] = {}
-    defaults = read.defaults
-    if "logits_scaling" in defaults:
-        names = ("attention_multiplier", "embedding_multiplier", "residual_multiplier")
-        found = {name: number(name) for name in names} | {"logits_multiplier": 1 / number("logits_scaling")}
-    if "query_pre_attn_scalar" in defaults:
-        found["attention_multiplier"] = number("query_pre_attn_scalar") ** -0.5
-    if "final_logit_softcapping" in defaults:
+    for key, (name, value_of, _) in NUMBERS.items():
+        if key in read.defaults:
+            low = 0.0 if name.endswith("cap") else 1e-6
+            absent = not low and read.config.get(key, 0.0) is None
+            found[name] = 0.0 if absent else value_of(read.number(key, None, low, 1e6))
+    if "final_logit_softcapping" in read.defaults:
         found["embedding_multiplier"] = hidden**0.5
-    if "routed_scaling_factor" in defaults:
-        found["experts_multiplier"] = number("routed_scaling_factor")
-    for name, key in {"attention_cap": "attn_logit_softcapping", "logits_cap": "final_logit_softcapping"}.items():
-        if key in defaults:
-            found[name] = 0.0 if read.config.get(key, 0.0) is None else number(key, 0.0)
     return found
 
 

@@ -187,14 +187,15 @@ def test_names_with_other_prefixes_are_read(tiny_checkpoint, tmp_path, family, n
     save_file(tensors, folder / "model.safetensors")
     assert same_weights(load_model(folder), want)
     save_file(tensors | {f"module.{name}": t.clone() for name, t in tensors.items()}, folder / "model.safetensors")
-    one_line(lambda: load_model(folder), "two tensors are called", "prefixes")
+    one_line(lambda: load_model(folder), "is also in", "remove one")
 
 
 def test_both_mixtral_layouts(tiny_checkpoint, tmp_path):
     """transformers 5's fused experts with gate and up swapped, or experts in another order."""
     model = load_model(tiny_checkpoint("mixtral"))
     for fused in (False, True):
-        views = {name: view.clone() for name, view in hf_views(model, fused_experts=fused).items()}
+        names = ["model.layers.0.mlp.experts.gate_up_proj"] * fused
+        views = {name: view.clone() for name, view in hf_views(model, names).items()}
         folder = tmp_path / str(fused)
         folder.mkdir()
         shutil.copy(tiny_checkpoint("mixtral") / "config.json", folder)

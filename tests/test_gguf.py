@@ -147,7 +147,7 @@ def tensors_of(checkpoint: Checkpoint) -> dict[str, np.ndarray]:
     config, found = checkpoint.config, {}
     permutes = config.model_type in ("granite", "llama", "mistral", "mixtral", "smollm3")
     model, plain = checkpoint.load(dtype=torch.float32), replace(config, norm_offset=0.0, expert_bias=False)
-    views = as_stored(hf_views(model, False), plain)
+    views = as_stored(hf_views(model, ["mlp.experts.0.gate_proj.weight"]), plain)
     before = config.norms == "before" and config.model_type not in ("gpt_oss", "seed_oss") and not config.delta
     norm = "ffn_norm" if before or config.model_type == "glm4" else "post_attention_norm"
     names = NAMES | {"post_attention_layernorm": norm}

@@ -18,9 +18,9 @@ from support.files import read_json
 from support.reader import ConfigReader, is_a
 from weights import heads
 from weights.assistant import ASSISTANTS, AssistantReader
-from weights.files import few_names, local_path
+from weights.files import few_names, local_path, write_directory
 from weights.heads import HeadFile, HeadReader, Table, layer_tensors, published_parts
-from weights.hf import config_to_hf, write_directory
+from weights.hf import config_to_hf
 
 SLOT0 = ("Qwen3DSparkModel", "DSparkDraftModel", "DSparkSpeculator")  # of these, slot 0 drafts, too
 DFLASH2 = ("DFlash2DraftModel", "DFlash2Speculator")

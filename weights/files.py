@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from support.errors import BadFileError
-from support.files import read_json, read_text, written_whole
+from support.files import read_json, read_text, write_json, written_whole
 from support.reader import INDEX_LIMIT, check, refusal
 
 Progress = Callable[[int, int, str], None]  # called with (done, total, name of the tensor or layer)
@@ -95,17 +95,27 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
             out.write(memoryview(flat.view(torch.uint8).numpy()))
 
 
+def write_directory(directory: str | Path, tensors: Mapping[str, Tensor], config: dict[str, Any]) -> None:
+    """Write `model.safetensors` and `config.json`. Each file is written whole, with memory for one tensor only."""
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    write_safetensors(directory / "model.safetensors", tensors)
+    write_json(directory / "config.json", config)
+
+
 def read_entries(files: Iterable[Path], share: tuple[int, int] = (0, 1)) -> dict[str, Entry]:
-    """All tensors of `.safetensors`, `.bin` and `.pth` files, unread. A name in two files is a ValueError.
+    """All tensors of `.safetensors`, `.bin` and `.pth` files, unread, without WRAPPERS. ValueError for a name twice.
 
     share: see `pickle_entries`.
     """
     entries: dict[str, Entry] = {}
     for path in files:
         added = _safetensors_entries(path) if path.suffix == ".safetensors" else pickle_entries(path, share)
-        for name in entries.keys() & added.keys():
-            raise ValueError(f"{path}: {few_names([name])} is also in {entries[name].file}; remove one.")
-        entries |= added
+        for name, entry in added.items():
+            name = re.sub(WRAPPERS, "", name)
+            if name in entries:
+                raise ValueError(f"{path}: {few_names([name])} is also in {entries[name].file}; remove one.")
+            entries[name] = entry
     return entries
 
 

@@ -46,7 +46,7 @@ from weights.gguf_types import (
     read_blocks,
     source_of,
 )
-from weights.hf import EXPERT_NAMES, FUSED_GATE_UP, checked_views, norm_names, parameter_sources, row_order, views_for
+from weights.hf import EXPERT_NAMES, FUSED_GATE_UP, checked_views, hf_views, norm_names, parameter_sources, row_order
 from weights.quantized import Stored, TiedEmbedding, pack_nibbles, untie_
 from weights.shards import Shard
 from weights.stored import fill_parameters
@@ -395,7 +395,7 @@ class GGUFFile:
 
         A tied embedding is called as the LM head, whose codes it reads.
         """
-        sources = parameter_sources(model, views_for(model, self.sources))
+        sources = parameter_sources(model, hf_views(model, self.sources))
         if model.lm_head is None and self.tied_blocks:
             sources["lm_head.weight"] = sources.pop("embed_tokens.weight")
         elif model.lm_head is None:

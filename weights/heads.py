@@ -19,8 +19,8 @@ from families.config import ModelConfig, RopeConfig
 from support.errors import UsageError
 from support.files import read_json
 from support.reader import ConfigReader, check, is_a, parse_json, refusal
-from weights.files import WRAPPERS, Entry, Shapes, check_entries, local_path, read_entries, tensor_files
-from weights.hf import config_to_hf, read_parameter, write_directory
+from weights.files import Entry, Shapes, check_entries, local_path, read_entries, tensor_files, write_directory
+from weights.hf import config_to_hf, read_parameter
 from weights.quantized import LOOKED_UP, TENSORS, QuantLinear, QuantSpec, empty_tensors, read_spec, spec_to_json
 from weights.stored import check_stored, read_stored
 
@@ -393,7 +393,7 @@ class HeadReader:
         if not files:
             self.fail("no head here: expected model.safetensors, pytorch_model.bin or a .pth file.")
         for name, entry in read_entries(files).items():
-            for pattern, prefix in {WRAPPERS: "", **self.prefixes}.items():
+            for pattern, prefix in self.prefixes.items():
                 name = re.sub(pattern, prefix, name)
             if name in self.entries:
                 self.fail(f"two tensors are called {name!r:.80} once prefixes are removed.")

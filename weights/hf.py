@@ -7,7 +7,7 @@ k and v, for example), so a Hugging Face tensor is a view of some rows of one of
 import contextlib
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import astuple, replace
 from functools import partial, reduce
 from pathlib import Path
@@ -16,23 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from families.config import ACTIVATIONS, DELTA_KEYS, ModelConfig, RopeConfig, text_part
+from families.config import ACTIVATIONS, DELTA_KEYS, NUMBERS, ModelConfig, RopeConfig, text_part
 from families.table import FAMILIES, OWN_WIDTH
 from model import MLP, Attention, Beside, DeltaNet, Experts, Transformer
-from support.files import read_json, write_json
+from support.files import read_json
 from support.machine import shapes_only
 from support.reader import INDEX_LIMIT, ConfigReader, is_a, refusal
-from weights.files import (
-    WRAPPERS,
-    Entries,
-    Entry,
-    Spans,
-    check_entries,
-    check_finite,
-    few_names,
-    pickle_entries,
-    write_safetensors,
-)
+from weights.files import Entries, Entry, Spans, check_entries, check_finite, few_names, pickle_entries, write_directory
 from weights.quantized import QuantLinear, TiedEmbedding, set_tensor
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -148,24 +138,9 @@ def without_copy(
     return entries
 
 
-def views_for(model: Transformer, entries: Entries) -> dict[str, Tensor]:
-    """`hf_views` under the names that the entries use. Experts have two layouts, and so have some recurrent layers."""
-    fused = any(name.endswith(".experts.gate_up_proj") for name in entries)
-    views = hf_views(model, True if fused else False if any(".experts.0." in name for name in entries) else None)
-    split = {}
-    for name, view in views.items():
-        parts = [name.replace("_qkvz.", f"_{part}.") for part in ("qkv", "z")]  # as GGUF files hold them
-        if parts[0] != name and parts[0] in entries:
-            sizes = model.config.delta.channels, model.config.delta.values
-            split |= dict(zip(parts, view.split(sizes), strict=True))
-        else:
-            split[name] = view
-    return split
-
-
 def checked_views(model: Transformer, entries: Entries, where: str) -> dict[str, Tensor]:
-    """`views_for`. Raises ValueError in one line unless the entries are exactly the tensors of the model."""
-    views = views_for(model, entries)
+    """`hf_views`. Raises ValueError in one line unless the entries are exactly the tensors of the model."""
+    views = hf_views(model, entries)
     check_entries({name: tuple(view.shape) for name, view in views.items()}, entries, where)
     return views
 
@@ -227,14 +202,15 @@ class _Views(dict[str, Tensor]):
         self.put(at, down_proj=mlp.down)
 
 
-def hf_views(model: Transformer, fused_experts: bool | None = None) -> dict[str, Tensor]:
+def hf_views(model: Transformer, names: Collection[str] = ()) -> dict[str, Tensor]:
     """Hugging Face tensor name -> the view of our parameter that holds this tensor.
 
-    With `fused_experts` experts get the names of transformers 5, where one tensor holds all of them. Those of gpt-oss
-    have no others in a directory, so this is their default.
+    names: what a file has. Experts get the names of transformers 5, where one tensor holds all of them, if it has these.
+    Those of gpt-oss have others in GGUF files alone, as have some recurrent layers.
     """
     c = model.config
-    fused_experts = c.expert_bias if fused_experts is None else fused_experts
+    fused_experts = any(name.endswith(".experts.gate_up_proj") for name in names)
+    fused_experts |= c.expert_bias and not any(".experts.0." in name for name in names)
     views = _Views({EMBEDDING: model.embed_tokens.weight})
     blocks = [(f"model.layers.{i}", block) for i, block in enumerate(model.layers)]
     if (mtp := model.mtp) is not None:
@@ -248,7 +224,7 @@ def hf_views(model: Transformer, fused_experts: bool | None = None) -> dict[str,
         norms = block.input_norm, block.attention_norm, block.post_norm, block.mlp_norm
         views.put(at, **dict(zip(norm_names(c.model_type), norms, strict=True)), layer_scalar=block.factor)
         if isinstance(block.attention, DeltaNet):
-            _put_recurrent(views, f"{at}.linear_attn", block.attention, c)
+            _put_recurrent(views, f"{at}.linear_attn", block.attention, c, names)
         else:
             _put_attention(views, f"{at}.self_attn", block.attention, c)
         if (gate := block.token_gate) is not None:
@@ -292,14 +268,15 @@ def _put_behind_attention(views: _Views, at: str, mlp: nn.Module, config: ModelC
         views.put(f"{at}.{place}.experts", **_expert_views(mlp, () if fused_experts else names))
 
 
-def _put_recurrent(views: _Views, at: str, layer: DeltaNet, config: ModelConfig) -> None:
+def _put_recurrent(views: _Views, at: str, layer: DeltaNet, config: ModelConfig, names: Collection[str]) -> None:
     """`hf_views` of a recurrent layer."""
-    if config.model_type == "qwen3_next":
-        views.put(at, in_proj_qkvz=layer.qkvz, in_proj_ba=layer.ba)
+    sizes, joined = layer.sizes, config.model_type == "qwen3_next"
+    if joined and f"{at}.in_proj_qkv.weight" not in names:
+        views.put(at, in_proj_qkvz=layer.qkvz)
     else:
-        heads = layer.sizes.value_heads
-        views.put_rows(at, ("in_proj_qkv", "in_proj_z"), layer.qkvz, [layer.sizes.channels, layer.sizes.values])
-        views.put_rows(at, ("in_proj_b", "in_proj_a"), layer.ba, [heads, heads])
+        views.put_rows(at, ("in_proj_qkv", "in_proj_z"), layer.qkvz, [sizes.channels, sizes.values])
+    parts = ("in_proj_ba",) if joined else ("in_proj_b", "in_proj_a")
+    views.put_rows(at, parts, layer.ba, [2 * sizes.value_heads // len(parts)] * len(parts))
     views.put(f"{at}.conv1d", weight=layer.conv)
     views.put(at, A_log=layer.A_log, dt_bias=layer.dt_bias, norm=layer.norm, out_proj=layer.out)
 
@@ -371,7 +348,6 @@ def plain_names(entries: Entries, config: ModelConfig, where: str) -> dict[str, 
     named: dict[str, Entry] = {}
     for name, entry in entries.items():
         if not set(name.split(".")) & set(OTHER_SENSES):
-            name = re.sub(WRAPPERS, "", name)
             new = re.sub(PREFIXES, lambda found: "" if found[3] in ("lm_head", "mtp") else "model.", name)
             if new in named:
                 raise ValueError(f"{where}: two tensors are called {new!r:.80} once prefixes are removed.")
@@ -447,14 +423,6 @@ def save_hf(model: Transformer, directory: str | Path) -> None:
     write_directory(directory, as_stored(hf_views(model), model.config), config)
 
 
-def write_directory(directory: str | Path, tensors: Mapping[str, Tensor], config: dict[str, Any]) -> None:
-    """Write `model.safetensors` and `config.json`. Each file is written whole, with memory for one tensor only."""
-    directory = Path(directory)
-    directory.mkdir(parents=True, exist_ok=True)
-    write_safetensors(directory / "model.safetensors", tensors)
-    write_json(directory / "config.json", config)
-
-
 def config_to_hf(config: ModelConfig) -> dict[str, Any]:
     """A ModelConfig as config.json keys that transformers 4 and 5 and `ModelConfig.from_hf` understand."""
     same = """model_type hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim
@@ -481,14 +449,10 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
     out |= {key: bias for key, bias in zip(family.biases, biases, strict=True) if key}
     if "no_rope_layer_interval" in family.defaults:
         out["no_rope_layers"] = [int(i not in config.unrotated) for i in range(config.num_hidden_layers)]
-    if "logits_scaling" in family.defaults:
-        names = ("attention_multiplier", "embedding_multiplier", "residual_multiplier")
-        out |= {name: getattr(config, name) for name in names} | {"logits_scaling": 1 / config.logits_multiplier}
-    if "query_pre_attn_scalar" in family.defaults:
-        out["query_pre_attn_scalar"] = round(config.attention_multiplier**-2)
-        out["attn_logit_softcapping"] = config.attention_cap or None
+    own = {key: number for key, number in NUMBERS.items() if key in family.defaults}
+    out |= {key: key_of(getattr(config, field)) for key, (field, _, key_of) in own.items()}
     if "final_logit_softcapping" in family.defaults:
-        out |= {"final_logit_softcapping": config.logits_cap or None, "hidden_activation": out["hidden_act"]}
+        out["hidden_activation"] = out["hidden_act"]
     if config.full_heads is not None:
         heads = dict(zip(("num_key_value_heads", "head_dim"), config.full_heads, strict=True))
         out["per_layer_config"] = {str(i): heads for i, window in enumerate(config.windows) if not window}
@@ -501,7 +465,6 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
     if config.sigmoid_router:
         out |= {"first_k_dense_replace": config.dense_layers, "use_qk_norm": config.qk_norm}
         out |= {"n_shared_experts": config.shared_intermediate_size // config.intermediate_size}
-        out["routed_scaling_factor"] = config.experts_multiplier
     if config.num_local_experts:
         out |= {key: getattr(config, key) for key in ("num_local_experts", "num_experts_per_tok", "norm_topk_prob")}
     if family.width == OWN_WIDTH:

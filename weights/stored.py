@@ -20,7 +20,7 @@ from kernels import PackedWeight
 from model import Transformer
 from support.reader import check, refusal
 from weights.files import FLOATS, IGNORED, INTEGERS, Destination, Entries, Entry, check_entries, check_finite, few_names
-from weights.hf import checked_views, parameter_sources, read_parameter, row_order, views_for
+from weights.hf import checked_views, hf_views, parameter_sources, read_parameter, row_order
 from weights.quantized import GROUPS, QuantSpec, Stored, apply_spec_, install_, pack_nibbles, set_tensor
 
 Part = dict[str, Tensor | None]  # one published linear, as `_read_linear` returns it
@@ -315,7 +315,7 @@ def fill_published(model: Transformer, entries: Entries, config: Any, where: str
         fused = [_fuse([part(base, slot) for base in bases[i * per :][:per]], at) for i in range(stacks)]
         return fused[0] if slot.dim() == 2 else _stack_experts(fused, at)
 
-    fill_parameters(model, parameter_sources(model, views_for(model, entries)), entries, packed, where, to)
+    fill_parameters(model, parameter_sources(model, hf_views(model, entries)), entries, packed, where, to)
     for name in entries.keys() - used:
         spare = IGNORED.fullmatch(name) or (tied and name == "lm_head.weight")
         spare = spare or name.endswith(".bias") and not entries[name].read().any()  # AutoGPTQ's zero biases

@@ -554,11 +554,12 @@ def _read_unrotated(read: ConfigReader, layers: int) -> tuple[int, ...]:
     return tuple(i for i, mark in enumerate(marks) if not mark)
 
 
-def _read_layer_types(read: ConfigReader, other: str, layers: int) -> list[bool] | None:
-    """Of each layer, whether `layer_types` calls it `other` and not full_attention. None without this key."""
+def _read_layer_types(read: ConfigReader, other: str, layers: int, interval: str = "") -> list[bool] | None:
+    """Of each layer, whether `layer_types` calls it `other` and not full_attention. Without this key all but every n-th
+    layer are so, where n is under the key `interval`; None without one."""
     kinds = read.config.get("layer_types")
     if kinds is None:
-        return None
+        return [(i + 1) % read.integer(interval) > 0 for i in range(layers)] if interval else None
     known = ("full_attention", other)
     if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in known for kind in kinds):
         raise read.error(f"layer_types must name full_attention or {other} for each layer.")
@@ -569,10 +570,7 @@ def _read_recurrent(read: ConfigReader, layers: int) -> tuple[int, ...]:
     """The recurrent layers: those that `layer_types` names so, or else all but every n-th one."""
     if "full_attention_interval" not in read.defaults:
         return ()
-    recurrent = _read_layer_types(read, "linear_attention", layers)
-    if recurrent is None:
-        every = read.integer("full_attention_interval")
-        recurrent = [(i + 1) % every > 0 for i in range(layers)]
+    recurrent = _read_layer_types(read, "linear_attention", layers, "full_attention_interval")
     if all(recurrent):
         raise read.error("layer_types names no layer with full_attention, which is not implemented.")
     return tuple(i for i, here in enumerate(recurrent) if here)
@@ -598,11 +596,9 @@ def _read_windows(read: ConfigReader, family: Family, layers: int) -> tuple[int,
     window = read.integer("sliding_window")
     if family.windows == "all":
         return (window,) * layers
-    slides = _read_layer_types(read, "sliding_attention", layers)
-    if slides is None and family.windows == "pattern":
-        every = read.integer("sliding_window_pattern")
-        slides = [(i + 1) % every > 0 for i in range(layers)]
-    elif slides is None:
+    interval = "sliding_window_pattern" if family.windows == "pattern" else ""
+    slides = _read_layer_types(read, "sliding_attention", layers, interval)
+    if slides is None:
         first = read.integer("max_window_layers", 28, low=0)
         slides = [i >= first for i in range(layers)]
     return tuple(window * slide for slide in slides)

@@ -27,7 +27,7 @@ from model import Transformer
 from support import cache
 from support.errors import UsageError, bad_files
 from support.files import read_text
-from support.machine import describe_device, give_memory, shapes_only
+from support.machine import describe_device, shapes_only
 from text.tokenizer import Tokenizer, load_tokenizer
 from tree import DynamicTree, TreeTables, check_width, parse_tree, tree_tables
 from weights.assistant import AssistantConfig
@@ -258,21 +258,14 @@ def build_head(
     ids = file.tensors.get("draft_ids") if ids is None else ids
     with shapes_only():
         head = kinds_of(file.config)[0](file.config, model, ids).eval().requires_grad_(False)
-    give_memory(head.to(dtype=model.dtype), model.device)
-    tensors = {name: t.to(model.device) for name, t in file.tensors.items()}
-    if ids is not None:
-        tensors["draft_ids"] = ids.to(model.device, torch.int64)
-        head.draft_ids = head.draft_ids.to(torch.int64)
+    tensors = file.tensors if ids is None else file.tensors | {"draft_ids": ids}
     # a quantized head stores codes and scales where a plain one stores a weight
     stored = {name.replace(".qweight", ".weight") for name in tensors}
     stored -= {name for name in stored if name.endswith((".scales", ".zeros", ".perm"))}
     wrong = stored ^ set(head.state_dict())
     if wrong:
         raise ValueError(f"the head's tensors do not match its config: {', '.join(sorted(wrong)[:3])}.")
-    if stored == set(tensors):
-        head.load_state_dict(tensors, strict=True)
-    else:
-        adopt_(head, tensors, model.device, model.dtype)
+    adopt_(head, tensors, model.device, model.dtype)
     head.rotary.build(model.device, model.rotary.length)
     head.finish()
     return head

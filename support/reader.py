@@ -3,12 +3,13 @@
 Whatever is wrong with it is a BadFileError of one line that names the file and the key.
 """
 
+import contextlib
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
-from support.errors import BadFileError
+from support.errors import BadFileError, UserError, advised
 
 JSON_LIMIT = 4 << 20  # bytes of a config.json
 INDEX_LIMIT = 64 << 20  # bytes of a shard index, a tokenizer.json, a safetensors header, or a line of JSON
@@ -24,6 +25,23 @@ def refusal(where: object, problem: str, advice: str = "") -> BadFileError:
     text = " ".join(problem[: 4 * LONGEST].split())
     text = text if len(text) <= LONGEST else f"{text[: LONGEST - 4]} ..."
     return BadFileError(f"{where}: {text}{' ' * bool(advice)}{advice}")
+
+
+@contextlib.contextmanager
+def one_line_errors(what: str, advice: str, named: str = "") -> Iterator[None]:
+    """Any failure becomes a ValueError of one line, also a Rust panic, which is a BaseException.
+
+    named: the file, where an error that names it, or a UserError, is passed on as it is.
+    """
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:
+        if named and (isinstance(error, UserError) or named in str(error)):
+            raise
+        detail = " ".join(str(error).split())[:LONGEST].rstrip(".") or type(error).__name__
+        raise advised(ValueError(f"{what}: {detail}."), advice) from error
 
 
 def parse_json(data: bytes | str, where: object, limit: int = INDEX_LIMIT, advice: bool = True) -> Any:

@@ -5,18 +5,17 @@ text equals the text decoded in one piece.
 """
 
 import codecs
-import contextlib
 import json
 import re
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from support.errors import advised
-from support.reader import LONGEST, check, is_a, parse_json
+from support.reader import check, is_a, one_line_errors, parse_json
 from text.dialect import Dialect, any_of, dialect_of
 from text.template import TEMPLATE_CHARACTERS, TemplateWorker
 
@@ -100,7 +99,7 @@ def load_tokenizer(source: str | Path | Mapping[str, Any], vocab_size: int | Non
     if name is None:
         return None
     where = f"the {name} in the GGUF file" if isinstance(source, Mapping) else Path(source).absolute() / name
-    with _one_line_errors(f"cannot use {where}", "Download the tokenizer files again, or pass --prompt-ids."):
+    with one_line_errors(f"cannot use {where}", "Download the tokenizer files again, or pass --prompt-ids."):
         config = _named_tokens(read, "special_tokens_map.json") | _named_tokens(read, "tokenizer_config.json")
         named = {k: _content(v) for k, v in config.items() if NAMED_TOKEN.fullmatch(k) and v}
         tokens = _added_tokens(read, config, named)
@@ -389,7 +388,7 @@ class Tokenizer:
 
     def _text_ids(self, text: str, first: bool) -> list[int]:
         """Ids of text that holds no control tokens. `first`: the text starts the sequence."""
-        with _one_line_errors("cannot encode this text", "Pass valid Unicode, or --prompt-ids."):
+        with one_line_errors("cannot encode this text", "Pass valid Unicode, or --prompt-ids."):
             text.encode()  # refuses lone surrogates
             ids = self._files.encode(text, first) if text else []
         if self._forbidden.keys().isdisjoint(ids):
@@ -417,7 +416,7 @@ class Tokenizer:
             raise advised(ValueError(why), f"Use --prompt or a built-in one: {builtins}.")
         roles = ", ".join(m["role"] for m in variants[0])
         where = f"chat template ({self.chat_template_source}) failed for roles [{roles:.60}]"
-        with _one_line_errors(where, f"Send the roles it expects, or use a built-in template: {builtins}."):
+        with one_line_errors(where, f"Send the roles it expects, or use a built-in template: {builtins}."):
             place = self.dialect.placed
             variants = [[place(message) for message in messages] for messages in variants]
             return self.worker.render(self.chat_templates[name], variants, self._files.named | given)
@@ -577,18 +576,6 @@ def _json(read: Reader, name: str, shape: dict[str, Any] | None = None) -> dict:
     """The JSON object in a file, of a shape of `support.reader.check`; {} if there is no such file."""
     data = read(name)
     return {} if data is None else check(parse_json(data, name), shape or {}, name, "the file")
-
-
-@contextlib.contextmanager
-def _one_line_errors(what: str, fix: str) -> Iterator[None]:
-    """Any failure becomes a ValueError of one line, also a Rust panic, which is a BaseException."""
-    try:
-        yield
-    except (KeyboardInterrupt, SystemExit):
-        raise
-    except BaseException as error:
-        detail = " ".join(str(error).split())[:LONGEST].rstrip(".") or type(error).__name__
-        raise advised(ValueError(f"{what}: {detail}."), fix) from error
 
 
 def _check_messages(messages: list[dict]) -> None:

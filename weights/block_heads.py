@@ -21,6 +21,7 @@ from weights.assistant import ASSISTANTS, AssistantReader
 from weights.files import few_names, local_path, write_directory
 from weights.heads import HeadFile, HeadReader, Table, layer_tensors, published_parts
 from weights.hf import config_to_hf
+from weights.quantized import rows_from
 
 SLOT0 = ("Qwen3DSparkModel", "DSparkDraftModel", "DSparkSpeculator")  # of these, slot 0 drafts, too
 DFLASH2 = ("DFlash2DraftModel", "DFlash2Speculator")
@@ -119,11 +120,7 @@ def context_rows(file: BlockFile) -> dict[str, Tensor]:
     """The parts of a head's tensors that are stored a second time, for the keys and values of the text."""
     layer = file.config.layer
     first = layer.num_attention_heads * layer.head_dim
-    return {
-        name: tensor[first:] if name.endswith(("weight", "qweight")) else tensor[..., first:]
-        for name, tensor in file.tensors.items()
-        if ".attention.qkv." in name
-    }
+    return rows_from({name: t for name, t in file.tensors.items() if ".attention.qkv." in name}, first)
 
 
 def read_head(path: str | Path, target: ModelConfig, overrides: Mapping[str, str] | None = None) -> HeadFile:

@@ -30,9 +30,9 @@ from kernels import PackedWeight
 from kernels.cpu import CODES, TILE, put_codes
 from kernels.formats import Blocks, Part
 from model import Transformer
-from support.errors import UsageError, UserError
+from support.errors import UsageError
 from support.machine import size_text
-from support.reader import is_a
+from support.reader import is_a, one_line_errors
 from weights.files import Destination, Entries, Entry, Spans, check_finite
 from weights.gguf_metadata import ARCHITECTURES, BY_PLACE, HYBRID, REORDERED, TOKEN_LISTS, hf_config, tokenizer_files
 from weights.gguf_types import (
@@ -170,16 +170,9 @@ class _Parser:
         return tensors
 
 
-@contextlib.contextmanager
-def _one_line_errors(path: Path) -> Iterator[None]:
+def _errors_of(path: Path) -> contextlib.AbstractContextManager[None]:
     """What a damaged or hostile file causes, which may be any exception, becomes a ValueError that names the file."""
-    try:
-        yield
-    except Exception as error:
-        if isinstance(error, UserError) or str(path) in str(error):
-            raise
-        reason = " ".join(str(error).split())[:200] or type(error).__name__
-        raise ValueError(f"{path} is damaged or not supported: {reason}. Download it again.") from error
+    return one_line_errors(f"{path} is damaged or not supported", "Download it again.", str(path))
 
 
 def _shards(path: Path, count: int) -> list[Path]:
@@ -211,7 +204,7 @@ class GGUFFile:
     @classmethod
     def open(cls, path: Path, layout: str = "") -> GGUFFile:
         """Parse a file and the other parts of a split one. Raises ValueError in one line if it cannot be used."""
-        with _one_line_errors(path):
+        with _errors_of(path):
             parts = [_Parser(path)]
             if (count := parts[0].metadata.get("split.count")) is not None:
                 parts = [_Parser(part) for part in _shards(path, count)]
@@ -228,7 +221,7 @@ class GGUFFile:
 
         A tokenizer.json is the object that its text stands for.
         """
-        with _one_line_errors(self.path):
+        with _errors_of(self.path):
             files = tokenizer_files(self.metadata, str(self.path))
         for key in TOKEN_LISTS:  # tens of thousands of Python objects, which nobody reads from now on
             self.metadata.pop(key, None)
@@ -239,7 +232,7 @@ class GGUFFile:
 
         Raises ValueError in one line for an architecture or a setting that is not implemented.
         """
-        with _one_line_errors(self.path):
+        with _errors_of(self.path):
             rotations = {name: self.tensors.get(f"{name}.weight") for name in ROTATIONS}
             read = {name: self._read(tensor) for name, tensor in rotations.items() if tensor}
             return hf_config(self.metadata, self.tensors, read, str(self.path))

@@ -158,7 +158,7 @@ def read_parameter(
         raise ValueError(f"{where}: {few_names(missing)} is missing. Is a shard missing?")
     found = {name: entries[name] for name in names}
     sizes = [math.prod(entry.shape) for entry in found.values()]
-    wide = len(shape) > 1 and any(entry.shape[-1] != shape[-1] for entry in found.values())
+    wide = any(entry.shape[1:] and entry.shape[-1] != shape[-1] for entry in found.values())
     if wide or sum(sizes) != math.prod(shape):
         name, entry = next(iter(found.items()))
         raise ValueError(f"{where}: {few_names([name])} {list(entry.shape)} does not fit config.json.")

@@ -328,10 +328,8 @@ def weights_digest(model: nn.Module) -> str:
     """A hash of every tensor of a model, those that are packed for the kernels included. It reads all of them once."""
     tensors = sorted(model.state_dict().items())
     for place, module in model.named_modules():
-        packed = [value for value in vars(module).values() if isinstance(value, kernels.PackedWeight)]
-        for weight in packed:
-            parts = {"weight": weight.weight, "scales": weight.scales, "zeros": weight.zeros, "mins": weight.mins}
-            tensors += ((f"{place}.{name}", part) for name, part in parts.items() if part is not None)
+        for packed in (value for value in vars(module).values() if isinstance(value, kernels.PackedWeight)):
+            tensors += ((f"{place}.{name}", part) for name, part in vars(packed).items() if isinstance(part, Tensor))
     digest = hashlib.sha256()
     for name, tensor in tensors:
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
@@ -441,14 +439,15 @@ def untie_(model: Transformer) -> None:
     model.lm_head = nn.Linear(*reversed(model.embed_tokens.weight.shape), bias=False, device="meta")
 
 
+def rows_from(stored: Mapping[str, Tensor], first: int) -> dict[str, Tensor]:
+    """The rows from `first` on of linears: on the first axis of weights and codes, on the last one of scales."""
+    return {k: tensor[first:] if k.endswith("weight") else tensor[..., first:] for k, tensor in stored.items()}
+
+
 def row_parts(linears: Sequence[nn.Linear | QuantLinear], first: int) -> nn.Linear | QuantLinear:
     """One linear with the rows from `first` on of several that have the same input, none of which is packed."""
-    tensors = [layer.state_dict() for layer in linears]
-    stored = {}
-    for name in tensors[0]:  # the rows are the first axis of weights and codes, and the last one of scales
-        rows_first = name in ("weight", "qweight")
-        parts = [held[name][first:] if rows_first else held[name][..., first:] for held in tensors]
-        stored[name] = torch.cat(parts, 0 if rows_first else -1)
+    tensors = [rows_from(layer.state_dict(), first) for layer in linears]
+    stored = {k: torch.cat([held[k] for held in tensors], 0 if k.endswith("weight") else -1) for k in tensors[0]}
     if "weight" not in stored:
         return QuantLinear(stored)
     out = nn.Linear(*stored["weight"].shape[::-1], bias=False, device="meta")

@@ -140,17 +140,12 @@ class Splitter:
 
     def _calls(self, form: Calls, mark: str = "") -> Reading:
         """The calls behind a mark."""
+        forms = {Tags: self._tagged, Quotes: self._in_braces, PythonCode: self._code}
+        read = forms.get(type(form.body), self._named)
         if mark and mark == form.section[0]:
             yield from self._expect(form.begin)
         while True:
-            if isinstance(form.body, Tags):
-                yield from self._tagged(form.body, form.end)
-            elif isinstance(form.body, Quotes):
-                yield from self._in_braces(form.body.mark)
-            elif isinstance(form.body, PythonCode):
-                yield from self._code(form.end)
-            else:
-                yield from self._named(form.end)
+            yield from read(form.body, form.end)
             for end in dict.fromkeys(["```" if "```" in form.written else "", form.end]):
                 yield from self._accept(end)
             self._mark()
@@ -161,7 +156,7 @@ class Splitter:
 
     # -------------------------------------------------------------- forms of calls
 
-    def _named(self, end: str) -> Reading:
+    def _named(self, _: None, end: str) -> Reading:
         """JSON behind a name, or one or several objects with names."""
         listed = yield from self._accept("[")
         if listed or (yield from self._next()) == "{":
@@ -241,20 +236,20 @@ class Splitter:
                 self._emit(ARGUMENTS, _literal(value))
         self._emit(ARGUMENTS, "}")
 
-    def _in_braces(self, quote: str) -> Reading:
+    def _in_braces(self, quotes: Quotes, _: str) -> Reading:
         """A name, then braces with bare keys, and with texts between marks of their own, which become JSON."""
         name, mark = yield from self._name("{")
         self._commit(name)
         self._emit(ARGUMENTS, "{")
         depth = 1
         while depth:
-            bare, mark = yield from self._read(quote, *'"{}[]:,')
+            bare, mark = yield from self._read(quotes.mark, *'"{}[]:,')
             if bare.strip():
                 self._emit(ARGUMENTS, json.dumps(bare.strip(), ensure_ascii=False) if mark == ":" else _literal(bare))
-            if mark in (quote, '"'):
+            if mark in (quotes.mark, '"'):
                 self._emit(ARGUMENTS, '"')
-                if mark == quote:
-                    yield from self._must(QUOTED, quote)
+                if mark == quotes.mark:
+                    yield from self._must(QUOTED, quotes.mark)
                     self._emit(ARGUMENTS, '"')
                 else:
                     yield from self._rest_of_text(ARGUMENTS)
@@ -262,7 +257,7 @@ class Splitter:
                 self._emit(ARGUMENTS, f"{mark} " if mark in (":", ",") else mark)
             depth += (mark in ("{", "[")) - (mark in ("}", "]"))
 
-    def _code(self, end: str) -> Reading:
+    def _code(self, _: PythonCode, end: str) -> Reading:
         """Calls that are written as in Python."""
         code, _ = yield from self._read(end, then=LEAVE)
         for name, arguments in _python_calls(code, self._tools):

@@ -35,17 +35,7 @@ from support.machine import size_text
 from support.reader import is_a, one_line_errors
 from weights.files import Destination, Entries, Entry, Spans, check_finite
 from weights.gguf_metadata import ARCHITECTURES, BY_PLACE, HYBRID, REORDERED, TOKEN_LISTS, hf_config, tokenizer_files
-from weights.gguf_types import (
-    BY_NAME,
-    FITS,
-    FLOAT_TYPES,
-    FORMATS,
-    TYPES,
-    kept_tensor,
-    pack_kept,
-    read_blocks,
-    source_of,
-)
+from weights.gguf_types import BY_NAME, FITS, FLOAT_TYPES, FORMATS, TYPES, kept_slot, pack_kept, read_blocks, source_of
 from weights.hf import EXPERT_NAMES, FUSED_GATE_UP, checked_views, hf_views, norm_names, parameter_sources, row_order
 from weights.quantized import Stored, TiedEmbedding, pack_nibbles, untie_
 from weights.shards import Shard
@@ -409,7 +399,7 @@ class GGUFFile:
             for name in names:
                 (N, K), kind = kept.pop(name).shape, self.sources[name][0].kind
                 if self.in_blocks(names):
-                    layout = {"blocks": kept_tensor(kind, N, K, self.layout)}
+                    layout = {"blocks": kept_slot(kind, N, K, self.layout)}
                 else:
                     slots = self._slots(names, N, K).items()
                     layout = {leaf: torch.empty(shape, dtype=dtype, device="meta") for leaf, (shape, dtype) in slots}

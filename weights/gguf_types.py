@@ -153,7 +153,7 @@ def pack_kept(
     return stack_blocks(packed) if experts else packed[0]
 
 
-def kept_tensor(kind: str, n: int, k: int, layout: str, experts: int = 1) -> torch.Tensor:
+def kept_slot(kind: str, n: int, k: int, layout: str, experts: int = 1) -> torch.Tensor:
     """The bytes of matrices [N, K] that keep their type in "tiles" or "panels", without values, for the plan of the
     memory. Experts share the counters of panels."""
     size = FORMATS[kind].bytes(n, k) + 8 * NUMBERS_OF_PART

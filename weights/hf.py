@@ -469,15 +469,13 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
         out |= {key: getattr(config, key) for key in ("num_local_experts", "num_experts_per_tok", "norm_topk_prob")}
     if family.width == OWN_WIDTH:
         out |= {"num_experts": config.num_local_experts, OWN_WIDTH: config.intermediate_size}
+    kinds = ["sliding_attention" if window else "full_attention" for window in config.windows]
     if config.delta is not None:
-        recurrent, layers = config.recurrent, range(config.num_hidden_layers)
-        kinds = ["linear_attention" if i in recurrent else "full_attention" for i in layers]
-        names = dict(zip(DELTA_KEYS, astuple(config.delta), strict=True))
-        out |= {"layer_types": kinds, **names}
+        kinds = ["linear_attention" if i in config.recurrent else kind for i, kind in enumerate(kinds)]
+        out |= dict(zip(DELTA_KEYS, astuple(config.delta), strict=True)) | {"layer_types": kinds}
     if config.shared_intermediate_size and config.shared_gate:
         out["shared_expert_intermediate_size"] = config.shared_intermediate_size
     if family.windows in ("switch", "pattern"):
-        kinds = ["sliding_attention" if window else "full_attention" for window in config.windows]
         full = len(kinds) - kinds[::-1].index("full_attention") if "full_attention" in kinds else 0
         out |= {"use_sliding_window": any(config.windows), "layer_types": kinds, "max_window_layers": full}
     return out

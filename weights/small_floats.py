@@ -27,7 +27,7 @@ from kernels.formats import Blocks, Format, Part
 from model import Transformer
 from support.reader import check, refusal
 from weights.files import FLOATS, Entries, Entry, check_finite
-from weights.gguf_types import FITS, FORMATS, kept_tensor, pack_kept, powers
+from weights.gguf_types import FITS, FORMATS, kept_slot, pack_kept, powers
 from weights.hf import row_order, split_pairs
 from weights.stored import Packing, refuse_rotations, without_activations
 
@@ -196,9 +196,9 @@ def kept(entries: Entries, layout: str, where: str) -> dict[str, Tensor]:
     for name, entry in entries.items():
         if name.endswith("_blocks"):
             E, rows, groups, _ = entry.shape
-            found[name.removesuffix("_blocks")] = kept_tensor("MXFP4", rows, 32 * groups, layout, E)
+            found[name.removesuffix("_blocks")] = kept_slot("MXFP4", rows, 32 * groups, layout, E)
         elif _fits(matrix := coded(entries, name, where), layout):
-            found[name] = kept_tensor("IQ4_NL", *matrix.shape, layout)  # which is as long
+            found[name] = kept_slot("IQ4_NL", *matrix.shape, layout)  # which is as long
     return found
 
 

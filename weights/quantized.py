@@ -14,6 +14,7 @@ Mixtral's experts add a leading axis. After loading, `pack_` gives every module 
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -326,15 +327,20 @@ def pack_(module: nn.Module, dtype: torch.dtype) -> None:
 
 def weights_digest(model: nn.Module) -> str:
     """A hash of every tensor of a model, those that are packed for the kernels included. It reads all of them once."""
-    tensors = sorted(model.state_dict().items())
+    tensors = model.state_dict()
     for place, module in model.named_modules():
         for packed in (value for value in vars(module).values() if isinstance(value, kernels.PackedWeight)):
-            tensors += ((f"{place}.{name}", part) for name, part in vars(packed).items() if isinstance(part, Tensor))
-    digest = hashlib.sha256()
-    for name, tensor in tensors:
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
-        digest.update(tensor.detach().flatten().view(torch.uint8).cpu().numpy())
-    return digest.hexdigest()
+            tensors |= {f"{place}.{name}": part for name, part in vars(packed).items() if isinstance(part, Tensor)}
+    return digest(tensors)
+
+
+def digest(value: Any) -> str:
+    """The SHA-256 of a tensor, of tensors by name, or of what JSON can hold."""
+    if isinstance(value, Tensor):
+        return hashlib.sha256(value.detach().flatten().view(torch.uint8).cpu().numpy()).hexdigest()
+    if isinstance(value, dict) and all(isinstance(tensor, Tensor) for tensor in value.values()):
+        value = {name: [str(t.dtype), list(t.shape), digest(t)] for name, t in value.items()}
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
 def held_bytes(

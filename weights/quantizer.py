@@ -7,8 +7,6 @@ quantized layers before produce. Finished layers wait in OUT.partial until the r
 
 import contextlib
 import copy
-import hashlib
-import json
 import math
 import shutil
 import time
@@ -31,7 +29,7 @@ from support.machine import peak_memory
 from weights.checkpoint import QUANTIZED, Checkpoint
 from weights.files import Progress, check_finite, read_entries, write_safetensors
 from weights.hf import build_model, checked_views, config_to_hf, parameter_sources, read_parameter
-from weights.quantized import QuantLinear, QuantSpec, apply_spec_, quantizable, set_tensor, spec_to_json
+from weights.quantized import QuantLinear, QuantSpec, apply_spec_, digest, quantizable, set_tensor, spec_to_json
 from weights.rounding import Tally, half_of, relative_error, round_weight
 
 ABSURD_KL = 2.0  # nats per token; past this the result is broken, not merely bad, and is never written
@@ -336,15 +334,6 @@ def _refuse_bad(quality: dict[str, Any], limit: float) -> None:
 def _tensors_in(path: Path) -> dict[str, Tensor]:
     """The tensors of a safetensors file. They are mapped, so they take no memory until they are used."""
     return {name: entry.read() for name, entry in read_entries([path]).items()}
-
-
-def digest(value: Any) -> str:
-    """The SHA-256 of a tensor, of tensors by name, or of what JSON can hold."""
-    if isinstance(value, Tensor):
-        return hashlib.sha256(value.detach().contiguous().flatten().view(torch.uint8).numpy()).hexdigest()
-    if isinstance(value, dict) and all(isinstance(tensor, Tensor) for tensor in value.values()):
-        value = {name: [str(t.dtype), list(t.shape), digest(t)] for name, t in value.items()}
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
 def _partial(out: Path, identity: Any) -> Path:

@@ -32,8 +32,9 @@ from model import Transformer
 from support.errors import NotEnoughMemory, UsageError
 from weights import shards
 from weights.checkpoint import Checkpoint
+from weights.files import write_directory
 from weights.heads import save_eagle
-from weights.hf import config_to_hf, save_hf, write_directory
+from weights.hf import config_to_hf, save_hf
 from weights.quantized import QuantSpec, pack_, spec_to_json
 from weights.rounding import quantize_
 from weights.shards import Shard, common_rows

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from families.config import ModelConfig
 from kernels import PackedWeight
-from kernels.cpu import CODES, TILE, put_codes
+from kernels.cpu import CODES, TILE, put_codes, tile_scales
 from kernels.formats import Blocks, Part
 from model import Transformer
 from support.errors import UsageError
@@ -460,26 +460,38 @@ class GGUFFile:
         inputs = self._inputs(names)
         inputs = None if inputs is None else inputs.to(device)
         if not self.in_blocks(names):
-            whole = self.layout == "tiles" and all(self._place(name)[0][0] % TILE == 0 for name in names)
-            if whole:
-                return replace(self._tiles(names), perm=inputs)
-            return self._stored(names, experts) | ({} if inputs is None else {"perm": inputs})
+            held = self._stored(names, experts)
+            if isinstance(held, PackedWeight):
+                return replace(held, perm=inputs)
+            return held if inputs is None else held | {"perm": inputs}
         each = len(names) // max(experts, 1)
         groups = (self._parts(names[first : first + each]) for first in range(0, len(names), each))
         return replace(pack_kept(groups, experts > 0, self.layout, device), perm=inputs)
 
-    def _stored(self, names: list[str], experts: int) -> Stored:
-        """A weight whose rows are these tensors in Q4_0, Q4_1 or Q8_0, exactly in the layout of `weights.quantized`."""
-        slots = self._slots(names, *self._size(names))
-        stored = {leaf: torch.empty(shape, dtype=dtype) for leaf, (shape, dtype) in slots.items()}
+    def _stored(self, names: list[str], experts: int) -> PackedWeight | Stored:
+        """A weight whose rows are these tensors in Q4_0, Q4_1 or Q8_0, exactly: in the tiles of the CPU kernels if these
+        hold it, or else in the layout of `weights.quantized`."""
+        n, k = self._size(names)
+        tiled = self.layout == "tiles" and all(self._place(name)[0][0] % TILE == 0 for name in names)
+        stored = {leaf: torch.empty(shape, dtype=dtype) for leaf, (shape, dtype) in self._slots(names, n, k).items()}
         codes, row = stored["qweight"], 0
-        for piece in itertools.chain.from_iterable(self._pieces(name, stored=False) for name in names):
-            rows = slice(row, row := row + len(piece.codes))
-            eight = codes.dtype == torch.int8
-            codes[rows] = (piece.codes ^ 128).view(torch.int8) if eight else pack_nibbles(piece.codes)
-            stored["scales"][:, rows] = piece.scales.mT
-            if "mins" in stored:
-                stored["mins"][:, rows] = _lowest(piece).mT
+        bits = 8 if codes.dtype == torch.int8 else 4
+        for name in names:
+            source = source_of(self.sources[name][0].kind)
+            for piece in self._pieces(name, stored=tiled):
+                rows = slice(row, row := row + len(piece.codes))
+                if tiled:
+                    tiles = codes[rows].view(torch.uint8).view(-1, TILE * codes.shape[1])
+                    put_codes(piece.codes, source, tiles, bits)
+                else:
+                    codes[rows] = (piece.codes ^ 128).view(torch.int8) if bits == 8 else pack_nibbles(piece.codes)
+                stored["scales"][:, rows] = piece.scales.mT
+                if "mins" in stored:
+                    stored["mins"][:, rows] = _lowest(piece).mT
+        if tiled:
+            tables = {leaf: tile_scales(stored[leaf]) for leaf in stored if leaf != "qweight"}
+            weight = codes.view(torch.uint8).view(n // TILE, k // BLOCK, BLOCK * bits)
+            return PackedWeight("tiles", bits, BLOCK, n, k, weight, **tables)
         if not experts:
             return stored
         axes = {"qweight": 0, "scales": 1, "mins": 1}  # of the outputs
@@ -508,24 +520,6 @@ class GGUFFile:
                     check_finite(part, tensor.name, self.path.name)
             yield piece
             self.forget()
-
-    def _tiles(self, names: list[str]) -> PackedWeight:
-        """A weight whose rows are these tensors, as our int4 or int8 in the tiles of the CPU kernels."""
-        n, k = self._size(names)
-        bits = FORMATS[self._kinds(names)[0]].low
-        weight = torch.empty(n // TILE, k // BLOCK, BLOCK * bits, dtype=torch.uint8)
-        scales = torch.empty(n // TILE, k // BLOCK, TILE, dtype=torch.float16)
-        mins = torch.empty_like(scales) if "Q4_1" in self._kinds(names) else None
-        tile = 0
-        for name in names:
-            source = source_of(self.sources[name][0].kind)
-            for piece in self._pieces(name, stored=True):
-                tiles = slice(tile, tile := tile + len(piece.codes) // TILE)
-                put_codes(piece.codes, source, weight[tiles].flatten(1), bits)
-                scales[tiles] = piece.scales.unflatten(0, (-1, TILE)).mT
-                if mins is not None:
-                    mins[tiles] = _lowest(piece).unflatten(0, (-1, TILE)).mT
-        return PackedWeight("tiles", bits, BLOCK, n, k, weight, scales, None, mins)
 
     def _size(self, names: list[str]) -> tuple[int, int]:
         """The rows and columns of a weight whose rows are these tensors."""

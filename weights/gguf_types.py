@@ -59,14 +59,13 @@ TYPES = {
 BY_NAME = {kind.name: kind for kind in TYPES.values()}
 FORMATS = {kind.name: kind.form for kind in TYPES.values() if kind.form}
 FITS = {"tiles": fits_blocks, "panels": fits_panels}  # whether a layout holds matrices of these shapes and formats
-SIGNED = ("Q8_0",)  # types whose codes are signed, so that their highest bit is the other way round here
 
 
 def source_of(kind: str) -> Source:
-    """Where the codes are in rows of one of FORMATS."""
+    """Where the codes are in rows of one of FORMATS. Those of Q8_0 are signed, so their highest bit is turned here."""
     _, values, size, form, places = BY_NAME[kind]
     bits = zip(places, (form.low, form.high), strict=False)
-    return Source(values, size, *(Place(at, count, run) for (at, run), count in bits), turned=128 * (kind in SIGNED))
+    return Source(values, size, *(Place(at, count, run) for (at, run), count in bits), turned=128 * (kind == "Q8_0"))
 
 
 def without_copy(values: np.ndarray) -> torch.Tensor:

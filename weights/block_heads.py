@@ -15,7 +15,7 @@ from torch import Tensor
 
 from families.config import ModelConfig
 from support.files import read_json
-from support.reader import ConfigReader, is_a
+from support.reader import is_a
 from weights import heads
 from weights.assistant import ASSISTANTS, AssistantReader
 from weights.files import few_names, local_path, write_directory
@@ -212,7 +212,6 @@ class _BlockReader(HeadReader):
         if not found:
             self.fail(f"architectures = {names!r:.60} names no block head that is known.")
         self.architecture = found[0]
-        self.top = ConfigReader({**raw, **self.given}, str(path))
         if self.architecture.startswith(("Qwen3DSpark", "DFlashDraft")) and "block_size" in raw:
             self.flags.config["block_size"] = raw["block_size"]
 
@@ -285,9 +284,9 @@ class _BlockReader(HeadReader):
         """Whether the slots see only those before them; None where it depends on the layer."""
         if self.architecture == "Qwen3DSparkModel":
             return False
-        for reader, key in ((self.top, "is_causal"), (self.flags, "causal_head"), (self.flags, "causal")):
-            if reader.config.get(key) is not None:
-                return reader.boolean(key)
+        for key in ("is_causal", "causal_head", "causal"):
+            if self.flags.config.get(key) is not None:
+                return self.flags.boolean(key)
         return False if self.flags.boolean("sliding_window_non_causal", False) else None
 
     def _markov(self) -> tuple[str, int]:

@@ -612,11 +612,9 @@ def _joined(pieces: list[Entry], split: int, head_dim: int) -> Entry:
 
     def part(spans: Spans) -> Tensor:
         if spans.axis == split:
-            parts, size = [], pieces[0].shape[split]
-            for first, end in spans.pieces:
-                for i, piece in enumerate(pieces):
-                    start, stop = max(first - i * size, 0), min(end - i * size, size)
-                    parts += [piece.read().narrow(split, start, stop - start)] if start < stop else []
+            ((first, end),), size = spans.pieces, pieces[0].shape[split]  # no matrix of Meta's is fused
+            ends = [(max(first - i * size, 0), min(end - i * size, size)) for i in range(len(pieces))]
+            parts = [p.read().narrow(split, a, b - a) for p, (a, b) in zip(pieces, ends, strict=True) if a < b]
         else:
             parts = [spans(piece.read()) for piece in pieces]
         rows = torch.cat(parts, split) if len(parts) > 1 else parts[0]

@@ -397,12 +397,12 @@ def test_interpreted_attention_equals_definition(each, dtype, dim, window):
     for starts, slots in (([0, 17], 40), ([57, 59], 60), ([200, 140], 300)):
         q, kv, *rest = attention_case(dtype, starts, slots, (2, 1) if kernels.INTERPRETED else (4, 2), dim)
         of_cpu = each.mode == "cpu" and dtype == torch.float32
-        for kept in (dtype, torch.int8, *(torch.float16,) * of_cpu):
+        for i, kept in enumerate((dtype, torch.int8, *(torch.float16,) * of_cpu), window > 0):
             rows = kernels.quantize_rows(kv) if kept == torch.int8 else kv.to(kept)
             wide = kernels.dequantize_rows(rows, torch.float64) if kept == torch.int8 else rows
-            for more in ((0.0, None), (1.5, torch.randn(q.shape[1]).to(dtype))):  # plain, and with a cap and sinks
-                want = attention_definition(q, wide, *rest, window, 0.3, *more)
-                assert error(triton_attention(q, rows, *rest, window, 0.3, *more), want) < TOLERANCE[dtype]
+            more = (1.5, torch.randn(q.shape[1]).to(dtype)) if i % 2 else (0.0, None)  # a cap and sinks: of every other
+            want = attention_definition(q, wide, *rest, window, 0.3, *more)
+            assert error(triton_attention(q, rows, *rest, window, 0.3, *more), want) < TOLERANCE[dtype]
         assert not of_cpu or not each.declined
 
 
@@ -429,7 +429,7 @@ def test_attention_single_row_and_empty_history():
     assert not out.any()
 
 
-@pytest.mark.parametrize("stored,window", [("float", 0), ("float", 7), ("int8", 0)])
+@pytest.mark.parametrize("stored,window", [("float", 7), ("int8", 0)])
 def test_interpreted_shared_cache_gives_the_bits_of_a_cache_for_each(each, stored, window):
     """A row that is written to, or read from, the places of another sequence, a clamp at the end of the wrong one, and a
     grid that follows the cache instead of the longest sequence. The last sequence reaches its end. What belongs to none
@@ -749,8 +749,7 @@ def prompt_case(start, T, window, slots):
     return q, kv, torch.tensor([start]), visible, start + torch.arange(T)[None]
 
 
-@pytest.mark.parametrize("int8", [False, True])
-@pytest.mark.parametrize("window,more", [(0, (0.0, None)), (9, (1.5, torch.tensor([0.3, -1.0])))])
+@pytest.mark.parametrize("int8,window,more", [(False, 0, (0.0, None)), (True, 9, (1.5, torch.tensor([0.3, -1.0])))])
 def test_interpreted_attention_of_a_prompt_equals_definition(each, int8, window, more):
     """Catches prefill (many rows) that masks the wrong region, with rows that read in chunks and rows of a tree."""
     q, kv, *rest = prompt_case(20, 40, window, 80)
@@ -851,9 +850,7 @@ def test_interpreted_norm_and_rope(each, dtype):
 
 @interpreted
 @pytest.mark.parametrize("rows,config,normed,int8", [
-    (1, LinearConfig(32, 2), False, False), (1, LinearConfig(32, 2), True, False),
-    (5, LinearConfig(32, 3), False, True), (5, LinearConfig(32, 3), True, False),
-    (17, LinearConfig(64, 1), False, False), (17, LinearConfig(64, 1), False, True),
+    (1, LinearConfig(32, 2), False, False), (5, LinearConfig(32, 3), True, False), (17, LinearConfig(64, 1), False, True),
     (40, LinearConfig(64, 2, warps=2), True, False),  # two token tiles
     (5, LinearConfig(32, 3), "values", False), (5, LinearConfig(32, 3), "alone", False),
 ])  # fmt: skip
@@ -1059,21 +1056,19 @@ def test_topk_reference_ties_and_log_probabilities():
 
 
 @interpreted
-@pytest.mark.parametrize("window,T", [(9, 6), (9, 40), (0, 40)])
-def test_interpreted_attention_poison_in_history_and_prefill(window, T):
+@pytest.mark.parametrize("n,T,window,bad", [(64, 6, 32, 33), (40, 26, 9, 33), (40, 26, 0, 44)])
+def test_interpreted_attention_poison_in_history_and_prefill(n, T, window, bad):
     """Catches NaN in old history that reaches queries whose window has left it, or NaN in a prompt row that
-    reaches earlier rows."""
-    n = 40
+    reaches earlier rows, also where it lies in a block of keys that later rows read."""
     q, kv, *rest = prompt_case(n, T, window, n + T + 4)
     args = (*rest, window, 0.3, None, 0.0, None, None, 0, T > 6)
-    clean, bad = kernels.tree_attention(q, kv, *args), 33 if window else n + 20
+    clean, position = kernels.tree_attention(q, kv, *args), n + torch.arange(T)
+    sees = (position >= bad) & ((position - bad < window) if window else True)
+    assert sees.any() and not sees.all()
     for which, value in ((0, float("nan")), (1, float("nan")), (1, float("inf"))):
         spoilt = kv.clone()
         spoilt[which, :, :, bad, 3] = value
         out = kernels.tree_attention(q, spoilt, *args)
-        position = n + torch.arange(T)
-        sees = (position >= bad) & ((position - bad < window) if window else True)
-        assert sees.any() and not sees.all()
         assert torch.equal(out[:, ~sees], clean[:, ~sees])
         assert not torch.isfinite(out[:, sees]).all(-1).any()
 

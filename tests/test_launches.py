@@ -366,10 +366,10 @@ def test_interpreted_trees_grow_as_in_plain_code(ours, K, levels, N):
     same(tree, growing._select.reference(*plain[:3], root, None, N, levels + 1, None))
     pool = pool._replace(tokens=pool.tokens // 2)
     same(growing.select(pool, root, N, levels + 1, ids=ids), tree)
-    for offered in (tree.tokens, tree.tokens % 3):
+    for offered, history in ((tree.tokens, step.HISTORY + 1), (tree.tokens % 3, 0)):
         walk = offered, tree.parent, tree.depth, tree.ancestors, tree.valid, offered.roll(-1, 1), levels + 2
         same(verify.accept(*walk), verify.accept.reference(*walk))
-        for history in (step.HISTORY + 1, 0) if kernels.INTERPRETED else (step.HISTORY + 1, 0) * 10:
+        for _ in range(1 if kernels.INTERPRETED else 10):
             settle(offered.roll(-1, 1), verify.accept(*walk), history, ours.mode != "cpu")
     assert not ours.declined
     if ours.mode == "cpu":

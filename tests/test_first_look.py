@@ -23,7 +23,6 @@ from loading.options import LoadOptions
 from weights.quantized import pack_
 
 interpreted = pytest.mark.skipif(not kernels.INTERPRETED, reason="run by tests/test_interpreter_steps.py")
-TREE = "dynamic:8,2,4"
 
 
 def small(shape: str = "tiny", quant: str = "", head: str = "", **config):
@@ -36,7 +35,7 @@ def small(shape: str = "tiny", quant: str = "", head: str = "", **config):
         drafter = PlainDrafter(model)
         if head:
             options = LoadOptions(
-                eagle=head, tree=TREE, kernels="triton", device="cpu", ctx=160, dtype="float16", slots=1
+                eagle=head, tree="dynamic:5,2,2", kernels="triton", device="cpu", ctx=160, dtype="float16", slots=1
             )
             drafter = build_drafter(model, options, backend, random_head(model, head))
     return model, drafter, EngineConfig(1, 160, backend=backend, **config)
@@ -45,7 +44,7 @@ def small(shape: str = "tiny", quant: str = "", head: str = "", **config):
 @pytest.fixture
 def few(monkeypatch):
     """Forwards of few rows: the interpreter is slow. Among 20 rows products are those of a prompt."""
-    monkeypatch.setattr(first_look, "ROWS", (1, 3, 20))
+    monkeypatch.setattr(first_look, "ROWS", (1, 20))
     for module in (linear, projection):
         monkeypatch.setattr(module, "SPLIT_M", 16)
     monkeypatch.setattr(first_look, "CONTEXT", 40)
@@ -92,7 +91,6 @@ def refuses(out, args):
 def test_interpreted_kernels_that_are_wrong_are_named(few, monkeypatch, owner, name, change, wrong, uneven):
     """A kernel that is off everywhere or in one row, that writes another cache, counts otherwise, cannot run, or gives a
     row other bits among others: a look that passes whatever the kernels do."""
-    monkeypatch.setattr(first_look, "ROWS", (1, 20))
     model, drafter, config = small(quant="int4")
     operation = getattr(owner, name)
     own = operation.triton

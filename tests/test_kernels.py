@@ -446,7 +446,9 @@ def test_interpreted_shared_cache_gives_the_bits_of_a_cache_for_each(each, store
         positions, places, cos, sin, _ = kernels.place_rows(*given)
         q, arrived = kernels.rope_write_kv(qkv[rows], cos, sin, kv, places)
         seen = n[rows], visible.expand(len(q), -1, -1), positions, window
-        return kernels.tree_attention(q, kv, *seen, 0.3, arrived, 0.0, None, shared, slots)
+        out = kernels.tree_attention(q, kv, *seen, 0.3, arrived, 0.0, None, shared, slots)
+        assert each.mode == "cpu" or not arrived.any()
+        return out
 
     spans = [slice(first, first + behind + 1) for first, behind in segments.tolist()]
     caches = [pool[:, :, :, span].clone() for span in spans]

@@ -23,7 +23,7 @@ from support.machine import describe_device, peak_memory, read_bandwidth, size_t
 OPTIONS = ("checkpoint", "dtype", "lora", "eagle", "draft_checkpoint", "medusa", "ngram_nodes", "compile")
 BAR = 32  # characters of the bar that shows the speed
 # settings that are reported where they differ from the default
-REPORTED = ("top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+REPORTED = ("top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "min_new_tokens")
 
 
 class Request(NamedTuple):
@@ -243,6 +243,9 @@ def _settings(engine: Engine, request: Request) -> list[str]:
     settings += [f"stop {text!r}" for text in params.stop]
     if params.stop_ids:
         settings.append(f"stop-ids {','.join(map(str, params.stop_ids))}")
+    settings += [f"logit-bias {token}={bias:g}" for token, bias in params.logit_bias]
+    if params.grammar:
+        settings.append("grammar")
     if engine.options.kv == "int8":
         settings.append(f"kv {engine.options.kv}")
     if engine.drafter.D > 0:

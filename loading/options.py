@@ -234,6 +234,8 @@ class LoadOptions:
             raise UsageError("--prune needs --eagle, --verify match and the C++ kernels of CPUs; leave it out.")
         if self.draft_vocab_text and not self.draft_vocab:
             raise UsageError("--draft-vocab-text needs --draft-vocab K, the number of tokens to keep.")
+        if self.compile_mode != "graph" and not self.compile:
+            raise UsageError("--compile-mode says how to compile, and nothing is compiled; add --compile.")
         if self.kernels == "cpu" and self.compile and self.compile_mode != "graph":
             raise UsageError("--kernels cpu runs C++ kernels, which are not compiled; leave --compile-mode out.")
         if self.activations != "int8" and self.kernel_mode != "cpu":

@@ -116,6 +116,13 @@ def test_a_prompt_is_a_message_to_an_instruct_model(tmp_path, capsys):
     assert raw["template"] is None and raw["stop_reason"] == "stop" and "\n" not in raw["text"]
 
 
+def test_every_setting_that_affects_the_text_is_reported(capsys):
+    """The last line of the report names a bias, the least length and a grammar, which no other line shows."""
+    err = run(capsys, "--max-new-tokens", "4", "--min-new-tokens", "2", "--logit-bias", "5=-1.5")[2]
+    assert err.endswith("T 0  min-new-tokens 2  logit-bias 5=-1.5\n")
+    assert run(capsys, "--max-new-tokens", "4", "--grammar", 'start: "a"')[2].endswith("T 0  grammar\n")
+
+
 def test_the_model_s_own_settings_apply_and_are_reported(tmp_path, capsys):
     """generation_config.json decides what no flag does, the report names it, and a bad file is an error."""
     flags = ["--checkpoint", str(instruct_model(tmp_path)), "-p", "x", "--max-new-tokens", "3"]

@@ -126,6 +126,7 @@ IGNORED = [
     (dict(draft_noise=False), "--draft-noise off is about a draft head"),
     (dict(ngram_nodes=4), "another drafter"),
     (dict(kernels="cpu", compile=True, compile_mode="blocks"), "leave --compile-mode out"),
+    (dict(compile_mode="blocks"), "nothing is compiled; add --compile"),
     (dict(device="cuda", threads=2), "--threads is about a CPU ... add --device cpu"),
     (dict(eagle="e", draft_checkpoint="d"), "--draft-checkpoint DIR does not go with the drafter eagle"),
     (dict(drafter="draft"), "--drafter draft needs --draft-checkpoint DIR"),

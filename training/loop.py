@@ -175,7 +175,9 @@ class Run:
             raise BadFileError(f"{self.path}: {what}. {advice}") from error
         for name in (name for name, value in self.identity.items() if saved_identity[name] != value):
             values = f"{name} {saved_identity[name]!r:.60}, here {self.identity[name]!r:.60}"
-            raise BadFileError(f"{self.path} is from another run ({values}). With the same options it goes on. {advice}")
+            raise BadFileError(
+                f"{self.path} is from another run ({values}). With the same options it goes on. {advice}"
+            )
 
 
 def averages(done: int, steps: int, recent: Iterable[tuple[float, ...]]) -> str:

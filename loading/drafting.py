@@ -150,7 +150,7 @@ def find_tuned_tree(options: LoadOptions, checkpoint: Checkpoint, head: EagleFil
     command += " --compile" if options.compile else ""
     device = options.with_defaults(checkpoint.config).device
     where = f"this model, head and device ({describe_device(torch.device(device))})"
-    raise UsageError(f"--tree auto: no tree was tuned for {where}. Run: {command}")
+    raise UsageError(f"--tree auto: no tree was tuned for {where}. Leave it out, or run: {command}")
 
 
 class DraftFiles(NamedTuple):

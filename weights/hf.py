@@ -174,8 +174,8 @@ def parameter_sources(model: Transformer, views: Mapping[str, Tensor]) -> dict[s
     """Our parameter name -> the Hugging Face tensors whose rows it consists of, in order. `views` are the model's."""
     ours: dict[int, list[str]] = {}
     for hf, view in views.items():
-        ours.setdefault(id(view if view._base is None else view._base), []).append(hf)
-    return {name: ours[id(p)] for name, p in model.named_parameters()}
+        ours.setdefault(view.untyped_storage()._cdata, []).append(hf)  # in inference mode a view does not know its base
+    return {name: ours[p.untyped_storage()._cdata] for name, p in model.named_parameters()}
 
 
 class _Views(dict[str, Tensor]):

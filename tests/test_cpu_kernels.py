@@ -4,7 +4,6 @@ import ctypes
 import itertools
 import math
 import operator
-import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -225,23 +224,24 @@ def test_bits_of_a_row_do_not_depend_on_other_rows_or_threads(form):
 TEAM = """
 import os, sys, threading, time, torch
 import kernels
-x, weight = torch.randn(512, 256), torch.rand(256)
+callers = sys.argv[1] == "callers"
+x, weight = torch.randn(512 if callers else 16384, 256), torch.rand(256)
 with kernels.KernelBackend("cpu").active(), torch.inference_mode():
     torch.set_num_threads(1)
     want = kernels.rms_norm(x, weight, 1e-5)
-    torch.set_num_threads(3)
+    torch.set_num_threads(3 if callers else 64)
 
 def same(calls):
     with kernels.KernelBackend("cpu").active(), torch.inference_mode():
         return all(torch.equal(kernels.rms_norm(x, weight, 1e-5), want) for _ in range(calls))
 
-if sys.argv[1] == "callers":
+if callers:
     done = []
-    callers = [threading.Thread(target=lambda: done.append(same(300))) for _ in range(4)]
-    for caller in callers:
-        caller.start()
-    for caller in callers:
-        caller.join()
+    threads = [threading.Thread(target=lambda: done.append(same(300))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
     assert done == [True] * 4, done
     child = os.fork()
     if not child:
@@ -251,7 +251,7 @@ else:
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     end = time.monotonic() + 60
     while not kernels.seconds_alone():  # whose windows are times, so the number of calls depends on the machine
-        assert same(500) and time.monotonic() < end
+        assert same(10) and time.monotonic() < end
 print("right")
 """
 
@@ -260,7 +260,7 @@ print("right")
 @pytest.mark.parametrize("what", ["callers", "one processor"])
 def test_a_team_of_threads_does_every_row_once(what):
     """Four Python threads that call at once, and a forked child, get the bits of one thread: a chunk that two threads do
-    or none, and a child that waits for threads that only its parent has. And where three threads share one processor, the
+    or none, and a child that waits for threads that only its parent has. And where 64 threads share one processor, the
     caller soon works alone: beside other programs, every step waited for a thread that was not running."""
     command = [sys.executable, "-c", TEAM, what]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
@@ -441,7 +441,7 @@ def test_rows_of_a_whole_forward_have_the_same_bits_at_every_width(mode, shape):
     tokens = torch.randint(96, (1, 60), generator=torch.Generator().manual_seed(3))
     logits = []
     with torch.inference_mode(), backend().active() as active:
-        for width in WIDTHS:
+        for width in (1, 3, 8, 26, 60):
             cache = model.new_cache(1, CTX)
             rows = [feed(model, cache, tokens[:, i : i + width], i, width)[0] for i in range(0, 60, width)]
             logits.append(model.logits(torch.cat(rows, 1)))
@@ -491,12 +491,11 @@ def test_a_gate_of_any_width_equals_its_definition(gated):
 
 
 @needs_kernels
-@pytest.mark.parametrize("mode", ["float32", "int8", "int4"])
-@pytest.mark.parametrize(
-    "tree,p_min,shape",
-    [("paper25", 0, {}), ("paper25", 0.02, {}), ("chain:4", 0, {}), ("dynamic:16,4,4", 0, {}), ("paper25", 0, EXPERTS)],
-)
-def test_speculative_tokens_equal_plain_ones_without_any_tie(mode, tree, p_min, shape):
+@pytest.mark.parametrize("tree,mode,p_min,shape", [
+    ("paper25", "int4", 0, {}), ("paper25", "float32", 0.02, {}), ("paper25", "int8", 0.02, {}),
+    ("chain:4", "float32", 0, {}), ("dynamic:16,4,4", "int4", 0, {}), ("paper25", "int8", 0, EXPERTS),
+])  # fmt: skip
+def test_speculative_tokens_equal_plain_ones_without_any_tie(tree, mode, p_min, shape):
     """Catches a fork, greedy or sampled. No margin is allowed here."""
     model = quantized_model(mode, **shape)
     more = {"p_min": p_min, "ngram_nodes": 12 if p_min else 0}
@@ -825,20 +824,19 @@ print(ctypes.CDLL(str(native.build([Path(sys.argv[1])], ()))).answer())
 
 
 @needs_kernels
-def test_two_processes_may_build_at_once(tmp_path):
+def test_two_processes_may_build_at_once(tmp_path, monkeypatch):
     """Two processes that build into one empty folder at the same time can both load what they built, and one file stays.
     Catches a library that another process has written by half."""
     stub = tmp_path / "stub.cpp"
     stub.write_text(STUB)
-    variables = os.environ | {"EAGLET_CACHE": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    monkeypatch.setenv("EAGLET_CACHE", str(tmp_path))
     pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    command = [sys.executable, "-c", BUILD, str(stub)]
-    processes = [subprocess.Popen(command, cwd=ROOT, env=variables, **pipes) for _ in range(2)]
-    assert all(process.stdout.readline() == "ready\n" for process in processes)
-    for process in processes:
-        process.stdin.write("\n")
-        process.stdin.flush()
-    assert [process.communicate(timeout=120)[0] for process in processes] == ["42\n"] * 2
+    other = subprocess.Popen([sys.executable, "-c", BUILD, str(stub)], cwd=ROOT, **pipes)
+    assert other.stdout.readline() == "ready\n"
+    other.stdin.write("\n")
+    other.stdin.flush()
+    assert ctypes.CDLL(str(native.build([stub], ()))).answer() == 42
+    assert other.communicate(timeout=120)[0] == "42\n"
     assert len(list((tmp_path / "kernels").glob("*.so"))) == 1
 
 

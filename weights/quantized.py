@@ -297,8 +297,8 @@ def pack_(module: nn.Module, dtype: torch.dtype) -> None:
     Codes that the packing replaces are freed. Other weights can be packed again for another backend. The Triton kernels
     take 16-bit linears and experts as they lie, so that a row has the same bits in a forward of any width. The CPU
     kernels take the float32 weights of linears, and of a tied head, in a layout of their own. Without them the weights of
-    wide layers are laid out column by column on a CPU: one row times such a matrix is 2 to 3 times as fast, and many
-    rows are no slower. The values are unchanged.
+    wide layers are laid out column by column on a CPU: one row times such a float32 matrix was measured 1.1 to 1.3 times
+    as fast on an AMD EPYC. The values are unchanged.
     """
     model = module if isinstance(module, Transformer) else None
     head = model.lm_head.inner if model and isinstance(model.embed_tokens, RankEmbedding) else None

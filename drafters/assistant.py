@@ -73,6 +73,9 @@ class AssistantDrafter(HeadDrafter):
     def prefill(self, row: int, tokens: Tensor, features: Tensor, start: Tensor) -> None:
         """The target's keys and values are all it needs of a prompt."""
 
+    def _place_levels(self, inputs: DraftInput) -> tuple[Tensor, ...]:
+        return ()
+
     def _extend(self, inputs: DraftInput) -> Tensor:
         return self._read(inputs, inputs.root[:, None], take_rows(inputs.features, (inputs.count - 1)[:, None]))
 

@@ -91,11 +91,20 @@ class TreeDrafter(Drafter):
         device = self.cache.device
         depths = [depth for depth, width in enumerate(self.level_widths()) for _ in range(width)]
         self.row_depth = torch.tensor([depths], dtype=torch.int64, device=device)  # of all rows, below the first level
+        if self.dynamic:  # of every level's rows in the batch, from the first row of the level on
+            self.level_first = torch.arange(0, scratch, tree.topk, device=device)[:, None]
+            self.level_depth = self._level_depth(batch_size)
         self.chain = chain_ancestors(1, self.D + 1, device).contiguous()
+
+    def _level_depth(self, batch: int) -> Tensor:
+        depth = self.row_depth.view(-1, 1, self.tree.topk) - self.level_first[..., None]
+        return depth.expand(-1, batch, -1).flatten(0, 1)
 
     def first(self, rows: int) -> TreeDrafter:
         view = super().first(rows)
         view.cache = view.caches[0]
+        if self.dynamic:
+            view.level_depth = view._level_depth(rows)
         return view
 
     def prunes(self, mode: SamplingMode) -> bool:
@@ -120,8 +129,18 @@ class TreeDrafter(Drafter):
             ahead = sampling.noise_ahead(inputs.sampling.seed, inputs.n, self.D + 1, inputs.hashes)
             inputs = inputs._replace(noise=ahead)
         output = self._extend(inputs)
-        rows = self._place(inputs, self.row_depth)
+        rows = self._place_levels(inputs)
         return self._dynamic(inputs, output, rows) if self.dynamic else self._static(inputs, output, rows)
+
+    def _place_levels(self, inputs: DraftInput) -> tuple[Tensor, ...]:
+        """Where the rows of all levels go, [B, rows, ...]; of a batch's dynamic tree [levels, B, K, ...], so that the
+        rows of a level are contiguous."""
+        batch = inputs.n.shape[0]
+        if batch == 1 or not self.dynamic or not self.tree.depth:
+            return self._place(inputs, self.row_depth)
+        starts = (inputs.n + self.level_first).flatten()  # levels are placed as if they were sequences
+        rows = self._place(inputs._replace(n=starts), self.level_depth)
+        return tuple(column.unflatten(0, (-1, batch)) for column in rows[:4])
 
     def _place(self, inputs: DraftInput, depth: Tensor, fed: int = 0) -> tuple[Tensor, ...]:
         """Where rows of the draft cache go (`kernels.place_rows`)."""
@@ -167,10 +186,11 @@ class TreeDrafter(Drafter):
     ) -> Tensor:  # fmt: skip
         """Run one level's rows, nodes at `depth` [B, W], the tree's rows from number `first` on; the output [B, W, H].
 
-        rows: where all rows of the tree go (`_place`). above: the output of the level above, of which the rows
+        rows: where all rows of the tree go (`_place_levels`). above: the output of the level above, of which the rows
         `source` [B, W] are the parents.
         """
-        where = tuple(column.narrow(1, first, tokens.shape[1]).contiguous() for column in rows[:4])
+        width, by_level = tokens.shape[1], rows[0].dim() == 3
+        where = tuple(c.select(0, first // width) if by_level else c.narrow(1, first, width) for c in rows[:4])
         nodes = nodes_at(where, inputs.n + self.lead if self.lead else inputs.n, visible)
         return self._forward(FedRows(tokens, above, nodes, source), self.cache, inputs.parts)
 

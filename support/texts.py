@@ -79,10 +79,14 @@ def read_texts(
     ValueError for anything else. render: the ids of a conversation under "messages", whose turns are joined without it.
     """
     content = read_text(path)
-    for where, value in json_lines(content, path) if Path(path).suffix == ".jsonl" else [(path, content)]:
+
+    def read(where: str | Path, value: Any) -> str | list[int]:
         text = _text_of(value, where)
         messages = render and isinstance(value, dict) and value.get("messages")
-        yield render(messages) if messages else text
+        return render(messages) if messages else text
+
+    lines = json_lines(content, path) if Path(path).suffix == ".jsonl" else [(path, content)]
+    return (read(where, value) for where, value in lines)
 
 
 def _text_of(value: Any, where: str) -> str:

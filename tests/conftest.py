@@ -239,6 +239,18 @@ def pytest_terminal_summary(terminalreporter) -> None:
         terminalreporter.write_line(f"skipped {count:4d}: {reason.removeprefix('Skipped: ')}")
 
 
+@pytest.fixture(params=("triton",) if os.environ.get("TRITON_INTERPRET") == "1" else ("reference", "cpu"))
+def each(request: pytest.FixtureRequest):
+    """The kernels that do all calls of a test."""
+    from tiny import skip_without_kernels
+
+    from kernels import KernelBackend
+
+    skip_without_kernels(request.param)
+    with KernelBackend(request.param, "cpu").active() as backend:
+        yield backend
+
+
 def build_hf(family: str, **changes):
     """A random transformers model of the family in float32. Norms and biases are random too, so that none is inert."""
     transformers = pytest.importorskip("transformers")

@@ -8,7 +8,7 @@ import torch
 from block_kit import block_outputs, corrected, draft_ids, layouts, random_tensors, tap_ids, tiny_block, write_layout
 from test_block_heads import ANCHOR, MODEL, after, features_of
 from test_drafters import table_model
-from tiny import CTX, PROMPT, V, node_paths, tables, tiny_model
+from tiny import CTX, PROMPT, V, interpreted, needs_kernels, node_paths, tables, tiny_model
 
 import kernels
 import tree as trees
@@ -23,7 +23,6 @@ from kernels.growing import best_prefixes
 from loading.drafting import build_head
 from weights.block_heads import read_head
 
-interpreted = pytest.mark.skipif(not kernels.INTERPRETED, reason="run by tests/test_interpreter_steps.py")
 SAMPLED = dict(temperature=1.0, seed=11)
 
 
@@ -310,10 +309,7 @@ def test_a_correction_that_knows_the_next_token_is_always_accepted(kind, setting
 # ---- the search in C++ ---------------------------------------------------------------------------------------
 
 
-needs_cpp = pytest.mark.skipif(bool(kernels.cpu_problem()), reason="no C++ kernels here")
-
-
-@needs_cpp
+@needs_kernels
 @pytest.mark.parametrize("settings", ({}, SAMPLED, {"temperature": 0.3, "seed": 2}))
 @pytest.mark.parametrize("kind", ("", "vanilla", "selector"))
 def test_the_search_in_cpp_finds_the_same_trees(kind, settings):

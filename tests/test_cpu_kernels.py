@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from test_model import feed, random_tree
-from tiny import CTX, eagle_drafter, random_blocks, randomise, tiny_head
+from tiny import CTX, eagle_drafter, needs_kernels, random_blocks, randomise, tiny_head
 
 import kernels
 import tree as trees
@@ -44,7 +44,6 @@ from weights.quantized import QuantSpec, pack_
 from weights.rounding import quantize_
 
 ROOT = Path(__file__).resolve().parent.parent
-needs_kernels = pytest.mark.skipif(bool(cpu.problem()), reason=f"the CPU kernels do not run here: {cpu.problem()}")
 WIDTHS = (1, 2, 3, 4, 7, 8, 16, 26, 60)
 FORMS = {
     "int4": (4, 128, ""), "int4 zeros": (4, 64, "zeros"), "int4 mins": (4, 32, "mins"), "int8": (8, 0, ""),

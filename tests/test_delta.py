@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tiny import interpreted, needs_kernels
 
 import kernels
 from engine.first_look import Comparison
@@ -18,18 +19,6 @@ from model import new_memory
 # A head is one program of Triton's interpreter, or three in `test_interpreted_rule_equals_its_reference`.
 SIZES = DeltaConfig(key_heads=2, value_heads=4, key_dim=16, value_dim=8 if kernels.INTERPRETED else 24, kernel=4)
 ROW = SIZES.channels + 2 * SIZES.value_heads
-BACKENDS = ("triton",) if kernels.INTERPRETED else ("reference", "cpu")
-needs_kernels = pytest.mark.skipif(bool(kernels.cpu_problem()), reason="the CPU kernels do not run here")
-interpreted = pytest.mark.skipif(not kernels.INTERPRETED, reason="run by tests/test_interpreter_steps.py")
-
-
-@pytest.fixture(params=BACKENDS)
-def backend(request: pytest.FixtureRequest):
-    """The kernels that do all calls of a test."""
-    if request.param == "cpu" and kernels.cpu_problem():
-        pytest.skip("the CPU kernels do not run here")
-    with kernels.KernelBackend(request.param, "cpu").active() as active:
-        yield active
 
 
 def weights(sizes: DeltaConfig = SIZES) -> tuple[torch.Tensor, ...]:
@@ -84,7 +73,7 @@ def test_a_walk_is_depth_first():
 
 
 @pytest.mark.parametrize("batch", [1, 3])
-def test_interpreted_nodes_have_the_bits_of_separate_sequences(backend, batch):
+def test_interpreted_nodes_have_the_bits_of_separate_sequences(each, batch):
     """Catches a sibling's memory or convolution window under a node, also of nodes that pad a forward, which are all
     roots, a path that is advanced twice or not at all, and bits that depend on the number of rows."""
     count = 1 if kernels.INTERPRETED else 20 // batch
@@ -111,7 +100,7 @@ def test_interpreted_nodes_have_the_bits_of_separate_sequences(backend, batch):
                 assert torch.equal(out[b, node], expected[0, -1])
 
 
-def test_interpreted_memory_advances_along_the_accepted_path(backend):
+def test_interpreted_memory_advances_along_the_accepted_path(each):
     """Catches pending rows that are dropped or advanced twice, a wrong window behind them, and a finished sequence that
     goes on."""
     generator = torch.Generator().manual_seed(0)
@@ -135,7 +124,7 @@ def test_interpreted_memory_advances_along_the_accepted_path(backend):
 @pytest.mark.parametrize(
     "chunks", [(1, 5, 3)] if kernels.INTERPRETED else [(1,) * 14, (5, 9), (9, 5), (2, 1, 11), (14,)]
 )
-def test_interpreted_chunks_of_a_text_leave_the_same_memory(backend, chunks):
+def test_interpreted_chunks_of_a_text_leave_the_same_memory(each, chunks):
     """Catches a window that is cut at the border of a chunk, and padding that is taken into the memory, or by Triton even
     read."""
     rows = torch.randn(2, sum(chunks), ROW, generator=torch.Generator().manual_seed(3))
@@ -150,7 +139,7 @@ def test_interpreted_chunks_of_a_text_leave_the_same_memory(backend, chunks):
     assert torch.equal(parts.memory, whole.memory) and torch.equal(parts.path[:, :3], whole.path[:, :3])
 
 
-def test_interpreted_rule_equals_its_definition(backend):
+def test_interpreted_rule_equals_its_definition(each):
     """Catches a wrong gate, norm, scale or decay: float64 and plain loops, from the published formulas."""
     conv, a_log, dt_bias = (w.double() for w in weights())
     rows = torch.randn(1, 8, ROW, generator=torch.Generator().manual_seed(5))
@@ -172,7 +161,7 @@ def test_interpreted_rule_equals_its_definition(backend):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_interpreted_gated_norm_equals_its_definition(backend, dtype):
+def test_interpreted_gated_norm_equals_its_definition(each, dtype):
     """Catches a norm over the wrong axis, a gate without its silu or read as if it were not a part of wider rows, and
     columns past the end of a head; and a row has the same bits among others."""
     generator = torch.Generator().manual_seed(0)
@@ -241,7 +230,7 @@ def test_sizes_without_a_kernel_are_named(sizes, why):
 
 @interpreted
 @pytest.mark.parametrize("dtype,columns", [(torch.float32, 24), (torch.float16, 8)])
-def test_interpreted_rule_equals_its_reference(backend, dtype, columns):
+def test_interpreted_rule_equals_its_reference(each, dtype, columns):
     """Catches a wrong head, column, address, window, gate or decay, in a layer among others whose batch is strided, of
     which one sequence has finished; and the first look, which makes the same comparison of the memory."""
     generator, tolerance, sizes = torch.Generator().manual_seed(0), 1e-5, replace(SIZES, value_dim=columns)
@@ -253,7 +242,7 @@ def test_interpreted_rule_equals_its_reference(backend, dtype, columns):
     for layer in (own, other):
         layer.keep[:] = torch.tensor([3, 1])
         layer.pending[:], layer.frozen[:] = 0, False
-        with (backend if layer is other else kernels.KernelBackend("reference")).active():
+        with (each if layer is other else kernels.KernelBackend("reference")).active():
             read = kernels.delta_rule(text, *facts, layer, None)
             if layer is own:
                 expected = read

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tiny import interpreted, needs_triton
 
 import kernels
 from bench.random_models import SHAPES, random_head, random_model
@@ -21,8 +22,6 @@ from kernels import KernelBackend, attention, linear, projection
 from loading.drafting import build_drafter
 from loading.options import LoadOptions
 from weights.quantized import pack_
-
-interpreted = pytest.mark.skipif(not kernels.INTERPRETED, reason="run by tests/test_interpreter_steps.py")
 
 
 def small(shape: str = "tiny", quant: str = "", head: str = "", **config):
@@ -162,7 +161,7 @@ def test_a_wrong_kernel_is_left_to_its_reference(empty_cache, monkeypatch):
         assert len(lines) == 2 and "no such device" in lines[1]
 
 
-@pytest.mark.skipif(kernels.triton is None, reason="triton is not installed")
+@needs_triton
 def test_loading_on_a_gpu_looks_at_the_model(monkeypatch):
     """A load that never looks, or where no kernel of Triton runs, and `--check` that is lost or ignored."""
     asked = []

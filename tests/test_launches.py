@@ -14,7 +14,7 @@ import pytest
 import torch
 from fake_cuda import Launches, OneDevice, fake_gpu, on_fake_gpu, step_engine
 from test_model import random_tree
-from tiny import CTX, DRAFT_VOCAB, PROMPT, needs_triton, tables, tiny_head, tiny_model
+from tiny import CTX, DRAFT_VOCAB, PROMPT, interpreted, needs_triton, tables, tiny_head, tiny_model
 
 import eagle_draft
 import kernels
@@ -34,7 +34,6 @@ from weights.gguf_types import FORMATS
 from weights.quantized import FloatLinear, QuantEmbedding, QuantLinear, replace_module
 
 OURS = ("noise", "choose", "draft_topk", "draft_tree", "commit")
-interpreted = pytest.mark.skipif(not kernels.INTERPRETED, reason="run by tests/test_interpreter_steps.py")
 LAYERS = 2  # every layer launches the same
 TOP_P = dict(temperature=1.0, top_p=0.9)
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from test_kernels import error, experts_definition, linear_definition
 from test_model import run
-from tiny import held, random_blocks
+from tiny import held, interpreted, random_blocks
 
 import kernels
 from engine.load import load
@@ -23,7 +23,6 @@ from kernels.panels import from_panels, panels_bytes, to_panels
 from weights.checkpoint import Checkpoint
 from weights.gguf_types import FORMATS, read_blocks
 
-interpreted = pytest.mark.skipif(not kernels.INTERPRETED, reason="run by tests/test_interpreter_steps.py")
 FORMS = FORMATS
 TRITON = KernelBackend("triton", "cpu") if kernels.INTERPRETED else None
 
@@ -79,14 +78,17 @@ def test_panels_hold_the_codes_and_factors_of_the_file(kind):
 @pytest.mark.parametrize("kind", FORMS)
 def test_interpreted_linear_of_every_type(kind, monkeypatch):
     """A wrong address, mask, shift, scale or min, and a row that depends on the forward's width, on its neighbours or on
-    whether it is one of a long prompt."""
+    whether it is one of a long prompt; rows of an embedding that are decoded otherwise than the matrix."""
     own = part(kind, 40, columns(kind))
+    packed, want, ids = pack_panels([own]), floats(own), torch.tensor([[39, 0], [5, 5]])
     x = torch.randn(60, own.k).half()
+    with KernelBackend("reference").active():
+        assert torch.equal(kernels.packed_rows(packed, ids), want[ids])
     with TRITON.active():
-        assert error(packed_linear(x[:3], pack_panels([own])), x[:3].double() @ floats(own).half().double().mT) < 1e-3
+        assert torch.equal(kernels.packed_rows(packed, ids), want[ids])
+        assert error(packed_linear(x[:3], packed), x[:3].double() @ want.half().double().mT) < 1e-3
         plain = plain_factors(own.pieces[0])
-        again = pack_panels([own])
-        again = replace(again, config=again.config._replace(split_k=2))
+        again = replace(packed, config=packed.config._replace(split_k=2))
         rows = packed_linear(x, again)
         monkeypatch.setattr(kernels.linear, "SPLIT_M", 16)  # as in a prompt: one program makes both parts of a sum
         assert torch.equal(packed_linear(x, again), rows)
@@ -95,18 +97,6 @@ def test_interpreted_linear_of_every_type(kind, monkeypatch):
         assert torch.equal(got[0].double(), plain.floats(own.form).double().sum(1).half().double())
         x[1:] = float("nan")
         assert torch.equal(packed_linear(x, packed)[:1], got) and not packed.counters.any()
-
-
-@interpreted
-@pytest.mark.parametrize("kind", ["Q2_K", "Q3_K", "Q5_1", "Q6_K", "Q8_0", "IQ4_XS"])
-def test_interpreted_rows_are_those_of_the_matrix(kind):
-    """Rows of an embedding that are decoded otherwise than the float matrix."""
-    own = part(kind, 40, columns(kind))
-    packed, want, ids = pack_panels([own]), floats(own), torch.tensor([[39, 0], [5, 5]])
-    with TRITON.active():
-        assert torch.equal(kernels.packed_rows(packed, ids), want[ids])
-    with KernelBackend("reference").active():
-        assert torch.equal(kernels.packed_rows(packed, ids), want[ids])
 
 
 @interpreted

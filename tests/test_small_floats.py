@@ -13,13 +13,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from test_quantize import AUTO_ROUND, GEMMA4, GQA_BIAS, MIXTRAL, RECURRENT, UNTIED, published, tiny, tokens
-from tiny import held
+from tiny import held, needs_kernels
 
 import generate
 import kernels
 import quantize
 from generate import load
-from kernels import cpu
 from loading.options import DEMO
 from weights import hf
 from weights.checkpoint import Checkpoint
@@ -153,7 +152,7 @@ def test_small_floats_are_read_as_their_values(tmp_path, family, kind):
         assert torch.equal(parameter, theirs[name]), name
 
 
-@pytest.mark.skipif(bool(cpu.problem()), reason="the CPU kernels do not run here")
+@needs_kernels
 @pytest.mark.parametrize("family,kind", [
     ("llama", "nf4"), ("llama", "nf4-double"), ("recurrent", "nf4-double"), ("recurrent", "fp4"), ("experts", "nf4-wide"),
     ("experts", "nf4-double"), ("bias", "nf4-wide"), ("bias", "fp4"),
@@ -315,7 +314,7 @@ def test_the_command_line_gives_the_tokens_of_the_dequantized_model(tmp_path, ki
     assert found[0] == found[1] and len(found[0]) > 4
 
 
-@pytest.mark.skipif(bool(cpu.problem()), reason="the CPU kernels do not run here")
+@needs_kernels
 @pytest.mark.parametrize("kind", ["gptq-8", "w8a16", "w8a8", "llm-int8"])
 def test_the_plan_counts_what_integers_take(tmp_path, kind):
     """Prevents a plan for codes of another width than those that are held, and 8 bits that become floats."""

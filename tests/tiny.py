@@ -18,7 +18,7 @@ from drafters.trees import DraftRule
 from eagle_draft import EagleDrafter, EagleHead
 from engine.engine import Engine, EngineConfig
 from families.config import ModelConfig, RopeConfig
-from kernels import cpu
+from kernels import INTERPRETED, cpu
 from model import Transformer
 from support.texts import read_source, stdlib_files
 from weights.gguf_types import BY_NAME
@@ -26,6 +26,8 @@ from weights.heads import EagleConfig
 from weights.quantized import QuantLinear
 
 V, CTX = 97, 160
+needs_kernels = pytest.mark.skipif(bool(cpu.problem()), reason="the CPU kernels do not run here")
+interpreted = pytest.mark.skipif(not INTERPRETED, reason="run by tests/test_interpreter.py or _steps.py")
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 # Five children at the root, uneven below: a small tree of the Medusa lists' kind.
 MEDUSA = trees.counted_tree("-:5 0:3 1:2 2:1 3:1 00:2 01:1 10:1 000:1")

@@ -23,7 +23,6 @@ from kernels.panels import from_panels, panels_bytes, to_panels
 from weights.checkpoint import Checkpoint
 from weights.gguf_types import FORMATS, read_blocks
 
-FORMS = FORMATS
 TRITON = KernelBackend("triton", "cpu") if kernels.INTERPRETED else None
 
 
@@ -37,7 +36,7 @@ def piece(kind: str, n: int, k: int, seed: int = 0) -> Blocks:
 
 
 def part(kind: str, n: int, k: int, seed: int = 0) -> Part:
-    return Part(FORMS[kind], n, k, [piece(kind, n, k, seed)])
+    return Part(FORMATS[kind], n, k, [piece(kind, n, k, seed)])
 
 
 def floats(*parts: Part) -> torch.Tensor:
@@ -55,13 +54,13 @@ def plain_factors(rows: Blocks) -> Blocks:
 
 def columns(*kinds: str) -> int:
     """A small K that has several panels, the last of them not full where a type allows it."""
-    return 512 if any(FORMS[kind].unit == 256 for kind in kinds) else 160
+    return 512 if any(FORMATS[kind].unit == 256 for kind in kinds) else 160
 
 
-@pytest.mark.parametrize("kind", FORMS)
+@pytest.mark.parametrize("kind", FORMATS)
 def test_panels_hold_the_codes_and_factors_of_the_file(kind):
     """A code or factor that lands elsewhere or loses a bit, and more bytes than the file has."""
-    n, k, form = 40, columns(kind), FORMS[kind]
+    n, k, form = 40, columns(kind), FORMATS[kind]
     rows = piece(kind, n, k)
     for got, want in zip(from_panels(to_panels(rows, form), form, n, k), rows, strict=True):
         assert got is want is None or torch.equal(got, want)
@@ -75,7 +74,7 @@ def test_panels_hold_the_codes_and_factors_of_the_file(kind):
 
 
 @interpreted
-@pytest.mark.parametrize("kind", FORMS)
+@pytest.mark.parametrize("kind", FORMATS)
 def test_interpreted_linear_of_every_type(kind, monkeypatch):
     """A wrong address, mask, shift, scale or min, and a row that depends on the forward's width, on its neighbours or on
     whether it is one of a long prompt; rows of an embedding that are decoded otherwise than the matrix."""

@@ -12,14 +12,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import FunctionType, ModuleType
-
-
-class _Nothing:
-    """Stands for the patches of a call within a launch that has made them already."""
-
-    def restore(self) -> None:
-        """Leave everything as it is."""
+from types import FunctionType, ModuleType, SimpleNamespace
 
 
 class _PatchOnce:
@@ -41,7 +34,7 @@ class _PatchOnce:
             self.seen[id(space)] = frozenset(id(value) for value in found if value in self.modules)
         key = self.seen[id(space)]
         if key in self.done:
-            return _Nothing()
+            return SimpleNamespace(restore=lambda: None)  # this launch has made these patches already
         launch = not self.done
         scope = self.patch(function)
         self.done.add(key)
@@ -69,7 +62,7 @@ def _remember_types(interpreter: ModuleType) -> None:
         semantic.binary_op_type_checking_impl, language.core._unwrap_if_constexpr,
     )  # fmt: skip
     shapes, scalars, joint, common, numbers, plain = {}, {}, {}, {}, {}, {tensor, int, float, bool, type(None)}
-    single, equal, to_ir = (language.core.tuple([]), constexpr(1)), dtype.__eq__, block.to_ir
+    single, equal = (language.core.tuple([]), constexpr(1)), dtype.__eq__
 
     def begin_block(self, element_ty, shape) -> None:
         facts = getattr(shape, "facts", None)
@@ -130,7 +123,6 @@ def _remember_types(interpreter: ModuleType) -> None:
     semantic.broadcast_impl_value, interpreter._get_np_dtype = broadcast_values, scalar_type
     language.core._unwrap_if_constexpr = lambda value: value if type(value) in plain else unwrap(value)
     semantic.cast = lambda self, value, kind, *more: value if value.dtype is kind else cast(self, value, kind, *more)
-    block.to_ir = lambda self, builder: self if type(self.element_ty) is dtype else to_ir(self, builder)
     dtype.__eq__ = lambda self, other: self is other or equal(self, other)
 
 

@@ -111,23 +111,29 @@ def rounded(x: torch.Tensor) -> torch.Tensor:
 
 @needs_kernels
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("n,k", [(8, 32), (96, 256), (576, 1536)])
+@pytest.mark.parametrize("n,k", [(8, 32), (24, 256), (96, 256), (576, 1536)])  # a gate has whole tiles, or half ones
 def test_products_equal_their_definition(form, n, k):
-    """Catches a code, scale, zero point or min that meets another column, a forgotten offset, and activations that are
-    rounded under --activations float. Rounding them as the kernel does leaves only float32 sums to differ."""
+    """Catches a code, scale, zero point or min that meets another column, a forgotten offset, activations that are
+    rounded under --activations float, a bias that is added after the gate, the wrong half of a gate, and a residual of
+    another row. Rounding them as the kernel does leaves only float32 sums to differ."""
     k = max(k, FORMS[form][1])
     plain = weight(form, n, k)
     packed, matrix = tiles(plain), dequantize(plain, torch.float64)
     assert packed.layout == "tiles" and torch.equal(dequantize(packed, torch.float32), dequantize(plain, torch.float32))
     x = torch.randn(9, k, generator=torch.Generator().manual_seed(n))
     x[4, :32] = 0  # a block of zeros has no scale
-    for activations in ("int8", "float"):
+    for activations in ("float", "int8"):
         with kernels.KernelBackend("cpu", "cpu", activations).active():
             got = kernels.packed_linear(x, packed)
             want = (rounded(x) if activations == "int8" else x.double()) @ matrix.T
             assert (got - want).abs().max() <= 2e-6 * want.abs().max()
             for rows in (1, 3, 4):
                 assert torch.equal(kernels.packed_linear(x[:rows], packed), got[:rows])
+    bias, x = torch.randn(n), x.view(3, 3, k)
+    for used, gated in itertools.product((None, bias), (0, *kernels.GATES.values())):
+        residual = torch.randn(3, 3, n // 2 if gated else n)
+        want = kernels.epilogue(got.view(3, 3, n), used, residual, gated)
+        assert torch.allclose(kernels.packed_linear(x, packed, used, residual, gated), want, rtol=1e-6, atol=1e-5)
 
 
 @needs_kernels
@@ -177,20 +183,6 @@ def test_groups_that_the_kernels_do_not_have_are_refused():
     packed.scales[:, 4] = 16
     with backend().active(), pytest.raises(RuntimeError, match="know no such groups"):
         kernels.packed_linear(torch.randn(1, 256), packed)
-
-
-@needs_kernels
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("n", [96, 24])  # halves of whole tiles, and of half ones
-def test_epilogues_equal_the_reference(form, n):
-    """Catches a bias added after the gate, the wrong half of a gate, and a residual of another row."""
-    packed, x = tiles(weight(form, n)), torch.randn(2, 3, 256)
-    plain, bias = kernels.packed_linear(x, packed), torch.randn(n)
-    for gated in (0, *kernels.GATES.values()):
-        residual = torch.randn(2, 3, n // 2 if gated else n)
-        for used in (None, bias):
-            want = kernels.epilogue(plain, used, residual, gated)
-            assert torch.allclose(kernels.packed_linear(x, packed, used, residual, gated), want, rtol=1e-6, atol=1e-5)
 
 
 @needs_kernels
@@ -811,7 +803,6 @@ def test_what_does_not_fit_is_declined_with_its_reason():
         assert "multiple of 8" in active.describe()["rms_norm"]
 
 
-STUB = 'extern "C" int answer() { return 42; }'
 BUILD = """
 import ctypes, sys
 from pathlib import Path
@@ -825,9 +816,10 @@ print(ctypes.CDLL(str(native.build([Path(sys.argv[1])], ()))).answer())
 @needs_kernels
 def test_two_processes_may_build_at_once(tmp_path, monkeypatch):
     """Two processes that build into one empty folder at the same time can both load what they built, and one file stays.
-    Catches a library that another process has written by half."""
+    Where the folder cannot be made, a library is built elsewhere, once for the process. Catches a library that another
+    process has written by half, and a read-only home directory."""
     stub = tmp_path / "stub.cpp"
-    stub.write_text(STUB)
+    stub.write_text('extern "C" int answer() { return 42; }')
     monkeypatch.setenv("EAGLET_CACHE", str(tmp_path))
     pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     other = subprocess.Popen([sys.executable, "-c", BUILD, str(stub)], cwd=ROOT, **pipes)
@@ -837,16 +829,9 @@ def test_two_processes_may_build_at_once(tmp_path, monkeypatch):
     assert ctypes.CDLL(str(native.build([stub], ()))).answer() == 42
     assert other.communicate(timeout=120)[0] == "42\n"
     assert len(list((tmp_path / "kernels").glob("*.so"))) == 1
-
-
-@needs_kernels
-def test_a_folder_that_cannot_be_written_does_not_stop_the_start(tmp_path, monkeypatch):
-    """Where the cache folder cannot be made, a library is built elsewhere, once for the process, and can be loaded.
-    Catches a read-only home directory."""
     (tmp_path / "file").touch()  # a file where the folder should be: root may write everywhere else
-    (tmp_path / "stub.cpp").write_text(STUB)
     monkeypatch.setenv("EAGLET_CACHE", str(tmp_path / "file"))
-    library = native.build([tmp_path / "stub.cpp"], ())
+    library = native.build([stub], ())
     assert tmp_path not in library.parents and ctypes.CDLL(str(library)).answer() == 42
 
 

@@ -345,17 +345,8 @@ def test_the_search_in_cpp_finds_the_same_trees(kind, settings):
 # ---- the kernels against plain code --------------------------------------------------------------------------
 
 
-@pytest.fixture
-def ours():
-    """Our kernels run, and plain code does what other kernels would do."""
-    backend = KernelBackend("reference", "cpu")
-    backend.table.update(dict.fromkeys(("draft_tree", "rope_write_kv", "rms_norm"), ("triton", "by hand")))
-    with backend.active():
-        yield backend
-
-
 @interpreted
-def test_interpreted_context_is_written_as_in_plain_code(ours):
+def test_interpreted_context_is_written_as_in_plain_code(each):
     """A key with the norm of another layer, turned the wrong way, or in the slot of another row or head; a batch that is
     the first rows of a larger one."""
     for B, hd in ((1, 8), (2, 12)):
@@ -371,7 +362,7 @@ def test_interpreted_context_is_written_as_in_plain_code(ours):
 
 @interpreted
 @pytest.mark.parametrize("taps,group", [(2, 4), (3, 24)])
-def test_interpreted_slots_are_convolved_as_in_plain_code(ours, taps, group):
+def test_interpreted_slots_are_convolved_as_in_plain_code(each, taps, group):
     """A tap of the block before, of another side, or of another group of channels."""
     y, x, base = torch.randn(2, 4, 24), torch.randn(2, 4, 24), torch.randn(2, taps, 24)
     delta = torch.randn(2, 4, 2 * taps * 24 // group)
@@ -383,7 +374,7 @@ def test_interpreted_slots_are_convolved_as_in_plain_code(ours, taps, group):
 
 @interpreted
 @pytest.mark.parametrize("K,R,count", [(5, 3, 5), (16, 6, 4), (9, 40, 1)])
-def test_interpreted_children_are_those_of_plain_code(ours, K, R, count):
+def test_interpreted_children_are_those_of_plain_code(each, K, R, count):
     """A bias of another slot or row, the probability outside the shortlist lost, and NaN that wins."""
     scores = (torch.randn(2, 3, K) * 2).log_softmax(-1) - 0.3
     scores[0, 1, K - 1] = float("nan")
@@ -404,7 +395,7 @@ def test_interpreted_children_are_those_of_plain_code(ours, K, R, count):
 
 @interpreted
 @pytest.mark.parametrize("D,K,N", [(3, 4, 12), (5, 3, 2), (1, 7, 7), (4, 2, 16)])
-def test_interpreted_trees_of_marginals_are_those_of_plain_code(ours, D, K, N):
+def test_interpreted_trees_of_marginals_are_those_of_plain_code(each, D, K, N):
     """A prefix that the heap of a program forgets, takes twice, or gives to another parent."""
     tokens, scores = marginals(2, D, K)
     scores = scores.float()

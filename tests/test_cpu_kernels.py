@@ -133,7 +133,8 @@ def test_products_equal_their_definition(form, n, k):
     for used, gated in itertools.product((None, bias), (0, *kernels.GATES.values())):
         residual = torch.randn(3, 3, n // 2 if gated else n)
         want = kernels.epilogue(got.view(3, 3, n), used, residual, gated)
-        assert torch.allclose(kernels.packed_linear(x, packed, used, residual, gated), want, rtol=1e-6, atol=1e-5)
+        fused = kernels.packed_linear(x, packed, used, residual, gated)
+        assert (fused - want).abs().max() <= 2e-6 * want.abs().max()
 
 
 @needs_kernels
@@ -200,7 +201,8 @@ def test_columns_are_reordered_once(n, gated):
 @needs_kernels
 @pytest.mark.parametrize("form", FORMS)
 def test_bits_of_a_row_do_not_depend_on_other_rows_or_threads(form):
-    """Catches a kernel whose speculative and plain decoding could choose different tokens."""
+    """Catches a kernel whose speculative and plain decoding could choose different tokens, an overflow that int8 hides,
+    and one that reaches other rows."""
     packed, x, threads = tiles(weight(form, 576, 256)), torch.randn(60, 256), torch.get_num_threads()
     alone = torch.cat([kernels.packed_linear(row[None], packed, gated=True) for row in x])
     try:
@@ -210,6 +212,11 @@ def test_bits_of_a_row_do_not_depend_on_other_rows_or_threads(form):
                 assert torch.equal(kernels.packed_linear(x[:width], packed, gated=True), alone[:width]), width
     finally:
         torch.set_num_threads(threads)
+    rest = [0, 1, 3, 4]
+    for bad in (float("nan"), float("inf"), -float("inf")):
+        x[2, 40] = bad
+        got = kernels.packed_linear(x[:5], packed, gated=True)
+        assert not got[2].isfinite().any() and torch.equal(got[rest], alone[rest])
 
 
 TEAM = """
@@ -340,18 +347,6 @@ def test_other_dtypes_of_activations_are_computed_in_float32(form):
     assert y.dtype == torch.bfloat16 and torch.equal(y, wanted.bfloat16())
     with pytest.raises(RuntimeError, match="another dtype"):
         torch.ops.eaglet_cpu.rms_norm.default(x, torch.ones(256), 1e-5)
-
-
-@needs_kernels
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-def test_what_is_not_finite_stays_in_its_row(bad):
-    """Catches an overflow that int8 hides, and one that reaches other rows."""
-    packed, x = tiles(weight("int4")), torch.randn(5, 256)
-    clean = kernels.packed_linear(x, packed)
-    x[2, 40] = bad
-    got = kernels.packed_linear(x, packed)
-    rest = [0, 1, 3, 4]
-    assert not got[2].isfinite().any() and torch.equal(got[rest], clean[rest])
 
 
 def stored(kv: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

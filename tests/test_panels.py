@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from test_kernels import error, experts_definition, linear_definition
+from test_kernels import TRITON, error, experts_definition, linear_definition
 from test_model import run
 from tiny import held, interpreted, random_blocks
 
@@ -23,7 +23,6 @@ from kernels.panels import from_panels, panels_bytes, to_panels
 from weights.checkpoint import Checkpoint
 from weights.gguf_types import FORMATS, read_blocks
 
-TRITON = KernelBackend("triton", "cpu") if kernels.INTERPRETED else None
 
 
 def piece(kind: str, n: int, k: int, seed: int = 0) -> Blocks:

@@ -1023,17 +1023,25 @@ def float_head(path: Path, target: Transformer) -> EagleHead:
     return head
 
 
-@pytest.mark.parametrize("version, bits", [(1, 4), (3, 4), (3, 8)])
-def test_heads_are_quantized_with_their_target(tmp_path, capsys, version, bits):
-    """Prevents a head that stays in half precision, loses fc.bias or its own LM head, or a receipt without tau."""
+def algorithms(folder: Path) -> list[str]:
+    """How the head in a folder was rounded, by its receipt and by its config.json."""
+    files = folder / "receipt.json", folder / "eagle" / "config.json"
+    receipt, config = (json.loads(file.read_text()) for file in files)
+    return [receipt["head"]["algorithm"], config["eaglet_quant"]["algorithm"]]
+
+
+@pytest.mark.parametrize("version, bits, algorithm", [(1, 4, "rtn"), (3, 4, "gptq"), (3, 8, "rtn")])
+def test_heads_are_quantized_with_their_target(tmp_path, capsys, version, bits, algorithm):
+    """Prevents a head that stays in half precision, loses fc.bias or its own LM head, or is rounded to nearest beside a
+    GPTQ model, or a receipt without tau."""
     source, head = saved(tmp_path / "m", UNTIED), tiny_head(tmp_path / "head", UNTIED, version)
     argv = ["--checkpoint", source, "--out", tmp_path / "q", "--group-size", 32, "--eagle", head]
-    argv += ["--eagle-mode", "int8"] if bits == 8 else []
+    argv += ["--algorithm", algorithm, *(["--eagle-mode", "int8"] if bits == 8 else [])]
     assert run(*argv, "--device", "cpu", "--debug") == 0, capsys.readouterr().err
     receipt = json.loads((tmp_path / "q" / "receipt.json").read_text())
     assert 1 <= receipt["tau_before"] and 1 <= receipt["tau_after"]
     assert receipt["head"]["bytes_after"] < receipt["head"]["bytes_before"] / (4 if bits == 4 else 3)
-    assert "tau" in capsys.readouterr().out
+    assert "tau" in capsys.readouterr().out and algorithms(tmp_path / "q") == [algorithm] * 2
     plain, file = read_eagle(head, UNTIED), read_eagle(tmp_path / "q" / "eagle", UNTIED)
     assert file.config == plain.config
     heads = []
@@ -1125,24 +1133,6 @@ def test_gptq_pairs_features_with_the_tokens_of_an_unshifted_head(tmp_path, monk
         seen.clear()
 
 
-@pytest.mark.parametrize("fits", [True, False])
-def test_gptq_of_a_model_rounds_its_head_too(tmp_path, capsys, monkeypatch, fits):
-    """Prevents a head rounded to nearest beside a GPTQ model, or all work lost where the model is too large for it."""
-    source, head = saved(tmp_path / "m", UNTIED), tiny_head(tmp_path / "head", UNTIED, 3)
-
-    def too_large(*how):
-        raise NotEnoughMemory("not enough memory: plan 9 GB,\nfree 1 GB.")
-
-    if not fits:
-        monkeypatch.setattr(quantize, "_gptq_head_of", too_large)
-    argv = ["--checkpoint", source, "--out", tmp_path / "q", "--group-size", 32, "--eagle", head, "--algorithm", "gptq"]
-    assert run(*argv, "--device", "cpu") == 0
-    receipt = json.loads((tmp_path / "q" / "receipt.json").read_text())
-    stored = json.loads((tmp_path / "q" / "eagle" / "config.json").read_text())["eaglet_quant"]["algorithm"]
-    assert receipt["head"]["algorithm"] == stored == ("gptq" if fits else "rtn")
-    assert receipt["tau_after"] >= 1 and ("rounded to nearest" in capsys.readouterr().out) != fits
-
-
 def test_a_quantized_head_keeps_its_trimmed_vocabulary(tmp_path, capsys):
     """Prevents an EAGLE-1 head that cannot be read once it is rounded, drafts other tokens, or an LM head in floats."""
     source, head = saved(tmp_path / "m", UNTIED), tiny_head(tmp_path / "head", UNTIED, 1)
@@ -1170,27 +1160,30 @@ def test_a_quantized_head_keeps_its_trimmed_vocabulary(tmp_path, capsys):
 
 @pytest.mark.parametrize("kind", ["plan", "allocator"])
 def test_a_model_too_large_to_measure_is_still_quantized(tmp_path, capsys, monkeypatch, kind):
-    """Prevents losing all the work because the unquantized model, whose size was the reason, does not fit in memory."""
+    """Prevents losing all the work because the unquantized model, whose size was the reason, does not fit in memory. Its
+    head is then rounded to nearest."""
     allocator = RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")
     errors = {"plan": NotEnoughMemory("not enough memory: plan 9 GB,\nfree 1 GB."), "allocator": allocator}
     source, head, devices, real = (saved(tmp_path / "m", UNTIED), tiny_head(tmp_path / "h", UNTIED), [], load)
 
     def limited(directory, **options):
         devices.append(options["device"])
-        if Path(directory) == source:
+        if Path(directory) == source or "eagle" not in options:  # GPTQ of a head takes the quantized model alone
             raise errors[kind]
         return real(directory, **options)
 
     monkeypatch.setattr(quantize, "load", limited)
-    argv = ["--checkpoint", source, "--out", tmp_path / "q", "--group-size", 32, "--eagle", head, "--device", "cpu"]
-    assert run(*argv) == 0 and devices == ["cpu", "cpu"]
+    argv = ["--checkpoint", source, "--out", tmp_path / "q", "--group-size", 32, "--eagle", head, "--algorithm", "gptq"]
+    assert run(*argv, "--device", "cpu") == 0 and devices == ["cpu"] * 3
+    assert algorithms(tmp_path / "q") == ["rtn"] * 2
     receipt, out = json.loads((tmp_path / "q" / "receipt.json").read_text()), capsys.readouterr().out
     assert receipt["tau_before"] is None and receipt["tau_after"] >= 1 and "tau not measured -> " in out
-    note = next(line for line in out.splitlines() if line.startswith("note"))
-    assert "tau_before was not measured" in note and (kind != "plan" or "free 1 GB" in note)
+    notes = [line for line in out.splitlines() if line.startswith("note")]
+    assert "the head was rounded to nearest" in notes[0] and "tau_before was not measured" in notes[1]
+    assert kind != "plan" or "free 1 GB" in notes[1]
     assert checkpoint.load_model(tmp_path / "q").quant == "int4"
     errors[kind] = ValueError("the head is damaged")
-    assert run(*argv[:-2], "--out", tmp_path / "other", "--device", "cpu") == 3  # any other failure stays one
+    assert run(*argv, "--out", tmp_path / "other", "--device", "cpu") == 3  # any other failure stays one
     assert "the head is damaged" in capsys.readouterr().err and not (tmp_path / "other").exists()
 
 

@@ -158,9 +158,7 @@ class OneDevice(TorchDispatchMode):
 
 
 # How many kernels an operator launches, where it is not one.
-KERNELS = {
-    "aten::sort": 3, "aten::topk": 6, "aten::logsumexp": 6, "aten::argmax": 1, "aten::cumsum": 2,
-}  # fmt: skip
+KERNELS = {"aten::sort": 3, "aten::topk": 6, "aten::logsumexp": 6, "aten::argmax": 1, "aten::cumsum": 2}
 FREE = ("aten::empty", "aten::new_empty", "aten::lift_fresh", "aten::_unsafe_view", "prim::device", "aten::expand",
         "aten::promote_types")  # fmt: skip
 

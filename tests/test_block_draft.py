@@ -68,7 +68,8 @@ def candidates(tokens, scores):
 
 @pytest.mark.parametrize("D,K,N", [(1, 4, 4), (4, 5, 20), (3, 3, 39), (6, 1, 5), (5, 6, 2)])
 def test_a_tree_of_marginals_has_the_best_prefixes(D, K, N):
-    """A prefix that is likelier than one in the tree: lost at the edge of a level, or because its sibling came first."""
+    """A prefix that is likelier than one in the tree: lost at the edge of a level, or because its sibling came first. And
+    a NaN, or a token with no probability, that takes part in a tree because there is nothing else."""
     tokens, scores = marginals(2, D, K)
     draft = best_prefixes(tokens, scores, torch.tensor([7, 8]), N)
     for b in range(2):
@@ -77,10 +78,6 @@ def test_a_tree_of_marginals_has_the_best_prefixes(D, K, N):
     draft = best_prefixes(tokens, scores, torch.tensor([7]), N)
     want = best_set(candidates(tokens[0], scores[0]), N, D)
     assert sorted(paths_of(Draft(*draft)).values()) == pytest.approx(sorted(want.values()))
-
-
-def test_tokens_that_cannot_be_drafted_are_padding():
-    """A NaN, or a token with no probability, that takes part in a tree because there is nothing else."""
     tokens, scores = marginals(1, 2, 3)
     scores[0, 0, 1:] = -math.inf
     scores[0, 1, 0] = math.nan

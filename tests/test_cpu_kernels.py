@@ -275,16 +275,8 @@ for name, arguments in torch.load(sys.argv[2]):
 """
 
 
-def haswell() -> Path:
-    """The products and the small work built for plain AVX2, without the drafting that calls both."""
-    parts = [source for source in cpu.SOURCES if source.name != "cpu_draft.cpp"]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("EAGLET_ISA", "haswell")
-        return native.build(parts, cpu.NEEDED, records.header())
-
-
 @needs_kernels
-def test_an_older_processor_computes_the_same_bits(tmp_path):
+def test_an_older_processor_computes_the_same_bits(tmp_path, monkeypatch):
     """Every product, the noise, the choice, the drafted tokens and the recurrent layers of a build for plain AVX2 have
     the bits of the build for this machine. Catches a saturated sum, a forgotten offset, or rounding at another place in
     the branches that machines with VNNI and AVX-512 never run."""
@@ -317,7 +309,9 @@ def test_an_older_processor_computes_the_same_bits(tmp_path):
         results = getattr(torch.ops.eaglet_cpu, name).default(*arguments)
         results = [results] if isinstance(results, torch.Tensor) else results
         wanted.append(f"{name} {[t.contiguous().view(torch.uint8).tolist() for t in results]}")
-    library = haswell()
+    monkeypatch.setenv("EAGLET_ISA", "haswell")
+    parts = [source for source in cpu.SOURCES if source.name != "cpu_draft.cpp"]  # which calls the others
+    library = native.build(parts, cpu.NEEDED, records.header())
     torch.save(calls, tmp_path / "calls.pt")
     command = [sys.executable, "-c", ELSEWHERE, str(library), str(tmp_path / "calls.pt")]
     done = subprocess.run(command, capture_output=True, text=True, check=True)

@@ -1,12 +1,10 @@
 """Runs the interpreted tests of the kernels."""
 
-import pytest
 from interpreting import run_interpreted
+from tiny import needs_triton
 
-import kernels
 
-
-@pytest.mark.skipif(kernels.triton is None, reason="triton is not installed")
+@needs_triton
 def test_triton_interpreter():
     """Catches what the interpreted tests catch, and one of them that is skipped here, too."""
     run_interpreted("test_kernels.py")

@@ -1,12 +1,10 @@
 """Runs the interpreted tests of steps, blocks, types of files, recurrent layers and the first look."""
 
-import pytest
 from interpreting import run_interpreted
+from tiny import needs_triton
 
-import kernels
 
-
-@pytest.mark.skipif(kernels.triton is None, reason="triton is not installed")
+@needs_triton
 def test_interpreter_steps():
     """Catches what the interpreted tests catch, and one of them that is skipped here, too."""
     run_interpreted("test_launches.py", "test_block_draft.py", "test_panels.py", "test_delta.py", "test_first_look.py")

@@ -24,7 +24,6 @@ from weights.checkpoint import Checkpoint
 from weights.gguf_types import FORMATS, read_blocks
 
 
-
 def piece(kind: str, n: int, k: int, seed: int = 0) -> Blocks:
     """Random rows of a type."""
     if kind != "MXFP4":

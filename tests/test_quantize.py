@@ -1,4 +1,5 @@
 import functools
+import itertools
 import json
 import os
 import shutil
@@ -199,22 +200,10 @@ def test_gptq_beats_rtn_where_inputs_are_correlated(bits, group, act_order):
     assert gptq < 0.75 * rtn, (gptq, rtn)
 
 
-def test_gptq_without_correlation_is_rtn():
-    """Without correlation GPTQ has the codes of rounding.
-
-    Catches: GPTQ that changes columns that nothing correlates with (also: an expert no token was routed to).
-    """
-    weight = torch.randn(8, 256)
-    plain = quantize_rtn(weight, 4, 64)
-    for hessian in (torch.eye(256) * 3, torch.zeros(256, 256)):
-        for act_order in (False, True):
-            stored = quantize_gptq(weight, hessian, 4, 64, act_order)
-            assert all(torch.equal(stored[k], plain[k]) for k in plain)
-
-
 def test_degenerate_weights_and_inputs():
     """Prevents 0 / 0 in an all-zero group, silently infinite fp16 scales, a crash on rank-deficient calibration (fewer
-    tokens than inputs), and NaN weights from NaN inputs."""
+    tokens than inputs), NaN weights from NaN inputs, and GPTQ that changes columns that nothing correlates with (also: an
+    expert no token was routed to)."""
     assert not QuantLinear(quantize_rtn(torch.zeros(4, 64), 4, 32)).dequantize().any()
     for bad in (1e6, float("nan"), float("inf")):
         with pytest.raises(ValueError, match="too large for fp16 scales"):
@@ -224,6 +213,10 @@ def test_degenerate_weights_and_inputs():
     assert rounding.relative_error(weight, QuantLinear(stored).dequantize()) < 0.5
     with pytest.raises(ValueError, match="calibration"):
         quantize_gptq(weight, torch.full((128, 128), float("nan")), 4, 32)
+    plain = quantize_rtn(weight, 4, 64)
+    for hessian, act_order in itertools.product((torch.eye(128) * 3, torch.zeros(128, 128)), (False, True)):
+        stored = quantize_gptq(weight, hessian, 4, 64, act_order)
+        assert all(torch.equal(stored[k], plain[k]) for k in plain)
 
 
 # ---- modules -----------------------------------------------------------------------------------------------
@@ -767,19 +760,18 @@ AUTO_ROUND = {"quant_method": "auto-round", "packing_format": "auto_round:auto_g
 PUBLISHED = [
     ("gptq", {"v2": True, "checkpoint_format": "gptq"}),  # some writers label the second format as the first
     ("gptq", {}), ("gptq", {"symmetric": False}), ("gptq", {"symmetric": False, "v2": True, "group": 64}),
-    ("gptq", {"group": 128, "v2": True}), ("gptq", {"group": -1}), ("gptq", {"group": -1, "symmetric": False}),
+    ("gptq", {"group": -1}), ("gptq", {"group": -1, "symmetric": False}), ("ct", {}), ("ct", {"group": -1}),
     ("gptq", {"group": 256, "symmetric": False, "config": WIDE}),
     ("gptq", {"act_order": True}), ("gptq", {"act_order": True, "symmetric": False, "group": 64, "config": GQA_BIAS}),
     ("gptq", {"config": MIXTRAL, "symmetric": False}), ("gptq", {"config": MIXTRAL, "act_order": True}),
     ("awq", {"symmetric": False}), ("awq", {"symmetric": False, "group": 128, "config": MIXTRAL}),
-    ("awq", {"symmetric": True, "group": 64, "config": GQA_BIAS}), ("ct", {}), ("ct", {"group": -1}),
+    ("awq", {"symmetric": True, "group": 64, "config": GQA_BIAS}), ("ct", {"bits": 8, "config": RECURRENT}),
     ("ct", {"symmetric": False}), ("ct", {"symmetric": False, "v2": True, "group": 64}),
     ("ct", {"act_order": True, "group": 128}), ("gptq", {"config": RECURRENT, "symmetric": False}),
     ("awq", {"config": RECURRENT, "symmetric": False}), ("ct", {"config": RECURRENT}),
     ("gptq", {"bits": 8}), ("gptq", {"bits": 8, "v2": True, "group": -1, "config": GQA_BIAS}),
     ("gptq", {"bits": 8, "act_order": True, "group": 128}), ("gptq", {"bits": 8, "config": MIXTRAL, "v2": True}),
-    ("gptq", {"bits": 8, "v2": True, "checkpoint_format": "gptq"}), ("ct", {"bits": 8, "act_order": True}),
-    ("ct", {"bits": 8, "group": -1, "config": MIXTRAL}), ("ct", {"bits": 8, "config": RECURRENT}),
+    ("ct", {"bits": 8, "act_order": True}), ("ct", {"bits": 8, "group": -1, "config": MIXTRAL}),
     ("int8", {"bits": 8, "group": -1}), ("int8", {"bits": 8, "group": -1, "config": RECURRENT, "v2": True}),
     ("bnb", {"bits": 8, "group": -1}), ("bnb", {"bits": 8, "group": -1, "config": GEMMA4}),
     ("gptq", AUTO_ROUND), ("gptq", AUTO_ROUND | {"packing_format": "auto_round", "v2": True, "symmetric": False}),

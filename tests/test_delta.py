@@ -1,6 +1,6 @@
 """Recurrent layers: nodes of trees have the bits of separate sequences, and the memory follows the accepted path.
 
-Tests named `test_interpreted_*` ask the reference and C++, and where tests/test_interpreter_steps.py runs them, with
+Tests named `test_interpreted_*` ask the reference and C++, and where tests/test_interpreter.py runs them, with
 TRITON_INTERPRET=1 before Triton is imported, the kernels of Triton.
 """
 

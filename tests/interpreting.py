@@ -65,7 +65,8 @@ def _remember_types(interpreter: ModuleType) -> None:
     single, equal = (language.core.tuple([]), constexpr(1)), dtype.__eq__
 
     def begin_block(self, element_ty, shape) -> None:
-        facts = getattr(shape, "facts", None)
+        # not getattr, which looks among the values of the tuple
+        facts = vars(shape).get("facts") if isinstance(shape, language.core.tuple) else None
         if facts is None:
             key = tuple([size.value if isinstance(size, constexpr) else size for size in shape])
             if key not in shapes:

@@ -15,7 +15,7 @@ if __name__ == "__main__":  # before the imports below, which take seconds
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -34,7 +34,7 @@ from support.errors import Parser, UsageError, at_least, bad_files, is_out_of_me
 from support.files import clean_up, directory_written_whole, write_json
 from support.machine import default_device, shapes_only, size_text
 from support.progress import Progress, say
-from support.texts import read_texts, stdlib_texts, token_windows
+from support.texts import read_chats, read_texts, stdlib_texts, token_windows
 from text.tokenizer import Tokenizer, load_tokenizer
 from weights.assistant import check_written
 from weights.block_heads import BlockConfig, read_head
@@ -333,12 +333,15 @@ def _texts(args: argparse.Namespace, directory: Path, config: ModelConfig) -> Wi
 def _calibration(args: argparse.Namespace, tokenizer: Tokenizer | None, config: ModelConfig) -> Tensor:
     """What GPTQ sees, int64 [W, T]: texts, or the conversations of a chat model as its template writes them."""
     file, chats = args.calibration, tokenizer is not None and bool(tokenizer.chat_template_source)
+    texts: Iterable[str | list[int]]
     if file is None:
         advice = "; this is a chat model, and needs chats: --calibration FILE.jsonl (scripts.make_chats writes one)"
         say(f"note    GPTQ calibrates on Python's standard library{advice if chats else ''}")
         texts = stdlib_texts(held_out=False)
+    elif chats and (conversations := read_chats(file)):
+        texts = (tokenizer.encode_chat(messages, add_generation_prompt=False) for messages in conversations)
     else:
-        texts = read_texts(file, partial(tokenizer.encode_chat, add_generation_prompt=False) if chats else None)
+        texts = read_texts(file)
     return token_windows(texts, tokenizer, config.vocab_size, CALIBRATION_WINDOWS, window_length(config))
 
 

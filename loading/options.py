@@ -392,11 +392,14 @@ def read_option(name: str, text: str, whose: str = "") -> Any:
     whose: how the message begins.
     """
     (f,) = _declared([name])
-    switch, number = isinstance(f.default, bool), f.metadata["least"] is not None
-    if (switch and text not in ("on", "off")) or (number and not text.isdecimal()):
-        raise UsageError(f"{whose}{name}={text!r:.40}; allowed: {'on, off' if switch else 'an integer'}.")
-    if switch or number:
-        return text == "on" if switch else int(text)
+    if isinstance(f.default, bool):
+        if text not in ("on", "off"):
+            raise UsageError(f"{whose}{name}={text!r:.40}; allowed: on, off.")
+        return text == "on"
+    if f.metadata["least"] is not None:
+        if not text.isdecimal():
+            raise UsageError(f"{whose}{name}={text!r:.40}; allowed: an integer.")
+        return int(text)
     return tuple(text.split(",")) if isinstance(f.default, tuple) else text
 
 

@@ -4,7 +4,7 @@ import ast
 import os
 import random
 import sysconfig
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -70,23 +70,33 @@ def docstring_chats(held_out: bool = False) -> list[list[dict[str, str]]]:
     return chats
 
 
-def read_texts(
-    path: str | Path, render: Callable[[list[dict[str, str]]], list[int]] | None = None
-) -> Iterator[str | list[int]]:
+def read_texts(path: str | Path) -> list[str]:
     """The text of a file, or all texts of a .jsonl file.
 
     A line of a .jsonl file is a string, or an object with "text", "messages" or "conversations". Raises a one-line
-    ValueError for anything else. render: the ids of a conversation under "messages", whose turns are joined without it.
+    ValueError for anything else.
     """
+    path = Path(path)
     content = read_text(path)
+    if path.suffix != ".jsonl":
+        return [content]
+    return [_text_of(value, where) for where, value in json_lines(content, path)]
 
-    def read(where: str | Path, value: Any) -> str | list[int]:
-        text = _text_of(value, where)
-        messages = render and isinstance(value, dict) and value.get("messages")
-        return render(messages) if messages else text
 
-    lines = json_lines(content, path) if Path(path).suffix == ".jsonl" else [(path, content)]
-    return (read(where, value) for where, value in lines)
+def read_chats(path: str | Path) -> list[list[dict[str, str]]]:
+    """The conversations of a .jsonl file, one a line under "messages"; [] for a file of anything else.
+
+    Raises a one-line ValueError where only some of the lines are conversations.
+    """
+    path = Path(path)
+    if path.suffix != ".jsonl":
+        return []
+    read_texts(path)  # refuses what is not text
+    rows = [row for _, row in json_lines(read_text(path), path)]
+    chats = [row["messages"] for row in rows if isinstance(row, dict) and row.get("messages")]
+    if chats and len(chats) < len(rows):
+        raise refusal(path, f"{len(rows) - len(chats)} lines are no conversations with messages; leave them out.")
+    return chats
 
 
 def _text_of(value: Any, where: str) -> str:

@@ -221,7 +221,7 @@ FORMATS = {
     "entry": Format(("e.bin",), lambda f: cache.store(f / "e.bin", *ENTRY), lambda f: cache.read(f / "e.bin")),
     "tuned": Format(("t.bin",), lambda f: write_tuned("gpu", TUNED, f / "t.bin"), tuned),
     "questions": Format(("q.jsonl",), one_file("q.jsonl", QUESTION), lambda f: read_suite(f / "q.jsonl")),
-    "texts": Format(("t.jsonl",), one_file("t.jsonl", TEXTS + '"a"\n'), lambda f: list(read_texts(f / "t.jsonl"))),
+    "texts": Format(("t.jsonl",), one_file("t.jsonl", TEXTS + '"a"\n'), lambda f: read_texts(f / "t.jsonl")),
     "training": Format(("t.jsonl",), one_file("t.jsonl", TEXTS), lambda f: read_records(f"{f}/t.jsonl")[:2]),
     "tokenised": Format(("d.npz",), lambda f: STREAM.save(f / "d.npz"), lambda f: str(TokenData.load(f / "d.npz"))),
     "training state": Format(("s.pt",), lambda f: state_of(f).save(), resumed),
@@ -692,3 +692,13 @@ def test_checksums_tell_what_no_reader_can(tmp_path):
     one_line(lambda: check_sha256(tmp_path, "stored"), "model.safetensors is not in it")
     (tmp_path / SUMS).write_text(f"{digest}  ../x\n")
     one_line(lambda: check_sha256(tmp_path, "stored"), "line 1")
+
+
+@pytest.mark.parametrize("form", ["pickle", "meta"])
+def test_checksums_inside_pickles_are_compared(form, tmp_path):
+    """A damaged .bin or .pth file whose model writes another text."""
+    file = made(form, tmp_path) / FORMATS[form].files[-1]
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 4
+    file.write_bytes(data)
+    refused(form, tmp_path, "checksum", "Damaged")

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+import kernels
 from decoding.params import SamplingParams
 from engine.engine import Engine
 from engine.fused import layers_in_parts
@@ -82,6 +83,7 @@ class Report:
         self.say = say
         self.loading = progress.Progress(quiet or say is not progress.say)
         self.bandwidth = 0.0  # bytes per second
+        self.alone = 0.0  # of `kernels.seconds_alone`, what was reported already
 
     def measure(self, device: torch.device) -> None:
         """Measure the bandwidth that reports compare with, unless it is known or nothing is reported.
@@ -142,6 +144,10 @@ class Report:
         lines.append(f"memory   peak {size_text(peak)}{whose} (plan {size_text(engine.plan.total)})")
         config = engine.model.config
         lines.append(f"kernels  {engine.backend.report(bool(config.num_local_experts), config.delta is not None)}")
+        if engine.backend.mode == "cpu" and (alone := kernels.seconds_alone()) > self.alone:
+            what = f"one of {torch.get_num_threads()} worked alone for {alone - self.alone:.1f} s, which was faster"
+            lines.append(f"threads  {what}: other programs keep the processors busy")
+            self.alone = alone
         took = f"in {engine.compile_seconds:.1f} s, before decoding"
         if engine.compiled:
             reused, fresh = tally(torch._dynamo.utils.counters)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from families.table import FAMILIES, OWN_WIDTH, REFUSED, WITH_IMAGES, Family
-from support.reader import ConfigReader, is_a
+from support.reader import ConfigReader, check, is_a
 
 SHARED_KEYS = "tie_word_embeddings dtype torch_dtype bos_token_id eos_token_id".split()  # may stand beside text_config
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "dynamic", "longrope", "proportional")
@@ -214,8 +214,8 @@ class ModelConfig:
             if heads % kv_heads:
                 why = f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}"
                 raise ValueError(f"config.json: {why}.")
-            if head_dim % 2:
-                raise ValueError(f"config.json: head_dim is {head_dim}, but RoPE needs an even size.")
+            if head_dim % 2 or head_dim > 4096:  # tables of such a size would be built before the tensors are looked at
+                raise ValueError(f"config.json: head_dim is {head_dim}; allowed: an even size up to 4096.")
         rotated = int((self.full_heads or sizes)[1] * self.rope.partial)
         if rotated % 2 or not rotated:
             dimensions = f"{rotated} of a head's {(self.full_heads or sizes)[1]} dimensions"
@@ -456,7 +456,7 @@ def _read_experts(read: ConfigReader) -> dict[str, int | bool]:
     if "num_experts" not in defaults:
         return {}
     key = next((key for key in ("num_experts", "n_routed_experts") if key in read.config), "num_local_experts")
-    experts, per_token = read.integer(key, defaults["num_experts"]), read.integer("num_experts_per_tok")
+    experts, per_token = read.integer(key, defaults["num_experts"], high=8192), read.integer("num_experts_per_tok")
     if per_token > experts:
         raise read.error(f"num_experts_per_tok {per_token} exceeds {key} {experts}.")
     normed = "norm_topk_prob" not in defaults or read.boolean("norm_topk_prob")
@@ -486,7 +486,7 @@ def _read_ropes(outer: ConfigReader, family: Family, max_positions: int) -> tupl
     if "rope_local_base_freq" in outer.defaults:
         local["rope_theta"] = outer.number("rope_local_base_freq", None, 1.01)
     if isinstance(scaling.get("full_attention"), dict):
-        local |= scaling.get("sliding_attention") or {}
+        local |= check(scaling.get("sliding_attention") or {}, {}, outer.where, "sliding_attention")
         scaling = scaling["full_attention"]
     full = _read_rope(outer, family, scaling, max_positions)
     return full, _read_rope(outer, family, {"rope_theta": full.theta} | local, max_positions)

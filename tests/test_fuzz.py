@@ -4,6 +4,7 @@
 own, which a failure names.
 """
 
+import functools
 import hashlib
 import http.client
 import json
@@ -19,11 +20,15 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from conftest import BASE
+from block_kit import layouts, random_tensors, target, write_layout
+from conftest import BASE, build_hf
 from safetensors.torch import load_file, save_file
 from serving_kit import Running, instruct_folder, running
 from test_checkpoint import TARGET, eagle3, speculators, write_head, write_meta
+from test_gemma4 import with_assistant
 from test_gguf import metadata_of, tensors_of, write
+from test_lora import adapter
+from test_mtp import add_mtp
 from test_quantize import UNTIED, published, saved, tiny, tiny_head
 from test_small_floats import small
 from test_tokenizer import json_dir, source_text, spm_dir  # noqa: F401
@@ -35,6 +40,7 @@ from decoding.params import with_suggestions
 from engine.grammar import Grammars
 from engine.grammar_text import checked_grammar, json_grammar
 from engine.load import load
+from families.config import ModelConfig
 from kernels.tuned import LinearConfig, read_tuned, write_tuned
 from loading.drafting import build_head
 from loading.options import DEMO
@@ -47,10 +53,12 @@ from training.data import TokenData, read_records
 from training.loop import Recipe, Run, World, optimizers
 from tree import parse_tree
 from weights import files
+from weights.block_heads import read_head
 from weights.checkpoint import Checkpoint
 from weights.files import SUMS, check_sha256
 from weights.heads import read_eagle, save_quantized
 from weights.hf import save_hf
+from weights.lora import read_adapter
 from weights.quantized import QuantSpec
 from weights.rounding import quantize_
 
@@ -107,6 +115,33 @@ def stored(folder: Path) -> None:
     files.write_safetensors(folder / "model.safetensors", model.state_dict())
     raw = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(raw | {"eaglet_quant": {"version": 1, **vars(spec)}}))
+
+
+def with_mtp(folder: Path) -> None:
+    """A model with recurrent layers, and a layer for multi-token prediction."""
+    build_hf("qwen3_5").save_pretrained(folder)
+    add_mtp(folder)
+
+
+def mtp_logits(folder: Path) -> Any:
+    model = Checkpoint.open(folder).with_mtp.load()
+    text = torch.arange(3, 27)[None]
+    return model.forward_train(text)[0].argmax(-1).tolist(), model.mtp.fc(torch.ones(2 * 64)).argmax()
+
+
+@functools.cache
+def geometry_of(family: str) -> ModelConfig:
+    return ModelConfig.from_hf(build_hf(family).config.to_dict())
+
+
+def added(folder: Path) -> list[Any]:
+    pairs = sum(read_adapter(folder, geometry_of("llama")).parts.values(), [])
+    return [(pair.a.read(), pair.b.read(), pair.scale, pair.first) for pair in pairs]
+
+
+def block(folder: Path) -> None:
+    config = layouts()["dflash2"]
+    write_layout(folder, config, random_tensors(config))
 
 
 def rounded_head(folder: Path) -> None:
@@ -213,6 +248,17 @@ FORMATS = {
     "head": Format(("config.json", M), lambda f: tiny_head(f, UNTIED, 3), drafts, 2),
     "speculators head": Format(
         ("config.json", M), lambda f: write_head(f, *NESTED, M), lambda f: read_eagle(f, TARGET), 8
+    ),
+    "recurrent": Format(("config.json", M), with_mtp, mtp_logits),
+    "gemma4": Format(("config.json", M), lambda f: build_hf("gemma4").save_pretrained(f), logits),
+    "assistant": Format(
+        ("config.json", M),
+        lambda f: with_assistant("gemma4", True)[1].float().save_pretrained(f),
+        lambda f: read_head(f, geometry_of("gemma4")),
+    ),
+    "block head": Format(("config.json", M), block, lambda f: read_head(f, target().config)),
+    "adapter": Format(
+        ("adapter_config.json", f"adapter_{M}"), lambda f: adapter(f, "llama", ["q_proj", "up_proj"]), added
     ),
     "rounded head": Format(("config.json", M), rounded_head, drafts),
     "generation": Format(("generation_config.json",), generation, suggested),
@@ -621,6 +667,18 @@ def test_quantization_configs_agree_with_the_tensors(kind, key, value, tmp_path)
     """TypeError, or a group size that the config says and nobody reads."""
     edited(made(kind, tmp_path) / "m" / "config.json", lambda raw: raw["quantization_config"].update({key: value}))
     refused(kind, tmp_path, "weight_scale" if "31" in str(value) and key == "config_groups" else "config")
+
+
+@pytest.mark.parametrize(("family", "change", "words"), [
+    ("llama", {"head_dim": 2**31}, "head_dim is 2147483648; allowed"), ("qwen3_5", {"head_dim": None}, "q_proj.weight"),
+    ("mixtral", {"num_local_experts": 2**31}, "num_local_experts = 2147483648"),
+    ("gemma4", {"rope_parameters": {"full_attention": {}, "sliding_attention": 3}}, "sliding_attention is 3"),
+])  # fmt: skip
+def test_a_wrong_size_or_setting_is_refused_at_once(tiny_checkpoint, tmp_path, family, change, words):
+    """Minutes and gigabytes before a refusal, and tracebacks: of a tensor that was cut into heads, and of a rotation."""
+    shutil.copytree(tiny_checkpoint(family), tmp_path / "m")
+    edited(tmp_path / "m" / "config.json", lambda raw: raw.update(change))
+    one_line(lambda: logits(tmp_path / "m"), words)
 
 
 DEEP = "[" * 100_000 + "]" * 100_000

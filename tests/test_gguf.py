@@ -184,7 +184,7 @@ def write(
     path: Path, arch: str, metadata: dict, tensors: dict, kind: str = "F32", extra: dict | None = None,
     kinds: dict[str, str] | None = None,
 ) -> Path:  # fmt: skip
-    """A GGUF file. Matrices are stored as `kind`, or as `kinds` says of llama.cpp's name; vectors and biases as F32.
+    """A GGUF file. Tensors are stored as `kinds` says of llama.cpp's name, other matrices as `kind`, and vectors as F32.
 
     extra: metadata whose keys are complete.
     """
@@ -192,8 +192,9 @@ def write(
     for key, value in ({f"{arch}.{k}": v for k, v in metadata.items()} | (extra or {})).items():
         put(writer, key, value)
     for name, value in tensors.items():
-        plain = value.ndim == 1 or name.endswith(("bias", "conv1d.weight"))
-        add(writer, name, value, "F32" if plain else (kinds or {}).get(name.split(".")[-2], kind))
+        usual = "F32" if value.ndim == 1 else kind
+        plain = name.endswith(("bias", "conv1d.weight"))
+        add(writer, name, value, "F32" if plain else (kinds or {}).get(name.split(".")[-2], usual))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -343,27 +344,30 @@ def test_llama3_scaling_is_recovered_from_its_tensor(tmp_path, head_dim, factor,
 
 @pytest.mark.parametrize("kind", [*OTHER_TYPES, *READ_TYPES])
 def test_every_type_is_read_as_the_package_reads_it(tmp_path, kind):
-    """The values of every type equal those that the package dequantizes, in Hugging Face's order of rows."""
+    """The values of every type equal those that the package dequantizes, in Hugging Face's order of rows. One vector has
+    the type, too: it was an IndexError."""
     sizes = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1}
     config = ModelConfig.from_hf(BASE | {"model_type": "llama"} | sizes)
     shapes = dict.fromkeys("token_embd output attn_k attn_v".split(), 128)
-    shapes |= dict.fromkeys("attn_q attn_output ffn_gate ffn_up ffn_down".split(), 256)
+    shapes |= dict.fromkeys("attn_q attn_output ffn_gate ffn_up ffn_down".split(), 256) | {"output_norm": 1}
     code, tensors, want = gguf.GGMLQuantizationType[kind], {}, {}
     for seed, (name, rows) in enumerate(shapes.items()):
-        full = f"{name}.weight" if "_e" in name or name == "output" else f"blk.0.{name}.weight"
+        full = f"{name}.weight" if "_e" in name or "output" in name[:6] else f"blk.0.{name}.weight"
         value = np.random.default_rng(seed).normal(0, 0.1, (rows, 256)).astype(np.float32)
         if kind in READ_TYPES:
             value = random_blocks(kind, rows, 256, seed)
         elif kind not in ("F32", "F16"):
             value = gguf.quants.quantize(value, code)
+        value = value[0] if rows == 1 else value
         tensors[full] = value
         want[name] = gguf.quants.dequantize(value, code) if kind not in ("F32", "F16") else value
-    for name in ("output_norm", "blk.0.attn_norm", "blk.0.ffn_norm"):
-        tensors[f"{name}.weight"] = np.ones(256, np.float32)
-    checkpoint = Checkpoint.open(write(tmp_path / "m.gguf", "llama", metadata_of(config), tensors, kind))
+    for name in ("attn_norm", "ffn_norm"):
+        tensors[f"blk.0.{name}.weight"] = np.ones(256, np.float32)
+    path = write(tmp_path / "m.gguf", "llama", metadata_of(config), tensors, kind, kinds={"output_norm": kind})
+    checkpoint = Checkpoint.open(path)
     views = hf_views(checkpoint.load(dtype=torch.float32, floats=True))
     for ours, theirs in NAMES.items():
-        at = ours if ours in ("model.embed_tokens", "lm_head") else f"model.layers.0.{ours}"
+        at = ours if ours in ("model.embed_tokens", "model.norm", "lm_head") else f"model.layers.0.{ours}"
         if theirs in want and ours != "mlp.gate_up_proj":  # which LLaMA has in two
             value = torch.from_numpy(want[theirs]).half().float() if kind == "F16" else torch.from_numpy(want[theirs])
             if theirs in ("attn_q", "attn_k"):  # the inverse of `permuted`, as transformers does it
@@ -378,13 +382,14 @@ def test_every_type_is_read_as_the_package_reads_it(tmp_path, kind):
         dense = dict(checkpoint.load(dtype=torch.float32, floats=True).named_parameters())
         assert all(torch.equal(m.dequantize(), dense[f"{name}.weight"]) for name, m in packed.items())
     elif kind not in ("F32", "F16", "BF16"):
-        assert checkpoint.quantization is None and f"9 {kind} tensors" in checkpoint.notes[0]
+        assert checkpoint.quantization is None and f"10 {kind} tensors" in checkpoint.notes[0]
     if kind in ("F32", "F16", "BF16") or cpu.problem():
         return
     kept = Checkpoint.open(tmp_path / "m.gguf", layout="tiles")
     model = kept.load(dtype=torch.float32)
     pack_(model, torch.float32)
-    assert not kept.notes and all(isinstance(m, QuantLinear) for m in (model.embed_tokens, model.lm_head))
+    assert len(kept.notes) == 1 and f"1 {kind} tensor " in kept.notes[0]  # the vector
+    assert all(isinstance(m, QuantLinear) for m in (model.embed_tokens, model.lm_head))
     ours, dense = unpacked(model).state_dict(), checkpoint.load(dtype=torch.float32, floats=True).state_dict()
     assert len(ours) == len(dense) and all(torch.equal(ours[name], value) for name, value in dense.items())
     size = sum(tensor.data.nbytes for tensor in kept.gguf.tensors.values() if tensor.kind == kind)

@@ -318,10 +318,12 @@ class GGUFFile:
             values = torch.from_numpy(np.array(rows)).view(FLOAT_TYPES[tensor.kind])
             values = (-values).log() if name.endswith(".A_log") else values
         else:
+            shape, rows = rows.shape[:-1], rows.reshape(-1, rows.shape[-1])  # a vector has no rows
             values = torch.empty(len(rows), rows.shape[1] // BY_NAME[tensor.kind].size * block)
             for first in range(0, len(rows), 4096):  # codes take memory too
                 piece = slice(first, first + 4096)
                 values[piece] = read_blocks(tensor.kind, rows[piece]).floats(FORMATS[tensor.kind])
+            values = values.view(*shape, -1)
         order = self._value_heads(values.shape[1]) if name.endswith(OUT) else None
         return values if order is None else values[:, order]
 

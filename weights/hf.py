@@ -305,6 +305,7 @@ def row_order(name: str, rows: int, config: ModelConfig) -> Tensor | None:
 
     In a head of queries or keys, our dimensions i and i + hd / 2 turn together. Where queries have gates, files alternate
     them by heads, and ours begin with all gates. Qwen3-Next's recurrent layers alternate what they project by key heads.
+    A tensor that has not the rows of such a layer stays as it is: it is refused where it is read.
     """
     place, hd = name.split(".")[-2], config.head_dim
     rotated = config.rope.rotated(hd)
@@ -312,6 +313,8 @@ def row_order(name: str, rows: int, config: ModelConfig) -> Tensor | None:
         d = config.delta
         values = d.value_heads // d.key_heads
         sizes = [values] * 2 if place == "in_proj_ba" else [d.key_dim] * 2 + [values * d.value_dim] * 2
+        if rows != d.key_heads * sum(sizes):
+            return None
         parts = torch.arange(rows).view(d.key_heads, -1).split(sizes, 1)
         return torch.cat([part.flatten() for part in parts])
     head = torch.arange(hd)
@@ -326,6 +329,8 @@ def row_order(name: str, rows: int, config: ModelConfig) -> Tensor | None:
         return None
     q, kv = config.num_attention_heads, config.num_key_value_heads
     turned = rows * (q + kv) // (q + 2 * kv) if place == "qkv_proj" else rows
+    if turned % (2 * hd if place == "q_proj" and config.output_gate else hd):
+        return None
     if place == "q_proj" and config.output_gate:
         queries, gates = torch.arange(rows).view(-1, 2, hd).unbind(1)
         return torch.cat((gates.flatten(), queries[:, head].flatten()))

@@ -216,13 +216,13 @@ class ModelConfig:
                 raise ValueError(f"config.json: {why}.")
             if head_dim % 2 or head_dim > 4096:  # tables of such a size would be built before the tensors are looked at
                 raise ValueError(f"config.json: head_dim is {head_dim}; allowed: an even size up to 4096.")
-        rotated = int((self.full_heads or sizes)[1] * self.rope.partial)
-        if rotated % 2 or not rotated:
-            dimensions = f"{rotated} of a head's {(self.full_heads or sizes)[1]} dimensions"
-            raise ValueError(f"config.json: partial_rotary_factor rotates {dimensions}.")
-        sizes = {len(self.rope.short_factor), len(self.rope.long_factor)}
-        if self.rope.kind == "longrope" and sizes != {rotated // 2}:
-            raise ValueError(f"config.json: short_factor and long_factor need {rotated // 2} numbers each.")
+        for rope, head_dim in self.ropes:
+            rotated = int(head_dim * rope.partial)
+            if rotated % 2 or not rotated:
+                dimensions = f"{rotated} of a head's {head_dim} dimensions"
+                raise ValueError(f"config.json: partial_rotary_factor rotates {dimensions}.")
+            if rope.kind == "longrope" and {len(rope.short_factor), len(rope.long_factor)} != {rotated // 2}:
+                raise ValueError(f"config.json: short_factor and long_factor need {rotated // 2} numbers each.")
 
     @property
     def mlp_beside(self) -> bool:

@@ -669,10 +669,14 @@ def test_quantization_configs_agree_with_the_tensors(kind, key, value, tmp_path)
     refused(kind, tmp_path, "weight_scale" if "31" in str(value) and key == "config_groups" else "config")
 
 
+ROTATIONS, PART = {"full_attention": {}, "sliding_attention": 3}, {"partial_rotary_factor": 0.25}
+
+
 @pytest.mark.parametrize(("family", "change", "words"), [
     ("llama", {"head_dim": 2**31}, "head_dim is 2147483648; allowed"), ("qwen3_5", {"head_dim": None}, "q_proj.weight"),
     ("mixtral", {"num_local_experts": 2**31}, "num_local_experts = 2147483648"),
-    ("gemma4", {"rope_parameters": {"full_attention": {}, "sliding_attention": 3}}, "sliding_attention is 3"),
+    ("gemma4", {"rope_parameters": ROTATIONS}, "sliding_attention is 3"),
+    ("gemma4", {"head_dim": 4, "rope_parameters": ROTATIONS | {"sliding_attention": PART}}, "rotates 1 of a head's 4"),
 ])  # fmt: skip
 def test_a_wrong_size_or_setting_is_refused_at_once(tiny_checkpoint, tmp_path, family, change, words):
     """Minutes and gigabytes before a refusal, and tracebacks: of a tensor that was cut into heads, and of a rotation."""

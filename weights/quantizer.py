@@ -328,7 +328,7 @@ def _refuse_bad(quality: dict[str, Any], limit: float) -> None:
     if not quality["mean_kl"] <= limit:  # NaN too
         change = f"perplexity {quality['perplexity_before']:.3f} -> {quality['perplexity_after']:.3f}"
         why = f"mean KL {quality['mean_kl']:.4f} nats, {change}; the limit is {limit:g}"
-        raise ValueError(f"refused: {why}. Nothing was written; try gptq, int8 or smaller groups.")
+        raise ValueError(f"refused: {why}. Nothing was written; GPTQ, int8 and smaller groups come nearer.")
 
 
 def _tensors_in(path: Path) -> dict[str, Tensor]:

@@ -211,7 +211,7 @@ class Api:
         results = [answer.result for answer in writer.job.answers]
         results = [result for result in results if result.new_tokens or result.stop_reason == "length"]
         self.metrics.decoded(results, writer.job.queue_seconds)
-        figures = writer.timings()
+        figures = writer.timings(results)
         read = f"{figures['prompt_n']:,} + {figures['cache_n']:,} cached"
         rate = f"{figures['predicted_per_second']:.1f} tok/s   tau {figures['tau']:.2f}"
         made = sum(result.new_tokens for result in results)

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from engine.results import TokenLogprob, acceptance
+from engine.results import GenerationResult, TokenLogprob, acceptance
 from serving.answers import Part, TokenInfo, ToolCall
 from serving.fields import ApiError
 from serving.scheduler import Job
@@ -60,9 +60,10 @@ class Writer:
         """What a stream says when it cannot go on."""
         return Message(error.body())
 
-    def timings(self) -> dict[str, Any]:
-        """The figures of the choices that have ended, with the names of llama.cpp's server where it has the same ones."""
-        results = self.job.results
+    def timings(self, results: Sequence[GenerationResult] | None = None) -> dict[str, Any]:
+        """The figures of choices, with the names of llama.cpp's server where it has the same ones. Default: of those that
+        have ended."""
+        results = self.job.results if results is None else results
         prompt_seconds = sum(r.prefill_seconds for r in results)
         seconds = sum(r.decode_seconds for r in results)
         cached = sum(r.cached_tokens for r in results)

@@ -37,6 +37,7 @@ from tiny import one_line
 from bench.records import read_lines
 from bench.suites import read_suite
 from decoding.params import with_suggestions
+from drafters.medusa import MedusaHeads, load_medusa, save_medusa
 from engine.grammar import Grammars
 from engine.grammar_text import checked_grammar, json_grammar
 from engine.load import load
@@ -137,6 +138,10 @@ def geometry_of(family: str) -> ModelConfig:
 def added(folder: Path) -> list[Any]:
     pairs = sum(read_adapter(folder, geometry_of("llama")).parts.values(), [])
     return [(pair.a.read(), pair.b.read(), pair.scale, pair.first) for pair in pairs]
+
+
+def medusa(folder: Path) -> None:
+    save_medusa(MedusaHeads(tiny(UNTIED), 2).state_dict(), folder)
 
 
 def block(folder: Path) -> None:
@@ -257,6 +262,7 @@ FORMATS = {
         lambda f: read_head(f, geometry_of("gemma4")),
     ),
     "block head": Format(("config.json", M), block, lambda f: read_head(f, target().config)),
+    "medusa": Format(("medusa_lm_head.safetensors",), medusa, lambda f: load_medusa(f, tiny(UNTIED)).state_dict()),
     "adapter": Format(
         ("adapter_config.json", f"adapter_{M}"), lambda f: adapter(f, "llama", ["q_proj", "up_proj"]), added
     ),

@@ -634,7 +634,8 @@ def test_an_engine_that_fails_is_an_error_and_the_next_request_is_right(engine, 
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_leaves_is_cancelled_within_two_steps(engine, server, client, monkeypatch, stream):
-    """After a client has left, at most two more tokens are decoded, the stream is closed, the next answer is right."""
+    """After a client has left, at most two more tokens are decoded, the stream is closed, the next answer is right. The
+    line about it says how long the prompt was."""
     steps, begun = threading.Semaphore(4), threading.Event()
     counts = server.api.metrics.counts
     cancelled = counts["cancelled_total"]
@@ -654,6 +655,8 @@ def test_a_client_that_leaves_is_cancelled_within_two_steps(engine, server, clie
             steps.release()
         server.idle()
     assert made[0].given <= before + 2 < len(made[0].ids) and made[0].request.ended
+    prompt = next(line for line in reversed(server.lines) if line.endswith("cancelled")).partition("prompt ")[2]
+    assert int(prompt.split()[0]) == len(made[0].request.prompt)
     asked = dict(model="demo", messages=ASK, max_tokens=8)
     assert client.chat.completions.create(**asked).choices[0].message.content == expected(engine, max_new_tokens=8)
 

@@ -87,16 +87,18 @@ class Engine(Stepper, Intake):
         self.prompt_cache.close()
 
     @torch.inference_mode()
-    def warm_up(self, params: SamplingParams | None = None) -> float:
+    def warm_up(self, params: SamplingParams | None = None, requests: int = 1) -> float:
         """Compile, capture and time the steps for these settings now. Otherwise the first such request does it.
 
-        Waits for the engine, as a request does. Returns the seconds that the work took.
+        requests: as many at a time, where steps are captured, and fewer. Waits for the engine, as a request does. Returns
+        the seconds that the work took.
         """
         with self.driver.alone():
             started = time.perf_counter()
             mode = (params or SamplingParams()).mode
             self.batch.drain()
-            self.first_runs(mode, self.view(1))
+            for rows in range(1, 1 + (requests if self.runner.capturing else 1)):
+                self.first_runs(mode, self.view(rows))
             return time.perf_counter() - started
 
     @torch.inference_mode()

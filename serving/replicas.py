@@ -20,13 +20,14 @@ from dataclasses import replace
 from typing import Any
 
 from cli.report import Report
+from decoding.params import with_suggestions
 from decoding.step import Observer
 from engine.grammar import Grammars
 from engine.intake import Intake, Result
 from engine.ranks import RankLost
 from engine.request import Inbox, Request
 from engine.results import Chunk, GenerationResult
-from loading.options import LoadOptions, options_from
+from loading.options import LoadOptions, options_from, settings_given
 from serving.fields import no_replica
 from serving.replica import GATHER, Facts, Made, News, Replica
 from serving.server import PromptCacheLimits, keep_prompts
@@ -455,5 +456,5 @@ def load_engine(args: argparse.Namespace, report: Report, cache: PromptCacheLimi
     engine = report.load(options, args.template)
     if cache:
         keep_prompts(engine, cache, report.line)
-        engine.warm_up()
+        engine.warm_up(with_suggestions(engine.generation, settings_given(args))[0], engine.batch_size)
     return engine

@@ -212,6 +212,19 @@ def test_graphs_are_captured_on_request():
     assert stream.run()[0].token_ids == list(plain(params))
 
 
+def test_steps_of_more_clients_are_captured_at_the_start():
+    """Catches a client who comes while others decode, and for whom all of them wait until their step is captured."""
+    engine = with_graphs(Engine(MODEL, letters(), drafter_of("eagle1", 5), EngineConfig(batch_size=5)))
+    engine.warm_up(settings(1), requests=5)
+    graphs = dict(engine.runner.graphs)
+    assert sorted(rows for *_, rows, _ in graphs) == [1, 2, 4, 5]
+    for clients in range(1, 6):
+        results = engine.generate_batch((PROMPTS * 2)[:clients], settings(1)).run()
+        for b, result in enumerate(results[:3]):
+            assert tuple(result.token_ids) == plain(settings(1), b)
+    assert engine.runner.graphs == graphs
+
+
 def test_capture_order_and_waits():
     """Catches a warm-up on another stream than the capture's, a capture that does not wait for the stream before it,
     and a read that waits for more than its own step. The GPU would then idle while the host works."""

@@ -105,9 +105,10 @@ class Batch:
                 self._end(request)
 
     def drain(self) -> None:
-        """Hand out what the steps under way emit, so that none is left."""
+        """Hand out what the steps under way emit, so that none is left, and steps of another kind may follow."""
         while self._pending:
             self._hand_out()
+        self._kind = None
 
     def forget(self) -> None:
         """Forget what the caches hold of texts that have ended."""

@@ -95,7 +95,7 @@ class Replica:
             self._engine = engine = report.load(self._options)
             if self._cache:
                 keep_prompts(engine, self._cache, report.line)
-            engine.warm_up(requests=engine.batch_size)
+            engine.warm_up(None, engine.batch_size)
             device = describe_device(engine.model.device)
             build = {"device": device, "kernels": engine.backend.describe()} | versions()
             place = f"process {os.getpid()} on {socket.gethostname()}"

@@ -213,11 +213,18 @@ def test_graphs_are_captured_on_request():
 
 
 def test_steps_of_more_clients_are_captured_at_the_start():
-    """Catches a client who comes while others decode, and for whom all of them wait until their step is captured."""
-    engine = with_graphs(Engine(MODEL, letters(), drafter_of("eagle1", 5), EngineConfig(batch_size=5)))
+    """Catches a client who comes while others decode, and for whom all of them wait until their step is captured, and a
+    text that goes on with the times of other steps."""
+    config = EngineConfig(batch_size=5, eagle_always=False)
+    engine = with_graphs(Engine(MODEL, letters(), drafter_of("eagle1", 5), config))
+    stream = engine.generate(PROMPT, settings(1))
+    chunks = iter(stream)
+    next(chunks), next(chunks)  # from the prompt, and from a step
     engine.warm_up(settings(1), requests=5)
+    assert stream.run()[0].token_ids == list(plain(settings(1)))
+    assert engine.step_seconds == engine.timings[settings(1).mode, 1] != engine.timings[settings(1).mode, 5]
     graphs = dict(engine.runner.graphs)
-    assert sorted(rows for *_, rows, _ in graphs) == [1, 2, 4, 5]
+    assert sorted(rows for *_, rows, _ in graphs) == [1, 1, 2, 2, 4, 4, 5, 5]  # plain steps, too
     for clients in range(1, 6):
         results = engine.generate_batch((PROMPTS * 2)[:clients], settings(1)).run()
         for b, result in enumerate(results[:3]):

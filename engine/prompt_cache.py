@@ -20,6 +20,7 @@ from decoding.step import DecodeState
 from kernels.memory import Snapshot, resume
 from support import cache
 from support.files import clean_up
+from weights.files import safetensors_parts
 
 WORTHWHILE = 32  # tokens; fewer are run again sooner than they are copied
 MB = 1 << 20
@@ -228,14 +229,12 @@ class PromptCache:
             return
         while self.disk_bytes + saved.nbytes > self.disk_limit:
             self._drop(next(other for other in self.entries if other.file is not None))
-        from safetensors.torch import save
-
         # in the order of writing, and unlike the name that any other process gives at the same time
         file = self.folder / f"{time.time_ns():020}-{secrets.token_hex(8)}{ENDING}"
         tensors, earlier = {f"rows{i}": part for i, part in enumerate(saved.rows)}, saved.snapshot
         tensors |= {"memory": earlier.memory, "path": earlier.path} if earlier else {}
         try:
-            cache.store(file, save(tensors), saved.about, 0o600)  # somebody's own words
+            cache.store(file, b"".join(safetensors_parts(tensors)), saved.about, 0o600)  # somebody's own words
         except OSError:
             self._drop(saved)
             return

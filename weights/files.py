@@ -11,7 +11,7 @@ import os
 import re
 import warnings
 import zipfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -76,8 +76,11 @@ class Destination(NamedTuple):
     progress: Progress
 
 
-def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write a safetensors file whole. Tensors may be views on any device. At most one of them is copied at a time."""
+def safetensors_parts(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
+    """A safetensors file, part by part. Tensors may be views on any device. At most one of them is copied at a time.
+
+    `safetensors.torch.save` keeps a type in memory for every new number of bytes, which a server would do for ever.
+    """
     kinds = {dtype: kind for kind, dtype in KINDS.items()}
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     # Wide dtypes come first, so that every tensor starts at a multiple of its element size.
@@ -88,11 +91,16 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
         header[name] = {"dtype": kinds[t.dtype], "shape": list(t.shape), "data_offsets": [start, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
+    yield len(text).to_bytes(8, "little") + text
+    for _, t in order:
+        flat = t.detach().cpu().contiguous().reshape(-1)
+        yield memoryview(flat.view(torch.uint8).numpy())
+
+
+def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write a safetensors file whole."""
     with written_whole(path) as part, open(part, "wb") as out:
-        out.write(len(text).to_bytes(8, "little") + text)
-        for _, t in order:
-            flat = t.detach().cpu().contiguous().reshape(-1)
-            out.write(memoryview(flat.view(torch.uint8).numpy()))
+        out.writelines(safetensors_parts(tensors))
 
 
 def write_directory(directory: str | Path, tensors: Mapping[str, Tensor], config: dict[str, Any]) -> None:

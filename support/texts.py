@@ -91,9 +91,10 @@ def read_chats(path: str | Path) -> list[list[dict[str, str]]]:
     path = Path(path)
     if path.suffix != ".jsonl":
         return []
-    read_texts(path)  # refuses what is not text
-    rows = [row for _, row in json_lines(read_text(path), path)]
-    chats = [row["messages"] for row in rows if isinstance(row, dict) and row.get("messages")]
+    rows = list(json_lines(read_text(path), path))
+    for where, row in rows:
+        _text_of(row, where)  # refuses what is not text
+    chats = [row["messages"] for _, row in rows if isinstance(row, dict) and row.get("messages")]
     if chats and len(chats) < len(rows):
         raise refusal(path, f"{len(rows) - len(chats)} lines are no conversations with messages; leave them out.")
     return chats

@@ -20,7 +20,7 @@ from torch import Tensor
 import kernels
 from decoding.drafter import DraftInput, StepParts, take_rows
 from drafters.trees import DraftHead, FedRows, HeadDrafter
-from model import MLP, Attention, Block, Nodes, RMSNorm, Transformer, weight_bytes
+from model import MLP, Attention, Block, Nodes, RMSNorm, Transformer, normed_by, weight_bytes
 from support.machine import zeros
 from tree import DynamicTree, TreeTables
 from weights.heads import EagleConfig
@@ -136,6 +136,12 @@ class EagleHead(DraftHead):
         out = (layer or type(self).layer_forward)(self, *self.joined(tokens, feature, source), nodes, kv)
         return self.norm(out) if self.config.norm_output else out
 
+    def absorb(self, tokens: Tensor, feature: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, kv: Tensor) -> None:
+        """Write the keys and values of tokens [B, T], each beside its feature [B, T, H] as `forward` takes them, into
+        slots [B, T] of kv. Nothing else of a known token is needed."""
+        _, x = self.layer_inputs(*self.joined(tokens, feature))
+        self.layer.attention.write(x, cos, sin, slots, kv)
+
     def predict(self, output: Tensor) -> Tensor:
         """output [..., H] -> draft logits [..., Vd], float32 (float64 stays)."""
         logits = self.narrow_logits(output)
@@ -148,7 +154,7 @@ class EagleHead(DraftHead):
         """Whole sequences with gradients: tokens [B, T] paired with feature [B, T, H] -> output [B, T, H].
 
         `memory` collects the keys and values of every step of EAGLE-3's training-time test. Step s attends step 0
-        causally and only its own row of steps 1 to s. Rotary positions are row + s.
+        causally, within the layer's window, and only its own row of steps 1 to s. Rotary positions are row + s.
         """
         residual, x = self.layer_inputs(*self.joined_train(tokens, feature))
         positions = torch.arange(tokens.shape[1], device=tokens.device)[None] + shift
@@ -168,8 +174,10 @@ class EagleHead(DraftHead):
         k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
         memory.append((k, v))
         T, scale = x.shape[1], attention.scale
-        causal = torch.ones(T, T, dtype=torch.bool, device=x.device).tril()
-        scores = [(q @ memory[0][0].mT * scale).masked_fill(~causal, -math.inf)]
+        seen = torch.ones(T, T, dtype=torch.bool, device=x.device).tril()
+        if attention.window:  # a row of step s stands s positions behind that of step 0
+            seen = seen.triu(len(memory) - attention.window)
+        scores = [(q @ memory[0][0].mT * scale).masked_fill(~seen, -math.inf)]
         scores += [(q * own).sum(-1, keepdim=True) * scale for own, _ in memory[1:]]
         weights = torch.cat(scores, -1).softmax(-1)
         out = weights[..., :T] @ memory[0][1]
@@ -205,6 +213,10 @@ class MtpHead(EagleHead):
 
     def norms_of_inputs(self) -> tuple[RMSNorm, RMSNorm]:
         return self.target.mtp.embed_norm, self.target.mtp.feature_norm
+
+    def layer_inputs(self, _residual: Tensor, joined: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.target.mtp.fc(joined)
+        return x, normed_by(self.layer.input_norm, x)
 
     def layer_forward(self, _residual: Tensor, joined: Tensor, nodes: Nodes, kv: Tensor) -> Tensor:
         return self.layer(self.target.mtp.fc(joined), nodes, kv)
@@ -248,6 +260,9 @@ class EagleDrafter(HeadDrafter):
     def fuse(self, features: Tensor) -> Tensor:
         return self.head.fuse(features)
 
+    def _absorb(self, tokens: Tensor, features: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, cache: Tensor) -> None:
+        self.head.absorb(tokens, self.fuse(features), cos, sin, slots, cache)
+
     def _forward(self, fed: FedRows, cache: Tensor, parts: StepParts) -> Tensor:
         return self.head(fed.tokens, fed.features, fed.nodes, cache, parts.draft_layer, fed.source)
 
@@ -265,8 +280,8 @@ class UnshiftedDrafter(EagleDrafter):
         super().__init__(head, tree, *how, **more)
         self.above: Tensor | None = None  # the tokens of the level above
 
-    def prefill(self, row: int, tokens: Tensor, features: Tensor, start: Tensor) -> None:
-        super().prefill(row, F.pad(tokens[:, :-1], (1, 0)), features, start)
+    def prefill(self, row: int, tokens: Tensor, features: Tensor, start: Tensor, keep: Tensor) -> None:
+        super().prefill(row, F.pad(tokens[:, :-1], (1, 0)), features, start, keep)
 
     def _extend(self, inputs: DraftInput) -> Tensor:
         self.above = inputs.root[:, None]

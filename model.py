@@ -159,24 +159,36 @@ class Attention(nn.Module):
         out = out if gates is None else out * kernels.sigmoid(gates)
         return linear(self.o, out, residual, multiplier=multiplier)
 
+    def write(
+        self, x: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, kv: Tensor
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Write the keys and values of x [B, T, in] into slots [B, T] of kv, which is as of `forward`.
+
+        Returns the rotated queries [B, Hq, T, hd], what `tree_attention` takes as `arrived`, and the gates as of
+        `all_heads`.
+        """
+        gates = None
+        turn = *self.own_turn(cos, sin), kv, slots, *self.head_norms(), self.value_norm, self.shares
+        if isinstance(self.qkv, nn.Linear) or self.wide_norm or self.gated or self.keys_as_values:
+            heads, gates = self.all_heads(x)
+            q, arrived = kernels.rope_write_kv(heads, *turn)
+        else:
+            q, arrived = self.qkv.heads(x, self.head_dim, *turn)
+        return q, arrived, gates
+
     def forward(self, x: Tensor, nodes: Nodes, kv: Tensor, residual: Tensor | None = None) -> Tensor:
         """x [B, T, in] -> [B, T, H], with the residual added.
 
         kv [2, B, Hkv, S, hd], or [2, 1, Hkv, S, hd] with nodes.segments, is written at nodes.slots, then read. A layer
         that shares keys only reads it.
         """
-        gates = None
-        turn = *self.own_turn(nodes.cos, nodes.sin), kv, nodes.slots, *self.head_norms(), self.value_norm, self.shares
-        if isinstance(self.qkv, nn.Linear) or self.wide_norm or self.gated or self.keys_as_values:
-            heads, gates = self.all_heads(x)
-            q, arrived = kernels.rope_write_kv(heads, *turn)
-        else:
-            q, arrived = self.qkv.heads(x, self.head_dim, *turn)
+        q, arrived, gates = self.write(x, nodes.cos, nodes.sin, nodes.slots, kv)
         q = self.turned_queries(q, nodes.positions)
         visible = nodes.visible_window if self.window else nodes.visible
-        seen = nodes.start, visible, nodes.positions, self.window
+        window = min(self.window, nodes.window) or max(self.window, nodes.window)  # 0 is no limit
+        seen = nodes.start, visible, nodes.positions, window
         shape = self.scale, arrived, self.cap, self.sinks
-        out = kernels.tree_attention(q, kv, *seen, *shape, nodes.segments, nodes.longest, nodes.chain)
+        out = kernels.tree_attention(q, kv, *seen, *shape, nodes.segments, nodes.longest, nodes.chain, nodes.ring)
         return self.output(out, gates, residual, self.multiplier)
 
     def forward_train(self, x: Tensor, cos: Tensor, sin: Tensor, shared: Tensor | None = None) -> Tensor:

@@ -20,7 +20,16 @@ from engine.engine import Engine, EngineConfig
 from engine.ranks import RankedEngine
 from engine.results import GenerationResult
 from families.config import ModelConfig
-from loading.drafting import DraftFiles, block_tree, build_drafter, build_head, read_drafter, resolve, with_tree
+from loading.drafting import (
+    DraftFiles,
+    block_tree,
+    build_drafter,
+    build_head,
+    read_drafter,
+    resolve,
+    with_tree,
+    with_window,
+)
 from loading.options import LoadOptions, read_option
 from support.errors import UsageError
 from support.machine import synchronize
@@ -197,6 +206,7 @@ def build_engine(base: Engine, options: dict[str, Any], ctx: int) -> Engine:
     """
     # tau is measured, so speculation goes on where it does not pay, unless an arm is about falling back
     own = dict.fromkeys(("pool", "tree", "prune", "ngram_nodes")) | {"ctx": ctx, "eagle_always": True}
+    own["draft_window"] = "auto"
     opts, model = replace(base.options, **own | options), base.model
     files = DraftFiles()
     if base.head is not None and opts.eagle == base.options.eagle:
@@ -208,7 +218,7 @@ def build_engine(base: Engine, options: dict[str, Any], ctx: int) -> Engine:
         head = build_head(files.head, model, opts, base.tokenizer) if files.head else None
     if opts.tree == "auto":
         opts = resolve(opts, opts.open_checkpoint(), files.head)
-    opts = with_tree(opts, model.quant, head.config if head else None)
+    opts = with_tree(with_window(opts, head.config if head else None), model.quant, head.config if head else None)
     drafter = build_drafter(model, opts, base.backend, head, files.model)
     return base.sibling(drafter, EngineConfig.of(opts, base.backend, head))
 

@@ -181,7 +181,8 @@ def _drafter(engine: Engine) -> str:
     if head:
         trimmed = f" vocabulary {head.vocab_size:,}" if head.draft_ids is not None else ""
         pruned = ", pruned" if drafter.p_min else ""
-        return f"   head {head.config.kind}{size}{trimmed}  tree {engine.options.tree}{pruned}"
+        seen = f"  window {engine.options.draft_window}" if engine.options.window else ""
+        return f"   head {head.config.kind}{size}{trimmed}  tree {engine.options.tree}{pruned}{seen}"
     return f"   drafter {kind}{size}  N {drafter.N}  D {drafter.D}" if kind else ""
 
 

@@ -50,6 +50,7 @@ class DraftInput(NamedTuple):
     bias: Tensor | None = None  # [B, 1, V] what the requests add to the logits, None if no row asks for it
     kv: tuple[Tensor, ...] = ()  # the target's caches
     segments: Tensor | None = None  # as of Nodes
+    produced: Tensor | None = None  # [B] tokens emitted so far
 
 
 class Drafter:
@@ -66,6 +67,11 @@ class Drafter:
     cached_models: tuple[nn.Module, ...] = ()  # those whose keys and values the caches hold
     tree: DynamicTree | TreeTables | None = None  # what it drafts, if that is one tree for each row, or one for all
     grafted: bool = False  # whether n-gram nodes were added to another drafter's tree
+    window: int = 0  # the positions before a row that it sees; 0: the whole text
+    # Slots of a row of its caches, where position p lies in slot p mod `ring`, so they hold the last `kept` positions
+    # of a text alone. 0: slot p holds position p.
+    ring: int = 0
+    kept: int = 0
 
     def __init__(self, N: int, D: int, feature_size: int, taps: tuple[int, ...] = ()):
         """N: nodes of the tree, root included. D: greatest depth below the root. feature_size: width of the target's
@@ -75,8 +81,26 @@ class Drafter:
         self.feature_size = feature_size
         self.taps = taps
 
-    def prefill(self, row: int, tokens: Tensor, features: Tensor, start: Tensor) -> None:
-        """Learn known tokens of one sequence: ids [1, T + 1] from position start [1], features [1, T, F] of T of them."""
+    def prefill(self, row: int, tokens: Tensor, features: Tensor, start: Tensor, keep: Tensor) -> None:
+        """Learn known tokens of one sequence: ids [1, T + 1] from position start [1], features [1, T, F] of T of them.
+        keep [1]: how many of these T are no padding. No host sync."""
+
+    def rows_held(self, drafted: int) -> int:
+        """How many slots of its caches hold a text of which `drafted` rows were made."""
+        return min(drafted, self.ring) if self.ring else drafted
+
+    def resume(self, length: int, drafted: int, start: int) -> int:
+        """From where a text of `length` tokens has to be run, so that the caches have all that drafting sees behind it.
+
+        The caches hold rows of a text that has its first `start` tokens in common with this one, and of which `drafted`
+        rows were made. The result is at most `start`.
+        """
+        if not self.D or not self.ring:
+            return min(start, drafted) if self.D else start
+        needed = max(0, length - self.window)  # the first row that drafting sees
+        if drafted - self.kept > needed:
+            return min(start, needed)
+        return min(start, max(needed, drafted))
 
     def draft(self, inputs: DraftInput) -> Draft:
         """Propose one tree per sequence. No host sync."""
@@ -86,8 +110,9 @@ class Drafter:
         """Whether it drafts only what pays, so that plain steps need not replace its steps."""
         return False
 
-    def price(self, share: float) -> None:
-        """Learn what checking one more node takes, as a share of the time of a plain step."""
+    def price(self, share: float, first: float | None = None) -> None:
+        """Learn what checking one more node takes, as a share of the time of a plain step behind the present text. first:
+        what it takes behind no text, as a share of the same."""
 
     def first(self, rows: int) -> Drafter:
         """This drafter for the first rows of the batch. What it keeps for each row is shared as views.
@@ -103,7 +128,7 @@ class Drafter:
     def swap(self, a: int, b: int, length: int) -> None:
         """Exchange what is kept for two rows. Rows of its caches from `length` on are not valid. No host sync."""
         for cache in self.caches:
-            swap_rows(cache, a, b, length)
+            swap_rows(cache, a, b, self.rows_held(length))
 
     def bytes_per_step(self, model: Transformer) -> float:
         """Weight bytes that one draft reads."""

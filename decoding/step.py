@@ -152,7 +152,8 @@ def draft_input(
     if mode.bias:  # of the tokens after the root
         nothing = torch.zeros_like(state.seen, dtype=torch.float32).unsqueeze(1)
         bias = sampling.add_bias(nothing, state.n.unsqueeze(1) + 1, state.sampling)
-    return DraftInput(*buffers, state.sampling, mode, state.seen, state.counts, parts, bias, state.kv, state.segments)
+    more = state.kv, state.segments, state.produced
+    return DraftInput(*buffers, state.sampling, mode, state.seen, state.counts, parts, bias, *more)
 
 
 def unmarked(phase: str) -> None:

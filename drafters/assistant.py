@@ -70,7 +70,7 @@ class AssistantHead(DraftHead):
 class AssistantDrafter(HeadDrafter):
     """Drafts trees with an `AssistantHead`."""
 
-    def prefill(self, row: int, tokens: Tensor, features: Tensor, start: Tensor) -> None:
+    def prefill(self, row: int, tokens: Tensor, features: Tensor, start: Tensor, keep: Tensor) -> None:
         """The target's keys and values are all it needs of a prompt."""
 
     def _place_levels(self, inputs: DraftInput) -> tuple[Tensor, ...]:

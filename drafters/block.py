@@ -238,7 +238,7 @@ class BlockDrafter(HeadDrafter):
             raise ValueError(f"the tree is {tree.D} deep, but this head drafts {config.depth} tokens at once; {hint}.")
         if not isinstance(tree, DynamicTree) and not rule.multi_round and 0 < tree.D == tree.N - 1 and tree.valid.all():
             tree = DynamicTree(tree.N, tree.D - 1, 1)  # a chain, for which this is the shortest way
-        super().__init__(head, tree, batch_size, slots + config.slots, rule._replace(ngram_nodes=0))
+        super().__init__(head, tree, batch_size, slots, rule._replace(ngram_nodes=0), config.slots)
         if rule.shared_noise and config.markov:
             self.scoring = "noisy"
         device = self.cache.device
@@ -250,15 +250,8 @@ class BlockDrafter(HeadDrafter):
         """Everything is read once."""
         return self.head.bytes_read()
 
-    def _absorb(self, features: Tensor, where: tuple[Tensor, ...], cache: Tensor) -> None:
-        fed = features.shape[1]
-        _, slots, cos, sin = (column.narrow(1, 0, fed) for column in where[:4])
+    def _absorb(self, tokens: Tensor, features: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, cache: Tensor) -> None:
         self.head.absorb(features, cos, sin, slots, cache)
-
-    def prefill(self, row: int, tokens: Tensor, features: Tensor, start: Tensor) -> None:
-        level = torch.arange(features.shape[1], device=features.device)[None]
-        where = kernels.place_rows(start, level, self.rotary, self.slots)
-        self._absorb(features, where, self.cache.narrow(-4, row, 1))
 
     def draft(self, inputs: DraftInput) -> Draft:
         if inputs.mode.sample and inputs.noise is None:  # trees are pruned
@@ -287,11 +280,12 @@ class BlockDrafter(HeadDrafter):
             features = features.narrow(1, 0, min(int(inputs.count.max()), features.shape[1]))
         fed = features.shape[1]
         where = self._place(inputs, self.block_depth, fed)
-        self._absorb(features, where, self.cache)
+        _, slots, cos, sin = (column.narrow(1, 0, fed) for column in where[:4])
+        self.head.absorb(features, cos, sin, slots, self.cache)
         positions, slots, cos, sin = (column.narrow(1, fed, self.block_depth.shape[1]) for column in where[:4])
         B = inputs.n.shape[0]
         seen = (mask.expand(B, -1, -1) for mask in (self.visible, self.visible_window))
-        nodes = Nodes(cos, sin, positions, slots, inputs.n, *seen)
+        nodes = Nodes(cos, sin, positions, slots, inputs.n, *seen, window=self.window, ring=self.ring > 0)
         tokens = torch.cat((inputs.root[:, None], self.masks.expand(B, -1)), 1)
         return self.head(tokens, nodes, self.cache, inputs.parts.layers)
 

@@ -1,11 +1,13 @@
 """A small LLM of the same vocabulary as the drafter."""
 
+import torch
 from torch import Tensor
 
-from decoding.drafter import StepParts
+import kernels
+from decoding.drafter import UNCOMPILED, StepParts
 from drafters.trees import DEFAULT_RULE, DraftRule, FedRows, TreeDrafter
 from families.config import ModelConfig
-from model import Transformer
+from model import Transformer, chain_ancestors, nodes_at
 from text.tokenizer import Tokenizer
 from tree import Trees
 
@@ -23,13 +25,19 @@ class DraftModelDrafter(TreeDrafter):
         check_vocabulary(target.config, model.config)
         super().__init__(model, target.config.hidden_size, (), tree, batch_size, slots, rule)
         self.model = model
-        self.window = max(model.config.windows)
+        self.model_window = max(model.config.windows)
         if any(0 < window <= self.D for window in model.config.windows):
-            raise ValueError(f"the draft model attends {self.window} tokens, less than the tree is deep.")
+            raise ValueError(f"the draft model attends {self.model_window} tokens, less than the tree is deep.")
 
     def bytes_per_step(self, model: Transformer) -> float:
         """The whole draft model is read once per forward."""
         return sum(self.model.weight_bytes(width) for width in (self.D + 1, *self.level_widths()))
+
+    def prefill(self, row: int, tokens: Tensor, features: Tensor, start: Tensor, keep: Tensor) -> None:
+        T = features.shape[1]
+        where = kernels.place_rows(start, torch.arange(T, device=tokens.device)[None], self.rotary, self.slots)
+        nodes = nodes_at(where, start, chain_ancestors(1, T, tokens.device), self.model_window)._replace(chain=True)
+        self._forward(FedRows(tokens[:, :-1], features, nodes), self.cache.narrow(-4, row, 1), UNCOMPILED)
 
     def _forward(self, fed: FedRows, cache: Tensor, parts: StepParts) -> Tensor:
         return self.model(fed.tokens, fed.nodes, (cache,), layers=parts.layers)[0]

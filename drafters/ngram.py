@@ -90,6 +90,7 @@ class WithNGrams(Drafter):
         self.cached_models = drafter.cached_models
         self.scoring = drafter.scoring
         self.grafted = True
+        self.ring, self.kept = drafter.ring, drafter.kept
 
     @staticmethod
     def shape(N: int, D: int, K: int) -> tuple[int, int]:
@@ -104,8 +105,11 @@ class WithNGrams(Drafter):
     def bytes_per_step(self, model: Transformer) -> float:
         return self.drafter.bytes_per_step(model)
 
-    def prefill(self, row: int, tokens: Tensor, features: Tensor, start: Tensor) -> None:
-        self.drafter.prefill(row, tokens, features, start)
+    def prefill(self, row: int, tokens: Tensor, features: Tensor, start: Tensor, keep: Tensor) -> None:
+        self.drafter.prefill(row, tokens, features, start, keep)
+
+    def resume(self, length: int, drafted: int, start: int) -> int:
+        return self.drafter.resume(length, drafted, start)
 
     def draft(self, inputs: DraftInput) -> Draft:
         count = min(max(CANDIDATES, -(-self.K // self.D)), inputs.tokens.shape[1])

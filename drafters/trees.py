@@ -11,7 +11,7 @@ from torch import Tensor
 
 import kernels
 from decoding import sampling
-from decoding.drafter import UNCOMPILED, Draft, Drafter, DraftInput, StepParts, take_rows
+from decoding.drafter import Draft, Drafter, DraftInput, StepParts, take_rows
 from decoding.params import SamplingMode
 from kernels.growing import expand, first_level, select
 from kernels.records import Rotary
@@ -19,6 +19,9 @@ from model import Nodes, RotaryTable, Transformer, chain_ancestors, nodes_at, we
 from tree import DynamicTree, Trees, TreeTables, check_width
 from weights.quantized import QuantLinear, lm_head_rows
 
+BACK = 56  # positions before the window that a ring keeps, so that a text can be taken back by so much
+AHEAD = 72  # rows behind a text, besides those of a tree, that steps under way may write
+FORWARD = 2.5  # a forward of a head is worth its time below what is so many times as likely as a node worth checking
 SLIVER = 1e-9  # share of the draft's probability for tokens that the filters removed (multi-round)
 
 
@@ -32,6 +35,7 @@ class DraftRule(NamedTuple):
     by_price: bool = False  # p_min holds until the price of a node is known (`TreeDrafter.price`)
     # Where the text repeats itself, up to so many tokens of its earlier continuation take the place of a pruned tree.
     ngram_nodes: int = 0
+    window: int = 0  # positions that a head attends to, besides the nodes of its tree; 0: the whole text
 
 
 DEFAULT_RULE = DraftRule()
@@ -59,23 +63,25 @@ class TreeDrafter(Drafter):
     draft_ids: Tensor | None = None
     # 1 for a model that reads token i in row i, 0 for one that reads the feature of token i beside token i + 1.
     lead = 0
-    window = 0  # of the model's attention over known tokens, 0 if it is full
+    model_window = 0  # of the attention of a whole model over known tokens, 0 if it is full
     prunes_dynamic = False  # whether it leaves nodes out of dynamic trees, too
 
     def __init__(
         self, model: nn.Module, feature_size: int, taps: tuple[int, ...], tree: Trees, batch_size: int, slots: int,
-        rule: DraftRule = DEFAULT_RULE,
+        rule: DraftRule = DEFAULT_RULE, extra: int = 0,
     ):  # fmt: skip
         """A drafter for B sequences.
 
         Args:
             model: has `rotary` and `new_cache`.
             slots: of the target's cache.
+            extra: rows behind the text that a draft writes besides those of a tree.
         """
         super().__init__(tree.N + rule.ngram_nodes, max(tree.D, rule.ngram_nodes), feature_size, taps)
         self.tree = tree
         self.rotary = Rotary(model.rotary.cos, model.rotary.sin)
-        self.shared_noise, self.multi_round, self.p_min, self.by_price, self.ngram_nodes = rule
+        self.shared_noise, self.multi_round, self.p_min, self.by_price, self.ngram_nodes, self.window = rule
+        self.p_forward = FORWARD * self.p_min
         self.dynamic = isinstance(tree, DynamicTree)
         self.scoring = "noisy" if (self.dynamic or rule.p_min) and rule.shared_noise else "probability"
         if rule.multi_round and self.dynamic:
@@ -83,8 +89,11 @@ class TreeDrafter(Drafter):
             raise ValueError(f"--verify multi-round needs a static tree or a chain: {why}")
         if rule.p_min and self.dynamic and not self.prunes_dynamic:
             raise ValueError("--prune needs a static tree, like paper25; a dynamic one chooses its nodes itself.")
-        scratch = tree.depth * tree.topk if self.dynamic else tree.run_rows  # cache rows of a tree
+        scratch = extra + (tree.depth * tree.topk if self.dynamic else tree.run_rows)  # cache rows of a tree
         self.target_slots, self.slots = slots, slots + self.lead + scratch
+        if self.window and ring_slots(self.window, scratch) < self.slots:
+            self.slots = ring_slots(self.window, scratch)
+            self.ring, self.kept = self.slots - 1, self.window + BACK
         self.caches = model.new_cache(batch_size, self.slots)
         self.cache = self.caches[0]
         self.cached_models = (model,)
@@ -92,7 +101,7 @@ class TreeDrafter(Drafter):
         depths = [depth for depth, width in enumerate(self.level_widths()) for _ in range(width)]
         self.row_depth = torch.tensor([depths], dtype=torch.int64, device=device)  # of all rows, below the first level
         if self.dynamic:  # of every level's rows in the batch, from the first row of the level on
-            self.level_first = torch.arange(0, scratch, tree.topk, device=device)[:, None]
+            self.level_first = torch.arange(0, scratch - extra, tree.topk, device=device)[:, None]
             self.level_depth = self._level_depth(batch_size)
         self.chain = chain_ancestors(1, self.D + 1, device).contiguous()
 
@@ -111,9 +120,13 @@ class TreeDrafter(Drafter):
         # a grammar writes forced tokens into the tree; the rest is what the C++ kernels lack
         return self.p_min > 0 and not (mode.grammar or mode.penalties or mode.filters)
 
-    def price(self, share: float) -> None:
+    def price(self, share: float, first: float | None = None) -> None:
         # Decoding emits about 1.3 tokens in the time of a plain step. A node must emit as many in its own time.
-        self.p_min = min(max(1.3 * share, 0.05), 0.5)
+        self.p_min = min(max(1.3 * share, 0.05), 0.9)
+        # Behind a long text a node takes longer, and a forward of the head does not. The likeliest child of a node has
+        # about 0.7 of its probability, so behind a short text this is FORWARD times p_min.
+        base = self.p_min if first is None else min(max(1.3 * first, 0.0), self.p_min)
+        self.p_forward = min((self.p_min + (0.7 * FORWARD - 1) * base) / 0.7, 1.0)
 
     def level_widths(self) -> list[int]:
         """Rows of every draft forward after the first one."""
@@ -144,7 +157,12 @@ class TreeDrafter(Drafter):
 
     def _place(self, inputs: DraftInput, depth: Tensor, fed: int = 0) -> tuple[Tensor, ...]:
         """Where rows of the draft cache go (`kernels.place_rows`)."""
-        return kernels.place_rows(inputs.n, depth, self.rotary, self.slots, fed, inputs.count, inputs.tokens, self.lead)
+        known = inputs.count, inputs.tokens, self.lead, None, self.ring > 0
+        return kernels.place_rows(inputs.n, depth, self.rotary, self.slots, fed, *known)
+
+    def _nodes(self, where: tuple[Tensor, ...], start: Tensor, visible: Tensor, window: int = 0) -> Nodes:
+        nodes = nodes_at(where, start + self.lead if self.lead else start, visible, window)
+        return nodes._replace(window=self.window, ring=self.ring > 0)
 
     def _forward(self, fed: FedRows, cache: Tensor, parts: StepParts) -> Tensor:
         """Run the model; the output [B, T, H]."""
@@ -162,13 +180,6 @@ class TreeDrafter(Drafter):
         """The target's features -> what the model reads."""
         return features
 
-    def prefill(self, row: int, tokens: Tensor, features: Tensor, start: Tensor) -> None:
-        tokens = tokens[:, 1 - self.lead : tokens.shape[1] - self.lead]
-        T = tokens.shape[1]
-        where = kernels.place_rows(start, torch.arange(T, device=tokens.device)[None], self.rotary, self.slots)
-        nodes = nodes_at(where, start, chain_ancestors(1, T, tokens.device), self.window)._replace(chain=True)
-        self._forward(FedRows(tokens, self.fuse(features), nodes), self.cache.narrow(-4, row, 1), UNCOMPILED)
-
     def _extend(self, inputs: DraftInput) -> Tensor:
         """Feed the accepted tokens again with their true features; the output [B, 1, H] of the root's row."""
         fed = inputs.features.shape[1]
@@ -176,7 +187,7 @@ class TreeDrafter(Drafter):
         start = inputs.n - inputs.count
         seen = self.chain if fed == self.D + 1 else chain_ancestors(1, fed, start.device)  # a graft may be deeper
         seen = seen.expand(inputs.n.shape[0], -1, -1)
-        nodes = nodes_at(where, start + self.lead if self.lead else start, seen, self.window)
+        nodes = self._nodes(where, start, seen, self.model_window)
         output = self._forward(FedRows(where[-1], self.fuse(inputs.features), nodes), self.cache, inputs.parts)
         return take_rows(output, (inputs.count - 1)[:, None])
 
@@ -191,7 +202,7 @@ class TreeDrafter(Drafter):
         """
         width, by_level = tokens.shape[1], rows[0].dim() == 3
         where = tuple(c.select(0, first // width) if by_level else c.narrow(1, first, width) for c in rows[:4])
-        nodes = nodes_at(where, inputs.n + self.lead if self.lead else inputs.n, visible)
+        nodes = self._nodes(where, inputs.n, visible)
         return self._forward(FedRows(tokens, above, nodes, source), self.cache, inputs.parts)
 
     def _logits(self, inputs: DraftInput, output: Tensor, paths: Tensor) -> Tensor:
@@ -366,13 +377,35 @@ class DraftHead(nn.Module):
 
 
 class HeadDrafter(TreeDrafter):
-    """Drafts trees with a draft head."""
+    """Drafts trees with a draft head. What its cache holds of a token is made of the token and of features alone."""
 
-    def __init__(self, head: DraftHead, tree: Trees, batch_size: int, slots: int, rule: DraftRule = DEFAULT_RULE):
+    def __init__(
+        self, head: DraftHead, tree: Trees, batch_size: int, slots: int, rule: DraftRule = DEFAULT_RULE, extra: int = 0
+    ):
         """As TreeDrafter. ValueError if the tree is too wide."""
         check_width(tree, head.vocab_size)
-        super().__init__(head, head.feature_size, head.config.taps, tree, batch_size, slots, rule)
+        super().__init__(head, head.feature_size, head.config.taps, tree, batch_size, slots, rule, extra)
         self.head, self.draft_ids = head, head.draft_ids
+
+    def prefill(self, row: int, tokens: Tensor, features: Tensor, start: Tensor, keep: Tensor) -> None:
+        count, device = features.shape[1], features.device
+        level, first = torch.arange(count, device=device), torch.zeros_like(keep)
+        if 0 < self.ring < count:  # a ring has no room for more
+            level = level[: self.kept]
+            first = (keep - self.kept).clamp(min=0)
+            features = features.index_select(1, first + level)
+        tokens = tokens.index_select(1, first + 1 + level)
+        ring = self.ring > 0
+        where = kernels.place_rows(start + first, level[None], self.rotary, self.slots, 0, None, None, 0, None, ring)
+        _, slots, cos, sin = where[:4]
+        if ring:  # padding must not take the place of what is needed
+            slots = slots.where(first + level < keep, self.ring)
+        self._absorb(tokens, features, cos, sin, slots, self.cache.narrow(-4, row, 1))
+
+    def _absorb(self, tokens: Tensor, features: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, cache: Tensor) -> None:
+        """Write what known tokens are to those behind them into slots [B, T] of the cache. tokens [B, T]: those that
+        follow the features [B, T, F]."""
+        raise NotImplementedError
 
     def predict(self, output: Tensor) -> Tensor:
         return self.head.narrow_logits(output)
@@ -384,6 +417,11 @@ class HeadDrafter(TreeDrafter):
         """
         forwards = 1 if self.p_min else 1 + len(self.level_widths())
         return forwards * self.head.bytes_read()
+
+
+def ring_slots(window: int, scratch: int) -> int:
+    """Slots of a ring for a window and `scratch` rows of a draft, and the one that takes what nobody reads."""
+    return -(-(window + BACK + AHEAD + scratch) // 64) * 64 + 1
 
 
 def of_nodes(tables: TreeTables, row: Tensor, root: Tensor, ids: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:

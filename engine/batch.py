@@ -138,6 +138,8 @@ class Batch:
             self.waiting.remove(request)
         else:
             self._ended += 1
+            if error is None and self.engine.fallback is not None:  # so that the next turn need not run them again
+                self._catch_up(request)
             ids, drafted = request.cached() if error is None else ([], 0)
             self.engine.state.done.select(0, request.row).fill_(True)  # steps under way still add to it, for nobody
             self.texts[request.row] = Text(ids, drafted, self._ended, *self._remembered(request.row))
@@ -225,17 +227,16 @@ class Batch:
         kept = kept_ids(request.prompt, request.adapter) if request.scores is None else []
         request.restored = self._arrange(row, kept, tokens)
         text = self.texts[row]
-        start = min(common_length(text.ids, kept), len(request.prompt) - 1)
-        if engine.drafter.D > 0:  # draft row i holds token i + 1, which must agree too
-            start = max(0, min(start - 1, text.drafted))
-        start = go_on(state, row, text, start)
+        start = usable(text, kept, engine.drafter) if kept else 0
+        go_on(state, row, text, start)
         self.texts[row] = Text()  # nothing is valid until the request has ended well
         self.rows[row], request.row, request.began = request, row, time.perf_counter()
         self.waiting.popleft()
         request.result.cached_tokens = start
         engine.write_settings(row, request.params, request.stop_ids, len(request.prompt))
-        # Until its prompt has been read, steps may run this row, too. What they write lies behind the prompt.
-        state.n[row] = tokens - 1
+        # Until its prompt has been read, steps may run this row, too. What they write lies right behind the prompt, where
+        # it takes the place of nothing that a ring needs.
+        state.n[row] = min(tokens - 1, len(request.prompt) + 1)
         state.count[row] = 1
         allowed = request.constraint.allowed() if request.constraint else None
         how = request.mode, start, allowed, self._alone, request.scores
@@ -251,7 +252,8 @@ class Batch:
         """Start afresh, because nothing is decoded at the moment."""
         self._pending.clear()  # nobody reads what they emit
         self.engine.runner.begin()
-        self._pacers.pop(1, None)  # what one text was like says nothing of the next one
+        if 1 in self._pacers:
+            self._pacers[1] = self._pacers[1].for_another_text()
         self._paced = 0
         self._speculating = True
         self._kind = None
@@ -283,7 +285,7 @@ class Batch:
         text = self.texts[row]
         self.prompt_cache.save(engine.state, engine.drafter, row, text, prompt)
         text.ids = text.ids[:tokens]
-        text.drafted = min(text.drafted, len(text.ids))
+        text.drafted = text.drafted if engine.drafter.ring else min(text.drafted, len(text.ids))
         pool.extend(row, needed)
         engine.state.write_spans()
 
@@ -310,7 +312,7 @@ class Batch:
         if self.rows[best] is None or gains[best] < usable(text, prompt, drafter) + WORTHWHILE:
             return restored
         common = common_length(held[best].ids, prompt)
-        drafted = min(common, held[best].drafted)
+        drafted = held[best].drafted if drafter.ring else min(common, held[best].drafted)
         places, parts = (cache_rows(state, drafter, b, common, drafted) for b in (row, best))
         for place, part in zip(places, parts, strict=True):
             place.copy_(part)
@@ -382,6 +384,7 @@ class Batch:
         """Launch as many steps as may run ahead of the host."""
         engine = self.engine
         started = time.perf_counter()
+        engine.follow(view, max(request.length for request in live))
         lag = 0 if engine.observers or mode.logprobs or mode.grammar else engine.lag
         if not self._pending or not lag:
             self._begun = started
@@ -390,9 +393,7 @@ class Batch:
             returns = speculating and not self._speculating
             for request in live:
                 if returns or request.length - request.drafted > BEHIND and engine.fallback is not None:
-                    with engine.backend.active():
-                        engine.prefill.catch_up(request.row, request.drafted, request.length)
-                    request.drafted = request.length
+                    self._catch_up(request)
             self._speculating = speculating
         drafter = view.drafter if self._speculating else engine.fallback
         rows = [request if request in live else None for request in self.rows[: view.rows]]
@@ -400,6 +401,12 @@ class Batch:
         while self._speculating is speculating and len(self._pending) <= lag:
             output = engine.launch(drafter, mode, view, constraints)
             self._pending.append(Launched(rows, self._speculating, output))
+
+    def _catch_up(self, request: Request) -> None:
+        """Give the drafter the tokens of a request that were decoded plainly."""
+        with torch.inference_mode(), self.engine.backend.active():
+            self.engine.prefill.catch_up(request.row, request.drafted, request.length)
+        request.drafted = max(request.drafted, request.length)
 
     def _hand_out(self) -> None:
         """Read the oldest step under way. The seconds are those of the steps alone, or where steps run ahead of the host,

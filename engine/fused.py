@@ -68,11 +68,13 @@ def fused_parts() -> StepParts:
         bias = inputs.features.new_empty(len(inputs.n), 0)
         if inputs.bias is not None:
             bias = inputs.bias[:, 0] if drafter.draft_ids is None else inputs.bias[:, 0, drafter.draft_ids]
-        text = records.DraftText(*state, inputs.sampling.seed, inputs.sampling.temperature, bias.contiguous())
+        text = records.DraftText(
+            *state, inputs.sampling.seed, inputs.sampling.temperature, bias.contiguous(), inputs.produced
+        )
         p_min = drafter.p_min if drafter.prunes(mode) else 0.0
         noisy = drafter.shared_noise and mode.sample
-        how = noisy, drafter.cache, kernels.round_activations(), p_min, drafter.ngram_nodes
-        return Draft(*torch.ops.eaglet_cpu.draft_tree.default(found, text, *how))
+        how = noisy, drafter.cache, kernels.round_activations(), p_min, drafter.p_forward, drafter.ngram_nodes
+        return Draft(*torch.ops.eaglet_cpu.draft_tree.default(found, text, *how, drafter.window, drafter.ring > 0))
 
     return StepParts(layers, draft_layer, draft_tree=draft_tree)
 
@@ -89,7 +91,8 @@ def _run(
     shared = [t.contiguous() for t in records.flat(nodes._replace(visible=visible, visible_window=windowed))]
     residual = None if residual is None else residual.contiguous()
     run = torch.ops.eaglet_cpu.layers.default
-    return run(x.contiguous(), residual, stacked, shared, kv, kernels.round_activations(), taps)
+    how = kernels.round_activations(), taps, nodes.window, nodes.ring
+    return run(x.contiguous(), residual, stacked, shared, kv, *how)
 
 
 def stack(layers: tuple[nn.Module, ...], norm: Tensor | None = None, input_norm: bool = True) -> Tensor | None:

@@ -156,9 +156,9 @@ def _load(
             what = "a step is captured for each number of rows and kind of sampling"
         say(f"compile {folder} ({state}); {what}, prompts and settings need nothing new")
     trained = head.config.layer if head else files.model.config if files.model else None
-    if trained is not None and trained.max_position_embeddings < options.ctx:
-        limit = trained.max_position_embeddings
-        say(f"note    this drafter was trained to {limit:,} positions; past them expect fewer accepted tokens.")
+    if trained is not None and trained.max_position_embeddings < options.ctx and not options.window:
+        limit, hint = trained.max_position_embeddings, " (--draft-window N: it sees the last N tokens)" if head else ""
+        say(f"note    this drafter was trained to {limit:,} positions; past them expect fewer accepted tokens{hint}")
     release_threads()  # requests may run in another thread
     config = EngineConfig.of(options, backend, head)
     config = replace(config, plan=plan, generation=checkpoint.generation, chunk=chunk)

@@ -142,6 +142,7 @@ class Prefill:
         ids = torch.tensor([*text, 0], dtype=torch.int64)
         if state.memory is not None and start == 0:
             resume(state.memory, row, None)
+        first = max(0, P - self.drafter.kept) if self.drafter.ring else 0  # what the drafter keeps begins here
         while start < P:
             left = P - start
             if state.memory is not None and left > CHUNKS[-1]:
@@ -156,13 +157,17 @@ class Prefill:
                 at = start - int(state.memory.pending[row])
                 state.snapshots[row] = take_snapshot(state.memory, row, at, start)
             chunk, nexts = chunk.to(device), nexts.to(device)
-            hidden_states, features = self.forward(self.model, self.drafter, state, row, chunk, nexts, where, keep)
+            told = start + take > first  # whether the drafter is told of the chunk
+            rows = row, chunk, nexts, where, keep, told
+            hidden_states, features = self.forward(self.model, self.drafter, state, *rows)
             if scores is not None:
                 self._score(scores, hidden_states, nexts[:, : min(take, P - 1 - start)], start)
             start += take
             if start < P:
                 yield
         state.features[row, 0] = features[0, take - 1]
+        if state.history.shape[1]:  # for a drafter that catches up with plain steps
+            state.history[row, (P - 1) % HISTORY] = features[0, take - 1]
         logits = self.model.logits(hidden_states[:, take - 1 : take])
         if not bool(sampling.finite(logits).all()):
             raise not_finite(self.model, state, P - 1)
@@ -209,16 +214,18 @@ class Prefill:
         for at in range(start, end, width):
             tokens = state.tokens[row].index_select(0, (at + level).clamp(max=state.slots - 1))
             features = state.history[row].index_select(0, (at + level[:-1]) % HISTORY)
-            self.drafter.prefill(row, tokens[None], features[None], torch.full_like(level[:1], at))
+            where, keep = (torch.full_like(level[:1], n) for n in (at, min(width, end - at)))
+            self.drafter.prefill(row, tokens[None], features[None], where, keep)
 
 
 def run_chunk(
     model: Transformer, drafter: Drafter, state: DecodeState, row: int, tokens: Tensor, nexts: Tensor, start: Tensor,
-    keep: Tensor, layers: Callable | None = None,
+    keep: Tensor, told: bool, layers: Callable | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """A chunk of known tokens [1, T] from position start [1] -> hidden_states [1, T, H], features [1, T, F].
 
-    nexts [1, T] are the tokens that follow each of them. keep [1]: how many of the tokens are no padding.
+    nexts [1, T] are the tokens that follow each of them. keep [1]: how many of the tokens are no padding. told: whether
+    the drafter learns of them.
     """
     T = tokens.shape[1]
     depth = torch.arange(T, device=tokens.device)[None]
@@ -229,7 +236,8 @@ def run_chunk(
     if memory is not None:
         commit_text(memory, state.window)
     features = hidden_states if taps is None else taps
-    drafter.prefill(row, torch.cat((tokens, nexts[:, -1:]), 1), features, start)
+    if told:
+        drafter.prefill(row, torch.cat((tokens, nexts[:, -1:]), 1), features, start, keep)
     return hidden_states, features
 
 

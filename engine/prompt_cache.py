@@ -43,7 +43,7 @@ class Text:
     """What the caches hold of a text."""
 
     ids: list[int] = field(default_factory=list)
-    drafted: int = 0  # rows of the draft caches that are valid
+    drafted: int = 0  # rows that were made for the draft caches, see `Drafter.resume`
     used: int = 0  # when a row came to hold it; a larger number is later
     # Of a model with recurrent layers: the tokens that their memory has, which cannot be taken back, and an earlier copy.
     at: int = 0
@@ -76,7 +76,7 @@ def cache_rows(state: DecodeState, drafter: Drafter, row: int, length: int, draf
     """The live part of every cache of a row, [..., tokens, width]: the target's first, then the drafter's."""
     yield from (kv.narrow(-2, state.spans[row][0], length) for kv in state.kv)
     for drafts in drafter.caches:
-        yield drafts.narrow(-4, row, 1).narrow(-2, 0, drafted)
+        yield drafts.narrow(-4, row, 1).narrow(-2, 0, drafter.rows_held(drafted))
 
 
 def kept_rows(state: DecodeState, drafter: Drafter, row: int, length: int, drafted: int) -> list[Tensor]:
@@ -85,19 +85,17 @@ def kept_rows(state: DecodeState, drafter: Drafter, row: int, length: int, draft
     return [*cache_rows(state, drafter, row, length, drafted), *remembered]
 
 
-def go_on(state: DecodeState, row: int, text: Text, tokens: int) -> int:
-    """Prepare what recurrent layers remember of a row that holds `text`, to go on from one of its first `tokens` tokens.
-    Returns from which."""
-    start, memory = text.reach(tokens), state.memory
+def go_on(state: DecodeState, row: int, text: Text, start: int) -> None:
+    """Prepare what recurrent layers remember of a row that holds `text`, to go on from one of its tokens (`usable`)."""
+    memory = state.memory
     if memory is None:
-        return start
+        return
     earlier = text.snapshot and text.snapshot.up_to(start)
     state.snapshots[row] = earlier if start else None
-    if text.at <= tokens:
+    if text.at <= start:
         memory.pending[row] = start - text.at
     else:
         resume(memory, row, earlier)
-    return start
 
 
 class PromptCache:
@@ -147,7 +145,7 @@ class PromptCache:
         if not worth or not self._fetch(best):
             return None
         length = min(len(best.ids), state.spans[row][1])
-        drafted = min(best.drafted, length)
+        drafted = best.drafted if drafter.ring else min(best.drafted, length)
         places = kept_rows(state, drafter, row, length, drafted)
         parts = [part[..., : place.shape[-2], :] for place, part in zip(places, best.rows, strict=False)]
         alike = [place.shape for place in places] == [part.shape for part in parts]
@@ -249,8 +247,11 @@ class PromptCache:
 
 def usable(text: Text, prompt: list[int], drafter: Drafter) -> int:
     """How many tokens of a prompt need not be run if a row holds this text."""
-    common = common_length(text.ids, prompt)
-    return text.reach(common if drafter.D == 0 else min(common, text.drafted))
+    start = min(common_length(text.ids, prompt), len(prompt) - 1)
+    start = max(0, start - (drafter.D > 0))  # draft row i holds token i + 1, which must agree too
+    while (reached := text.reach(drafter.resume(len(prompt), text.drafted, start))) < start:
+        start = reached
+    return start
 
 
 def _described(file: Path) -> Saved | None:

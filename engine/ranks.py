@@ -35,6 +35,7 @@ from engine.batch import Batch
 from engine.engine import Engine, Result
 from engine.prompt_cache import PromptCache
 from engine.request import Request
+from engine.runner import Times
 from engine.stepping import EngineConfig
 from engine.streams import Driver
 from model import Transformer
@@ -402,6 +403,10 @@ class RankedEngine(Engine):
         """Rank 0 says what comes next to the others, which `follow`."""
         if self.ranks.rank == 0:
             self.ranks.tell(self.number, *words)
+
+    def _line(self, measure: Callable[[], tuple[float, float]], rows: int, what: str) -> Times:
+        """All ranks go by the times of rank 0, or they would prune their trees differently."""
+        return self.ranks.gather(Times(measure(), int(self.state.n.max())))[0]
 
     def sibling(self, drafter: Drafter | None, config: EngineConfig) -> Engine:
         return RankedEngine(self.model, self.tokenizer, drafter, config, self.ranks)

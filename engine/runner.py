@@ -3,14 +3,17 @@
 This file knows neither models nor text. A step is a function without arguments that works on static buffers.
 """
 
+from __future__ import annotations
+
 import math
 import statistics
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+GROWS = 1.02  # times as long as a short one is a step behind a long text at least, if the difference is no accident
 WARM_UP = 3  # runs before a capture, so that kernels are compiled and workspaces allocated outside the graph
 
 
@@ -110,6 +113,30 @@ class Runner:
             raise RuntimeError(f"{what}; the next request runs its steps one kernel at a time.") from error
 
 
+class Times(NamedTuple):
+    """Seconds of two kinds of steps, measured behind a text of `behind` tokens. A text of n tokens makes them longer in
+    proportion to 1 + growth n, because every row attends to all of it."""
+
+    seconds: tuple[float, float]
+    behind: int = 0
+    growth: tuple[float, float] = (0.0, 0.0)
+
+    def at(self, length: int) -> tuple[float, float]:
+        """Both behind a text of `length` tokens."""
+        a, b = (
+            s * (1 + g * length) / (1 + g * self.behind) for s, g in zip(self.seconds, self.growth, strict=True)
+        )  # fmt: skip
+        return a, b
+
+    def grown(self, far: tuple[float, float], length: int) -> Times:
+        """The same with the growth that follows from the seconds behind `length` tokens."""
+        growth = []
+        for near, long in zip(self.seconds, far, strict=True):
+            slope = (long - near) / (length - self.behind) if long > GROWS * near else 0.0
+            growth.append(slope / max(near - slope * self.behind, near / 20))
+        return self._replace(growth=tuple(growth))
+
+
 class Pacer:
     """Decides whether to draft: not where drafting loses against plain steps.
 
@@ -134,6 +161,12 @@ class Pacer:
         self.seconds: list[float] = []
         self.plain = 0
         self.pause = self.PLAIN
+
+    def for_another_text(self) -> Pacer:
+        """What one text is like says little of the next one. But where drafting did not pay, that begins with a try."""
+        pacer = Pacer(self.break_even, self.plain_seconds)
+        pacer.trying = not self.speculating or self.trying
+        return pacer
 
     def take(self, speculative: bool, counts: Sequence[int], seconds: float) -> None:
         """Learn how many tokens a step emitted for each unfinished sequence, and how long it took.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import statistics
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -19,12 +20,15 @@ from decoding.step import DecodeState, Observer, StepOutput, decode_step, draft_
 from engine.fused import compiled_blocks, fused_parts
 from engine.grammar import Constraint, constrain
 from engine.prefill import CHUNKS, Prefill
-from engine.runner import Runner
+from engine.runner import Runner, Times
 from loading.drafting import DraftHead
 from loading.memory import MemoryPlan
 from loading.options import COMPILE_MODES, LoadOptions
 from model import Transformer
+from support import cache
+from support.machine import describe_device
 
+FAR = 4096  # tokens of a text behind which steps are timed, to learn how they grow
 LAG = 2  # steps that run ahead of the host on a GPU
 KV_DTYPES = {"float16": torch.float16, "int8": torch.int8}  # of options.KV_CACHES; the others are the model's
 # A step, or a half of one: the key of its graph, and a function without arguments.
@@ -112,10 +116,12 @@ class Stepper:
         captured = config.compile and on_gpu and self.compiled != "step"
         self.runner = Runner(self.state.ring, self.state.step, torch.cuda if on_gpu else None, captured)
         self._compile()
-        # seconds of a plain and of a speculative step, by the settings and the number of rows
-        self.timings: dict[tuple[SamplingMode, int], tuple[float, float]] = {}
-        self.step_seconds: tuple[float, float] | None = None  # those of the present steps
-        self.prices: dict[int, tuple[float, float]] = {}  # by the number of rows (`_measure_price`)
+        # of a plain and of a speculative step, by the settings and the number of rows
+        self.timings: dict[tuple[SamplingMode, int], Times] = {}
+        self._times: Times | None = None  # those of the present steps
+        self.behind = 0  # tokens of the longest text under way
+        # of a plain step and one that checks `Drafter.priced_nodes` more nodes, by the number of rows
+        self.prices: dict[int, Times] = {}
         self._ready: set[tuple[SamplingMode, int]] = set()  # settings and numbers of rows whose first runs are done
         self.compile_seconds = 0.0  # time spent on their first runs
         self.observers: list[Observer] = []
@@ -209,6 +215,12 @@ class Stepper:
         self.state.sampling.set_row(row, params, known, start)
 
     @property
+    def step_seconds(self) -> tuple[float, float] | None:
+        """Seconds of a plain and of a speculative step behind the present text, None if they were not measured. 0 of a
+        speculative one: they differ too much."""
+        return self._times and self._times.at(self.behind)
+
+    @property
     def break_even_tau(self) -> float:
         """The break-even tau: speculation pays above it. 0 if it was not measured; then speculation always stays on."""
         return self.step_seconds[1] / self.step_seconds[0] if self.step_seconds else 0.0
@@ -240,9 +252,15 @@ class Stepper:
             with self.paused():
                 self._first_runs(mode, view, rows)
             self._ready.add((mode, view.rows))
-        if view.drafter.by_price:
-            view.drafter.price(self.prices[rows][1])
-        self.step_seconds = self.timings.get((mode, rows))
+        self._times = self.timings.get((mode, rows))
+
+    def follow(self, view: View, length: int) -> None:
+        """Have the next steps count with a text of so many tokens."""
+        self.behind = length
+        if view.drafter.by_price and (times := self.prices.get(self._rounded(view.rows))):
+            pairs = times.at(length), times.at(0)
+            now, first = (max(0.0, wide - plain) / view.drafter.priced_nodes for plain, wide in pairs)
+            view.drafter.price(now / pairs[0][0], first / pairs[0][0])
 
     def _first_runs(self, mode: SamplingMode, view: View, rows: int) -> None:
         for drafter in filter(None, (view.drafter, self.fallback)):
@@ -254,19 +272,48 @@ class Stepper:
                 self.runner.read()
                 self.compile_seconds += time.perf_counter() - started
         if view.drafter.by_price and rows not in self.prices:
-            self.prices[rows] = self._measure_price(mode, self.view(rows))
+            nodes = (PlainDrafter(self.model, n, self.drafter) for n in (1, 1 + view.drafter.priced_nodes))
+            self.prices[rows] = self._line(partial(self._time_steps, mode, self.view(rows), *nodes), rows, "price")
         if self.fallback is not None and (mode, rows) not in self.timings:
             prunes = view.drafter.prunes(mode)  # its trees follow the text, so its steps are timed while they decode
             known = self.prices.get(rows) if prunes else None
-            plain, speculative = known or self._measure(mode, self.view(rows))
-            self.timings[mode, rows] = plain, 0.0 if prunes else speculative
+            times = known or self._line(partial(self._measure, mode, self.view(rows)), rows, repr(mode))
+            self.timings[mode, rows] = times._replace(seconds=(times.seconds[0], 0.0)) if prunes else times
 
-    def _measure_price(self, mode: SamplingMode, view: View) -> tuple[float, float]:
-        """Seconds of a plain step, and the extra time of one node as a share of that."""
-        nodes = view.drafter.priced_nodes
-        steps = (PlainDrafter(self.model, width, features_of=self.drafter) for width in (1, 1 + nodes))
-        plain, wide = self._time_steps(mode, view, *steps)
-        return plain, max(0.0, wide / plain - 1) / nodes
+    def _line(self, measure: Callable[[], tuple[float, float]], rows: int, what: str) -> Times:
+        """What `measure` gives behind the present text and behind a long one.
+
+        How steps grow with the text is kept for this machine, model and options. So it is measured once, if there is room
+        for a long text.
+        """
+        state = self.view(rows).state
+        behind = int(state.n.max())
+        times, far = (
+            Times(measure(), behind),
+            min(FAR, min(size for _, size in state.spans[:rows]) - self.drafter.N - 2),
+        )
+        if far < behind + FAR // 4:
+            return times
+        facts = self.config.options, self.model.config, self.model.quant, torch.get_num_threads(), rows, what
+        digest = hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
+        place = cache.folder() / "times" / f"{cache.key(describe_device(self.model.device))}-{digest}"
+        if self.config.options is not None and (kept := cache.fetch(place)):
+            return times._replace(growth=tuple(kept.about["growth"]))
+        more, rings = far - behind, [ring.clone() for ring in self.drafter.caches if self.drafter.ring]
+        for first, _ in state.spans[:rows]:
+            for kv in self.state.kv:  # memory that was never written is read too fast
+                kv.narrow(-2, first + behind + 1, more).zero_()
+        state.n.add_(more)
+        try:
+            times = times.grown(measure(), behind + more)
+        finally:
+            state.n.sub_(more)
+            for ring, held in zip(self.drafter.caches, rings, strict=False):  # whose rows all are of the present text
+                ring.copy_(held)
+        if self.config.options is not None:
+            with contextlib.suppress(OSError):
+                cache.store(place, b"", {"growth": times.growth})
+        return times
 
     def _measure(self, mode: SamplingMode, view: View) -> tuple[float, float]:
         """Seconds of a plain and of a speculative step."""

@@ -29,13 +29,15 @@ def shaped_attention(
     return (weights @ v[:, :, None]).flatten(1, 2)
 
 
-def _attend_one(q, kv, visible, positions, start, window, scale, cap, sinks) -> Tensor:
+def _attend_one(q, kv, visible, positions, start, window, scale, cap, sinks, ring) -> Tensor:
     """The reference for one sequence: q [1,Hq,T,hd], kv [2,1,Hkv,S,hd], visible [T,R], positions [T]."""
     _, query_heads, T, dim = q.shape
     kv_heads, S = kv.shape[2:4]
     R = visible.shape[1]
     low = max(0, min(start, int(positions.min()) - window + 1)) if window > 0 else 0
-    if start + R <= S:
+    if ring:
+        kv = kv[:, :, :, torch.arange(low, start + R, device=kv.device) % (S - 1)]
+    elif start + R <= S:
         kv = kv.narrow(3, low, start + R - low)
     else:  # The last rows of the region share the trash row.
         slots = torch.cat((torch.arange(low, start), torch.arange(start, start + R).clamp_(max=S - 1)))
@@ -93,6 +95,14 @@ def _split_bounds(split):
 
 
 @jit
+def _slot(j, base, trash, RING: tl.constexpr):
+    """The slot of position base + j. In a ring, base is what positions are counted from."""
+    if RING:
+        j = (base + j) % trash
+    return j
+
+
+@jit
 def _rescale(top, other):
     """A step of an online softmax: (joint maximum, what to subtract from scores, factor of earlier sums).
 
@@ -128,9 +138,9 @@ def _weigh(query, k, see, scale, top, total, CAP: tl.constexpr, NATIVE: tl.const
 
 @jit
 def _attend_chunks(
-    query, keys, key_scales, values, value_scales, trash, split, ok, n, p, limit, scale, HD: tl.constexpr,
+    query, keys, key_scales, values, value_scales, trash, base, split, ok, n, p, limit, scale, HD: tl.constexpr,
     HDP: tl.constexpr, WINDOW: tl.constexpr, CHAIN: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
-    INT8: tl.constexpr, CAP: tl.constexpr, NATIVE: tl.constexpr,
+    INT8: tl.constexpr, CAP: tl.constexpr, NATIVE: tl.constexpr, RING: tl.constexpr,
 ):  # fmt: skip
     """(maximum, sum, weighted values) over the keys of a split below `limit`.
 
@@ -147,7 +157,7 @@ def _attend_chunks(
     acc = tl.zeros((BM, HDP), tl.float32)
     for j0 in range(low, tl.minimum(last, end), BK):
         j = j0 + tl.arange(0, BK)
-        at = j * (HD + 4 * INT8)
+        at = _slot(j, base, trash, RING) * (HD + 4 * INT8)
         see = j[None, :] < limit[:, None]
         if WINDOW > 0:
             near = j[None, :] > p[:, None] - WINDOW
@@ -174,9 +184,9 @@ def _seen_rows(visible, first, R, RP: tl.constexpr):
 
 @jit
 def _attend_tail(
-    query, keys, key_scales, values, value_scales, visible, trash, t, n, p, limit, R, scale, HD: tl.constexpr,
+    query, keys, key_scales, values, value_scales, visible, trash, base, t, n, p, limit, R, scale, HD: tl.constexpr,
     HDP: tl.constexpr, RP: tl.constexpr, WINDOW: tl.constexpr, CHAIN: tl.constexpr, GP: tl.constexpr,
-    INT8: tl.constexpr, CAP: tl.constexpr, NATIVE: tl.constexpr,
+    INT8: tl.constexpr, CAP: tl.constexpr, NATIVE: tl.constexpr, RING: tl.constexpr,
 ):  # fmt: skip
     """The same over the tail, the keys from `limit` on, for the GP queries of one token. visible: its row of the region.
 
@@ -213,7 +223,7 @@ def _attend_tail(
         if WINDOW > 0:
             near = j > p - WINDOW
             see = see & (near if CHAIN else near | (nth >= 0))
-        at = slot * (HD + 4 * INT8)
+        at = _slot(slot, base, trash, RING) * (HD + 4 * INT8)
         all_see = see[None, :] & (tl.arange(0, GP) >= 0)[:, None]
         k = load_rows(keys, key_scales, at, d, see, query.dtype, HD, INT8)
         v = load_rows(values, value_scales, at, d, see, query.dtype, HD, INT8)
@@ -267,7 +277,7 @@ def attend_kernel(
     ROWS, SPLITS, scale, HKV: tl.constexpr, HD: tl.constexpr, HDP: tl.constexpr, RP: tl.constexpr,
     WINDOW: tl.constexpr, CHAIN: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, GP: tl.constexpr,
     GM: tl.constexpr, FLIGHT: tl.constexpr, INT8: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr,
-    NATIVE: tl.constexpr, POOLED: tl.constexpr,
+    NATIVE: tl.constexpr, POOLED: tl.constexpr, RING: tl.constexpr,
 ):  # fmt: skip
     """Attention of the query rows of a key head: keys [0, limit) in splits, limit = 16 floor((p - 16) / 16), then the
     tail. Grid (B Hkv, one program for BM rows and a split, and then one for each token).
@@ -276,12 +286,19 @@ def attend_kernel(
     rows in the order of their keys, and loads FLIGHT of them at a time. The programs that it waits for have lower
     numbers, so a GPU starts them first. With CHAIN, where there are many rows, one program merges all splits of its rows
     as it goes. The order is the same, so a token has the same bits in a prompt and in a step.
+
+    In a ring, positions are counted from the first block that the region's first row sees. So the grid follows the
+    window, wherever in a text it is.
     """
     bh = tl.program_id(0)
     work = tl.program_id(1)
     b = bh // HKV
     tiles = tl.cdiv(ROWS, BM)
     n = tl.load(start + b).to(tl.int32)
+    base = 0
+    if RING:
+        base = tl.maximum(n - WINDOW + 1, 0) // BK * BK
+        n -= base
     # The row of the cache where slot 0 of this head lies, and the slot that takes every write past the end.
     if POOLED:
         first = (bh % HKV).to(tl.int64) * S + tl.load(segments + 2 * b)
@@ -302,34 +319,34 @@ def attend_kernel(
                 return
         m = (tiles - 1 - work % tiles) * BM + tl.arange(0, BM)  # In a prompt the last rows have most to do.
         ok = m < ROWS
-        p = tl.load(positions + b * T + m % T, mask=ok, other=0).to(tl.int32)
+        p = tl.load(positions + b * T + m % T, mask=ok, other=0).to(tl.int32) - base
         limit = tl.where(ok, _limit(n, p, CHAIN), 0)
         query = tl.load(q + (bh * ROWS + m)[:, None] * HD + d[None, :], mask=ok[:, None] & (d < HD)[None, :], other=0)
         if CHAIN:
             top, total, acc = _nothing(sinks, bh % HKV * (ROWS // T) + m // T, ok, HDP, SINKS)
             for s in range(_live_splits(tl.max(limit, 0))):
-                one = _attend_chunks(query, keys, key_scales, values, value_scales, trash, s, ok, n, p, limit, scale, HD,
-                                     HDP, WINDOW, CHAIN, BM, BK, INT8, CAP, NATIVE)  # fmt: skip
+                one = _attend_chunks(query, keys, key_scales, values, value_scales, trash, base, s, ok, n, p, limit,
+                                     scale, HD, HDP, WINDOW, CHAIN, BM, BK, INT8, CAP, NATIVE, RING)  # fmt: skip
                 top, total, acc = _merge(top, total, acc, one)
         else:
             top, total, acc = _attend_chunks(
-                query, keys, key_scales, values, value_scales, trash, split, ok, n, p, limit, scale, HD, HDP, WINDOW,
-                CHAIN, BM, BK, INT8, CAP, NATIVE)  # fmt: skip
+                query, keys, key_scales, values, value_scales, trash, base, split, ok, n, p, limit, scale, HD, HDP,
+                WINDOW, CHAIN, BM, BK, INT8, CAP, NATIVE, RING)  # fmt: skip
         rows = (bh.to(tl.int64) * (SPLITS + 1) + split) * ROWS + m
         _store_partial(acc_part, ml_part, rows, d, top, total, acc, ok, HD)
         tl.debug_barrier()
         tl.atomic_add(arrived + bh, 1, sem="release", scope="gpu")
         return
     t = work - tiles * SPLITS
-    p = tl.load(positions + b * T + t).to(tl.int32)
+    p = tl.load(positions + b * T + t).to(tl.int32) - base
     limit = _limit(n, p, CHAIN)
     g = tl.arange(0, GP)  # The queries of one token that share a key head see the same keys.
     m = g * T + t
     ok = m < ROWS
     query = tl.load(q + (bh * ROWS + m)[:, None] * HD + d[None, :], mask=ok[:, None] & (d < HD)[None, :], other=0)
     top, total, acc = _attend_tail(
-        query, keys, key_scales, values, value_scales, visible + (b * T + t) * R, trash, t, n, p, limit, R, scale, HD,
-        HDP, RP, WINDOW, CHAIN, GP, INT8, CAP, NATIVE)  # fmt: skip
+        query, keys, key_scales, values, value_scales, visible + (b * T + t) * R, trash, base, t, n, p, limit, R, scale,
+        HD, HDP, RP, WINDOW, CHAIN, GP, INT8, CAP, NATIVE, RING)  # fmt: skip
     before = bh.to(tl.int64) * (SPLITS + 1) * ROWS  # the partial sums of other heads
     last = before + SPLITS * ROWS  # Those of tails lie behind the others.
     _store_partial(acc_part, ml_part, last + m, d, top, total, acc, ok, HD)
@@ -383,7 +400,7 @@ def attention_tiles(dim: int, group: int, int8: bool, chain: bool, window: int, 
 
 
 def _tree_attention_triton(
-    out, q, kv, start, visible, positions, window, scale, arrived, cap, sinks, segments, longest, chain
+    out, q, kv, start, visible, positions, window, scale, arrived, cap, sinks, segments, longest, chain, ring=False
 ) -> None:
     """`tree_attention` in one launch, whose grid depends on the longest sequence's slots and T alone."""
     batch, query_heads, T, dim = q.shape
@@ -404,7 +421,7 @@ def _tree_attention_triton(
         positions.contiguous(), acc, ml, arrived, out, out if sinks is None else sinks, kv.stride(0), S, T,
         visible.shape[2], group * T, splits, scale, HKV=kv_heads, HD=dim, HDP=max(16, triton.next_power_of_2(dim)),
         WINDOW=max(window, 0), CHAIN=chain, INT8=int8, CAP=cap, SINKS=sinks is not None, NATIVE=native(q.dtype),
-        POOLED=segments is not None, **tiles,
+        POOLED=segments is not None, RING=ring, **tiles,
     )  # fmt: skip
 
 
@@ -413,11 +430,11 @@ def _attention_problem(q: Tensor, kv: Tensor, *_rest) -> str:
 
 
 def _attention_cpu(
-    q, kv, start, visible, positions, window, scale, _arrived, cap, sinks, segments, *_of_triton
+    q, kv, start, visible, positions, window, scale, _arrived, cap, sinks, segments, _longest, _chain, ring
 ) -> Tensor:
     visible = visible.expand(q.shape[0], -1, -1).contiguous()
     rows = q.transpose(1, 2).contiguous(), kv, start, visible, positions.contiguous()
-    return torch.ops.eaglet_cpu.tree_attention.default(*rows, window, scale, cap, sinks, segments)
+    return torch.ops.eaglet_cpu.tree_attention.default(*rows, window, scale, cap, sinks, segments, ring)
 
 
 @operation(
@@ -427,7 +444,7 @@ def _attention_cpu(
 def tree_attention(
     q: Tensor, kv: Tensor, start: Tensor, visible: Tensor, positions: Tensor, window: int, scale: float,
     arrived: Tensor | None = None, cap: float = 0.0, sinks: Tensor | None = None, segments: Tensor | None = None,
-    longest: int = 0, chain: bool = False,
+    longest: int = 0, chain: bool = False, ring: bool = False,
 ) -> Tensor:  # fmt: skip
     """Attention of T rows over a static cache -> [B,T,Hq,hd] in q's dtype. There is no backward.
 
@@ -443,8 +460,8 @@ def tree_attention(
     operator makes its own, which is one launch more.
     cap: scores s become cap * tanh(s / cap), if it is not 0.
     sinks [Hq]: scores of one more key per head, whose value is zero.
-    segments, longest, chain: as of `Nodes`. With segments the slots of a sequence lie behind each other from its first
-    place on, and S-1 stands for its last one.
+    segments, longest, chain, ring: as of `Nodes`. With segments the slots of a sequence lie behind each other from its
+    first place on, and S-1 stands for its last one. A ring has room for the window and for the region.
 
     A row that a query may not see never influences it, even if it holds NaN. Plain code reads `start` on the host, so
     its cost follows the live length.
@@ -455,7 +472,7 @@ def tree_attention(
     else:
         caches = [kv.narrow(3, first, behind + 1) for first, behind in segments.tolist()]
     rows = [
-        _attend_one(q[b : b + 1], cache, visible[b], positions[b], n, window, scale, cap, sinks)
+        _attend_one(q[b : b + 1], cache, visible[b], positions[b], n, window, scale, cap, sinks, ring)
         for b, (n, cache) in enumerate(zip(starts, caches, strict=True))
     ]
     return (rows[0] if len(rows) == 1 else torch.cat(rows)).transpose(1, 2).contiguous()

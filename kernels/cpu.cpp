@@ -50,11 +50,12 @@ void show(Nodes& n, const Tensor& start, const Tensor& visible, const Tensor& po
 
 Tensor tree_attention(const Tensor& q, const Tensor& kv, const Tensor& start, const Tensor& visible,
                       const Tensor& positions, int64_t window, double scale, double cap,
-                      const std::optional<Tensor>& sinks, const std::optional<Tensor>& segments) {
+                      const std::optional<Tensor>& sinks, const std::optional<Tensor>& segments, bool ring) {
   Nodes n = nodes_of(q.size(0), q.size(1), q.size(2), kv);
   STD_TORCH_CHECK(visible.size(0) == n.B && visible.size(1) == n.T, "every query needs to know which nodes it sees");
   show(n, start, visible, positions, window);
   if (segments) n.segments = integers(*segments);
+  n.ring = ring;
   Tensor out = torch::stable::empty_like(q);
   attend(n, floats(q), (float)scale, (float)cap, floats(sinks), floats(out));
   return out;
@@ -140,9 +141,10 @@ Tensor stack_layers(std::vector<Tensor> weights, std::optional<Tensor> norm, std
 }
 
 // x [B,T,in] -> ([B,T,H], the inputs of the layers `taps` side by side [B,T,taps H]). kv [L,2,B,Hkv,S,hd]. nodes: what the
-// layers share, as `tensors::Nodes`. residual: as for `Layer`, of a single one.
+// layers share, as `tensors::Nodes`. residual: as for `Layer`, of a single one. window, ring: as of `model.Nodes`.
 std::tuple<Tensor, Tensor> layers(const Tensor& x, const std::optional<Tensor>& residual, const Tensor& stacked,
-                                  std::vector<Tensor> nodes, Tensor kv, bool round, std::vector<int64_t> taps) {
+                                  std::vector<Tensor> nodes, Tensor kv, bool round, std::vector<int64_t> taps, int64_t window,
+                                  bool ring) {
   const Stack& stack = object_of<Stack>(stacked);
   const auto shared = record<tensors::Nodes>(nodes);
   const std::vector<Layer>& all = stack.layers;
@@ -151,6 +153,7 @@ std::tuple<Tensor, Tensor> layers(const Tensor& x, const std::optional<Tensor>& 
   Nodes n = nodes_of(B, T, all[0].qkv.n / cache.hd - 2 * kv.size(3), kv);
   place(n, shared.cos, shared.sin, shared.slots, stack.eps);
   if (shared.segments.numel()) n.segments = integers(shared.segments);
+  n.ring = ring;
   Tensor out = torch::stable::new_empty(x, {B, T, H}), tapped = torch::stable::new_empty(x, {B, T, W * H});
   const std::unique_ptr<float[]> memory(new float[M * (3 * widest + H)]);
   float* const buffer[3] = {memory.get(), memory.get() + M * widest, memory.get() + 2 * M * widest};
@@ -161,7 +164,8 @@ std::tuple<Tensor, Tensor> layers(const Tensor& x, const std::optional<Tensor>& 
       if (taps[k] == i)
         for (int64_t m = 0; m < M; ++m) std::copy_n(rows + m * H, H, floats(tapped) + (m * W + k) * H);
     if (i == L) break;
-    show(n, shared.start, stack.windows[i] ? shared.visible_window : shared.visible, shared.positions, stack.windows[i]);
+    const int64_t own = stack.windows[i], narrow = own && window ? std::min(own, window) : own + window;
+    show(n, shared.start, own ? shared.visible_window : shared.visible, shared.positions, narrow);
     n.cache = cache.layer(i);
     n.cos = floats(shared.cos) + stack.angles[i];
     n.sin = floats(shared.sin) + stack.angles[i];
@@ -182,9 +186,9 @@ EAGLET_OPERATOR(CPU, rms_norm, "(Tensor x, Tensor weight, float eps) -> Tensor")
 EAGLET_OPERATOR(CPU, rope_write_kv, "(Tensor qkv, Tensor cos, Tensor sin, Tensor(a!) kv, Tensor slots, Tensor? q_weight, "
                 "Tensor? k_weight, float eps, bool value_norm, bool shares) -> Tensor");
 EAGLET_OPERATOR(CPU, tree_attention, "(Tensor q, Tensor kv, Tensor start, Tensor visible, Tensor positions, int window, float scale, "
-                "float cap, Tensor? sinks, Tensor? segments) -> Tensor");
+                "float cap, Tensor? sinks, Tensor? segments, bool ring) -> Tensor");
 EAGLET_OPERATOR(CPU, stack_layers, "(Tensor[] weights, Tensor? norm, int[] windows, int[] angles, int gate, float eps, float scale, "
                 "float cap) -> Tensor");
-EAGLET_OPERATOR(CPU, layers, "(Tensor x, Tensor? residual, Tensor stacked, Tensor[] nodes, Tensor(a!) kv, bool round, int[] taps) "
-                "-> (Tensor, Tensor)");
+EAGLET_OPERATOR(CPU, layers, "(Tensor x, Tensor? residual, Tensor stacked, Tensor[] nodes, Tensor(a!) kv, bool round, int[] taps, "
+                "int window, bool ring) -> (Tensor, Tensor)");
 EAGLET_OPERATOR(CompositeExplicitAutograd, seconds_alone, "() -> float");

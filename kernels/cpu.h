@@ -209,10 +209,12 @@ struct Nodes {
   float eps;
   const int64_t* segments = nullptr;  // [B,2], as of model.Nodes
   bool shares = false;                // whether the rows have queries alone, for keys that another layer wrote
+  bool ring = false;                  // whether position p lies in slot p mod (S - 1)
 
   // The row of the cache in which slot 0 of a head of sequence b lies, and the slot that takes every write past the end.
   int64_t first(int64_t b, int64_t head) const { return (b * cache.apart + head) * S + (segments ? segments[2 * b] : 0); }
   int64_t trash(int64_t b) const { return segments ? segments[2 * b + 1] : S - 1; }
+  int64_t slot(int64_t b, int64_t at) const { return ring ? at % (S - 1) : std::min(at, trash(b)); }
 };
 
 // qkv [B,T,heads,hd] -> rotated q [B,T,Hq,hd]. Rotated keys, and values, go to their slots. norms: of q, k and v, or null.

@@ -253,24 +253,28 @@ struct Attention {
   float* out;
   const int64_t group, padded;  // queries of a token that share a head of the cache; rounded up to 8
   const int64_t tokens, blocks;  // of a piece; pieces of a sequence and a head
-  int64_t chunks = 1;
+  int64_t chunks = 1;                       // of a sequence at most, from the first one that its tokens see on
   std::vector<int64_t> first, last, slots;  // a token's first position, one past its last, and the slots of its nodes
+  std::vector<int64_t> origin;              // of each sequence the first chunk that its tokens see
 
   Attention(const Nodes& n, const float* q, float scale, float cap, const float* sinks, float* out)
       : n(n), q(q), scale(scale), cap(cap), sinks(sinks), out(out), group(n.heads / n.kv_heads), padded((group + 7) / 8 * 8),
         tokens(std::min(n.T, std::max<int64_t>(1, QUERIES / group))), blocks((n.T + tokens - 1) / tokens), first(n.B * n.T),
-        last(n.B * n.T), slots(n.B * n.T * n.R) {
+        last(n.B * n.T), slots(n.B * n.T * n.R), origin(n.B, std::numeric_limits<int64_t>::max()) {
+    std::vector<int64_t> ends(n.B);
     for (int64_t t = 0; t < n.B * n.T; ++t) {
       const int64_t start = n.start[t / n.T];
       first[t] = n.window > 0 ? std::max<int64_t>(0, n.positions[t] - n.window + 1) : 0;
       last[t] = std::max(start, first[t]);
       for (int64_t r = 0, count = 0; r < n.R; ++r)
         if (n.visible[t * n.R + r]) {
-          slots[t * n.R + count++] = std::min(start + r, n.trash(t / n.T));
+          slots[t * n.R + count++] = n.slot(t / n.T, start + r);
           ++last[t];
         }
-      chunks = std::max(chunks, (last[t] + CHUNK - 1) / CHUNK);
+      origin[t / n.T] = std::min(origin[t / n.T], first[t] / CHUNK);
+      ends[t / n.T] = std::max(ends[t / n.T], (last[t] + CHUNK - 1) / CHUNK);
     }
+    for (int64_t b = 0; b < n.B; ++b) chunks = std::max(chunks, ends[b] - origin[b]);
   }
 
   // Some tokens of a sequence and a head of the cache.
@@ -311,7 +315,8 @@ struct Attention {
   int64_t rows_seen(int64_t t, int64_t chunk, int64_t rows[CHUNK + WIDTH]) const {
     const int64_t count = seen(t, chunk), begin = std::max(first[t], chunk * CHUNK);
     const int64_t nodes = std::max(n.start[t / n.T], first[t]), old = std::clamp<int64_t>(nodes - begin, 0, count);
-    for (int64_t i = 0; i < old; ++i) rows[i] = begin + i;
+    const int64_t wrap = n.ring ? n.S - 1 : std::numeric_limits<int64_t>::max();
+    for (int64_t i = 0, at = begin % wrap; i < old; ++i, at = at + 1 == wrap ? 0 : at + 1) rows[i] = at;
     for (int64_t i = old; i < count; ++i) rows[i] = slots[t * n.R + begin + i - nodes];
     if (count) std::fill_n(rows + count, WIDTH, rows[0]);
     return count;
@@ -457,7 +462,7 @@ struct Attention {
         sums.totals[i * padded + g] = sink;
       }
     std::fill_n(sums.values, p.count * group * n.hd, 0.f);
-    int64_t begin = chunks, end = 0;
+    int64_t begin = std::numeric_limits<int64_t>::max(), end = 0;
     for (int64_t t = p.token; t < p.token + p.count; ++t) {
       begin = std::min(begin, first[t] / CHUNK);
       end = std::max(end, (last[t] + CHUNK - 1) / CHUNK);
@@ -483,7 +488,10 @@ struct Attention {
     if (few)
       parallel_for(0, pieces * chunks, grain(work), [&](int64_t begin, int64_t end) {
         Desk desk(*this);
-        for (int64_t i = begin; i < end; ++i) attend(piece(i / chunks), i % chunks, desk, sums_of(i));
+        for (int64_t i = begin; i < end; ++i) {
+          const Piece p = piece(i / chunks);
+          attend(p, origin[p.token / n.T] + i % chunks, desk, sums_of(i));
+        }
       });
     parallel_for(0, pieces, grain(few ? work * chunks / CHUNK : work * chunks), [&](int64_t begin, int64_t end) {
       Desk desk(*this);
@@ -491,7 +499,7 @@ struct Attention {
       for (int64_t i = begin; i < end; ++i) {
         const Piece p = piece(i);
         add_up(p, sums_in(own.get()), [&](int64_t chunk) {
-          if (few) return sums_of(i * chunks + chunk);
+          if (few) return sums_of(i * chunks + chunk - origin[p.token / n.T]);
           attend(p, chunk, desk, sums_in(own.get() + size));
           return sums_in(own.get() + size);
         });

@@ -80,17 +80,22 @@ struct Drafting {
   const TreeDraft& d;
   const int64_t B, most;
   const Tensor& kv;
-  const bool round, shared_noise;
+  const bool round, shared_noise, ring;
+  const int64_t window;
   std::vector<float> cos, sin, embedding, residual, joined, buffers, normed, noise;
   const std::unique_ptr<float[]> logits;
   float* buffer[3];
 
-  Drafting(const TreeDraft& d, int64_t B, int64_t most, int64_t widest, const Tensor& kv, bool round, bool shared_noise)
-      : d(d), B(B), most(most), kv(kv), round(round), shared_noise(shared_noise), cos(most * d.half), sin(most * d.half),
+  Drafting(const TreeDraft& d, int64_t B, int64_t most, int64_t widest, const Tensor& kv, bool round, bool shared_noise, int64_t window,
+           bool ring)
+      : d(d), B(B), most(most), kv(kv), round(round), shared_noise(shared_noise), ring(ring), window(window), cos(most * d.half), sin(most * d.half),
         embedding(d.H), residual(most * d.H), joined(most * 2 * d.H), buffers(3 * most * d.layer.widest()), normed(most * d.H),
         noise(shared_noise ? B * d.lm_head.n : 0), logits(new float[widest * d.lm_head.n]) {
     for (int64_t i = 0; i < 3; ++i) buffer[i] = &buffers[i * most * d.layer.widest()];
   }
+
+  // The slot of row `at` of the text and the tree.
+  int64_t slot(int64_t at) const { return ring ? at % (kv.size(3) - 1) : std::min(at, kv.size(3) - 1); }
 
   // The first half of a forward. start [B]: the first slot that `visible` [B,width,R] speaks of.
   Nodes write(const Rows& rows, int64_t width, const int64_t* start, const bool* visible, int64_t R) {
@@ -106,8 +111,9 @@ struct Drafting {
       d.fc(joined.data(), M, nullptr, false, round, residual.data());
       x = residual.data();
     }
-    const Nodes nodes{B, width, d.layer.qkv.n / hd - 2 * kv_heads, kv_heads, hd, kv.size(3), R, 0, cos.data(), sin.data(), d.half,
-                      Cache(kv), rows.slots.data(), start, rows.positions.data(), visible, d.eps};
+    Nodes nodes{B, width, d.layer.qkv.n / hd - 2 * kv_heads, kv_heads, hd, kv.size(3), R, window, cos.data(), sin.data(), d.half,
+                Cache(kv), rows.slots.data(), start, rows.positions.data(), visible, d.eps};
+    nodes.ring = ring;
     d.layer.write(nodes, x, round, buffer);
     return nodes;
   }
@@ -181,13 +187,15 @@ struct Draft {
   Fields fields() const { return {ids, parent, depth, ancestors, valid, scores}; }
 };
 
-// After m tokens alike, the next token is that of the earlier text with probability m / (m + d), and then m + 1 are alike.
-// (Measured on answers of SmolLM2 to its own questions: d is 1.5 at temperature 0, 1.8 at 1/2 and 3.5 at 1.)
-double differs_at(double temperature) { return 1.5 + 2 * temperature * temperature; }
+// After m tokens alike, the next token is that of the earlier text with probability m^2 / (m^2 + d), and then m + 1 are alike.
+// (Measured on answers of SmolLM2 behind chats of up to 6,000 tokens.)
+double differs_at(double temperature) { return 5.3 + 2.2 * temperature * temperature; }
 
-// The continuations of what all sequences repeat, at most `most` tokens of each, or nothing if one of them repeats too little:
-// a head drafts better than a run whose first token is more likely wrong than right.
-std::optional<Draft> draft_runs(const Tensor& tokens, const Tensor& n, const Tensor& root, const Tensor& temperature, int64_t most, float least) {
+// The continuations of what all sequences repeat, at most `most` tokens of each, or nothing if one of them repeats fewer than ENOUGH
+// emitted tokens: then a head drafts better. (The template of a chat repeats itself before every answer.)
+std::optional<Draft> draft_runs(const Tensor& tokens, const Tensor& n, const Tensor& root, const Tensor& temperature,
+                                const Tensor& produced, int64_t most, float least) {
+  constexpr double ENOUGH = 4;
   const int64_t B = n.size(0), S = tokens.size(1);
   std::vector<int64_t> ends(B), lengths(B);
   std::vector<float> scores(B * most, -INFINITY);  // cumulative
@@ -195,9 +203,9 @@ std::optional<Draft> draft_runs(const Tensor& tokens, const Tensor& n, const Ten
     const double differs = differs_at(floats(temperature)[b]);
     double alike, total = 0;
     std::tie(alike, ends[b]) = earlier_run(integers(tokens) + b * S, integers(n)[b]);
-    if (alike < differs) return {};
+    if (std::min(alike, (double)integers(produced)[b]) < ENOUGH) return {};
     for (int64_t& l = lengths[b]; l < most; ++l, ++alike) {
-      total += std::log(alike / (alike + differs));
+      total -= std::log1p(differs / (alike * alike));
       if (total < least) break;
       scores[b * most + l] = total;
     }
@@ -215,18 +223,16 @@ std::optional<Draft> draft_runs(const Tensor& tokens, const Tensor& n, const Ten
   return draft;
 }
 
-// A draft forward is worth its time if a node's probability is at least this many times that of a node worth checking.
-constexpr float FORWARD = 2.5f;
-
 // A `Draft` (`TreeDrafter._static`). features [B,R,F], of which `count` [B] rows are true, stand for the tokens before the root.
 // If p_min is not 0, the tree is pruned: what is less likely than p_min in every sequence is left out, and nothing is drafted
-// below what is less likely than FORWARD p_min.
-// Where the sequences repeat themselves, a pruned tree gives way to a run of at most `ngram_nodes` tokens.
+// below what is less likely than p_forward.
+// Where the sequences repeat themselves, a pruned tree gives way to a run of at most `ngram_nodes` tokens. window, ring: as of
+// `model.Nodes`.
 Draft::Fields draft_tree(const Tensor& drafts, std::vector<Tensor> list, bool shared_noise, Tensor kv, bool round, double p_min,
-                         int64_t ngram_nodes) {
+                         double p_forward, int64_t ngram_nodes, int64_t window, bool ring) {
   const TreeDraft& d = object_of<TreeDraft>(drafts);
   const auto text = record<tensors::DraftText>(list);
-  const int64_t B = text.n.size(0), S = text.tokens.size(1), slots = kv.size(3), H = d.H, F = text.features.size(2), N = d.N, K = d.children;
+  const int64_t B = text.n.size(0), S = text.tokens.size(1), H = d.H, F = text.features.size(2), N = d.N, K = d.children;
   const bool prune = p_min > 0;
   const float least = std::log((float)p_min);
   const int64_t fed = *std::max_element(integers(text.count), integers(text.count) + B);
@@ -236,7 +242,7 @@ Draft::Fields draft_tree(const Tensor& drafts, std::vector<Tensor> list, bool sh
     run_rows += level.width;
   }
   const int64_t most = std::max(fed, widest);
-  Drafting drafting(d, B, B * most, B * widest, kv, round, shared_noise);
+  Drafting drafting(d, B, B * most, B * widest, kv, round, shared_noise, window, ring);
   Rows rows(B * most);
 
   // the accepted tokens again, with their true features
@@ -250,7 +256,7 @@ Draft::Fields draft_tree(const Tensor& drafts, std::vector<Tensor> list, bool sh
       const int64_t row = b * fed + r;
       rows.tokens[row] = integers(text.tokens)[b * S + std::min(start[b] + 1 + r, S - 1)];
       rows.positions[row] = start[b] + r;
-      rows.slots[row] = std::min(start[b] + r, slots - 1);
+      rows.slots[row] = drafting.slot(start[b] + r);
       rows.features[row] = d.token_norm ? &fused[row * H] : &given[row * F];
       known[row] = r < integers(text.count)[b];
     }
@@ -258,7 +264,7 @@ Draft::Fields draft_tree(const Tensor& drafts, std::vector<Tensor> list, bool sh
   if (d.token_norm) d.fc(given.data(), B * fed, nullptr, false, round, fused.data());
   Nodes roots = drafting.write(rows, fed, start.data(), known.get(), fed);
   if (prune && ngram_nodes) {
-    const std::optional<Draft> found = draft_runs(text.tokens, text.n, text.root, text.temperature, ngram_nodes, least);
+    const std::optional<Draft> found = draft_runs(text.tokens, text.n, text.root, text.temperature, text.produced, ngram_nodes, least);
     if (found) return found->fields();
   }
   const int64_t wide = roots.heads * roots.hd;
@@ -297,7 +303,7 @@ Draft::Fields draft_tree(const Tensor& drafts, std::vector<Tensor> list, bool sh
       bool worth = !prune;
       for (int64_t b = 0; b < B && !worth; ++b) {
         const int64_t node = level.node[b * level.width + w];
-        worth = level.valid[b * level.width + w] && is_kept[node] && total(b, d.candidate[b * N + node]) >= least + std::log(FORWARD);
+        worth = level.valid[b * level.width + w] && is_kept[node] && total(b, d.candidate[b * N + node]) >= std::log(p_forward);
       }
       if (worth) next.push_back(w);
     }
@@ -312,7 +318,7 @@ Draft::Fields draft_tree(const Tensor& drafts, std::vector<Tensor> list, bool sh
       rows.tokens[row] = found[at];
       base[row] = totals[at];
       rows.positions[row] = integers(text.n)[b] + i;
-      rows.slots[row] = std::min(integers(text.n)[b] + first + row % W, slots - 1);
+      rows.slots[row] = drafting.slot(integers(text.n)[b] + first + row % W);
       rows.features[row] = &above[(b * width + position[level.source[w]]) * H];
       for (int64_t r = 0; r < R; ++r) visible[row * R + r] = level.visible[w * (below - 1 + level.width) + ran[r]];
     }
@@ -450,4 +456,4 @@ EAGLET_OPERATOR(CPU, slot_tree, "(Tensor scores, Tensor places, Tensor? draft_id
 EAGLET_OPERATOR(CPU, tree_draft, "(Tensor[] head, Tensor[] tree, Tensor[] levels, int children, float eps, float scale, "
                 "bool keep_normed, bool noisy) -> Tensor");
 EAGLET_OPERATOR(CPU, draft_tree, "(Tensor drafts, Tensor[] text, bool shared_noise, Tensor(a!) kv, bool round, float p_min, "
-                "int ngram_nodes) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
+                "float p_forward, int ngram_nodes, int window, bool ring) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");

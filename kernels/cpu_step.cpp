@@ -243,7 +243,8 @@ std::tuple<Tensor, Tensor> draft_topk(const Tensor& logits, const std::optional<
 // Positions, slots, cos, sin and the tokens of `fed` rows that are fed again and of those at `depth` [B or 1,T].
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> place_rows(
     const Tensor& n, const Tensor& depth, std::vector<Tensor> tables, int64_t slots, int64_t fed,
-    const std::optional<Tensor>& count, const std::optional<Tensor>& tokens, int64_t lead, const std::optional<Tensor>& segments) {
+    const std::optional<Tensor>& count, const std::optional<Tensor>& tokens, int64_t lead, const std::optional<Tensor>& segments,
+    bool ring) {
   const auto [cos, sin] = record<tensors::Rotary>(tables);
   const int64_t B = n.size(0), T = depth.size(1), R = fed + T, half = cos.size(1), S = tokens ? tokens->size(1) : 0;
   Tensor positions = new_empty(n, {B, R}), places = new_empty(n, {B, R}), again = new_empty(n, {B, fed});
@@ -255,7 +256,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> place_rows(
     if (r < fed) integers(again)[b * fed + r] = integers(*tokens)[b * S + std::min(base - lead + 1 + r, S - 1)];
     integers(positions)[row] = position;
     const int64_t* segment = segments ? integers(*segments) + 2 * b : nullptr;
-    integers(places)[row] = segment ? segment[0] + std::min(base + place, segment[1]) : std::min(base + place, slots - 1);
+    integers(places)[row] = segment ? segment[0] + std::min(base + place, segment[1])
+                            : ring  ? (base + place) % (slots - 1)
+                                    : std::min(base + place, slots - 1);
     rotary_row(floats(cos), floats(sin), cos.size(0), half, position, floats(cosines) + row * half, floats(sines) + row * half);
   }
   return {positions, places, cosines, sines, again};
@@ -381,7 +384,7 @@ EAGLET_OPERATOR(CPU, choose, "(Tensor logits, Tensor? noise, Tensor? depth, Tens
 EAGLET_OPERATOR(CPU, draft_topk, "(Tensor logits, Tensor? noise, Tensor? ids, Tensor temperature, bool noisy, int count) "
                 "-> (Tensor, Tensor)");
 EAGLET_OPERATOR(CPU, place_rows, "(Tensor n, Tensor depth, Tensor[] rotary, int slots, int fed, Tensor? count, Tensor? tokens, "
-                "int lead, Tensor? segments) -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
+                "int lead, Tensor? segments, bool ring) -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
 EAGLET_OPERATOR(CPU, join_rows, "(Tensor embedding, Tensor features, Tensor? source, Tensor? table_norm, Tensor? feature_norm, "
                 "float eps, bool keep_normed) -> (Tensor, Tensor)");
 EAGLET_OPERATOR(CPU, accept, "(Tensor tokens, Tensor parent, Tensor depth, Tensor ancestors, Tensor valid, Tensor choice, int D) "

@@ -19,7 +19,7 @@ from kernels.records import Accepted, Rotary, StepBuffers
 @jit
 def place_kernel(
     n, count, depth, tokens, cos_table, sin_table, segments, positions, slots, cos, sin, fed, R, FED, S, LAST_SLOT,
-    LENGTH, LEAD, DEPTH_STRIDE, HALF: tl.constexpr, BLOCK: tl.constexpr, POOLED: tl.constexpr,
+    LENGTH, LEAD, DEPTH_STRIDE, HALF: tl.constexpr, BLOCK: tl.constexpr, POOLED: tl.constexpr, RING: tl.constexpr,
 ):  # fmt: skip
     """`place_rows` of one row. Grid (B R,)."""
     pid = tl.program_id(0)
@@ -37,6 +37,8 @@ def place_kernel(
     tl.store(positions + pid, position)
     if POOLED:
         tl.store(slots + pid, tl.load(segments + 2 * b) + tl.minimum(base + place, tl.load(segments + 2 * b + 1)))
+    elif RING:
+        tl.store(slots + pid, (base + place) % LAST_SLOT)
     else:
         tl.store(slots + pid, tl.minimum(base + place, LAST_SLOT))
     d = tl.arange(0, BLOCK)
@@ -51,13 +53,13 @@ def _place_shapes(n, depth, rotary, _slots, fed, *_rest) -> tuple[Tensor, ...]:
     return n.new_empty(B, R), n.new_empty(B, R), cos, sin, n.new_empty(B, fed)
 
 
-def _place_triton(out, n, depth, rotary, slots, fed, count, tokens, lead, segments) -> None:
+def _place_triton(out, n, depth, rotary, slots, fed, count, tokens, lead, segments, ring=False) -> None:
     (B, R), T, (length, half) = out[0].shape, depth.shape[1], rotary.cos.shape
     known = n if tokens is None else tokens
     place_kernel[B * R,](
         n, n if count is None else count, depth.contiguous(), known, *rotary, n if segments is None else segments, *out,
         R, fed, known.shape[-1], slots - 1, length, lead, T * (depth.shape[0] > 1), HALF=half,
-        BLOCK=triton.next_power_of_2(half), POOLED=segments is not None, num_warps=1,
+        BLOCK=triton.next_power_of_2(half), POOLED=segments is not None, RING=ring, num_warps=1,
     )  # fmt: skip
 
 
@@ -69,7 +71,7 @@ def _place_triton(out, n, depth, rotary, slots, fed, count, tokens, lead, segmen
 )  # fmt: skip
 def place_rows(
     n: Tensor, depth: Tensor, rotary: Rotary, slots: int, fed: int = 0, count: Tensor | None = None,
-    tokens: Tensor | None = None, lead: int = 0, segments: Tensor | None = None,
+    tokens: Tensor | None = None, lead: int = 0, segments: Tensor | None = None, ring: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """(positions, slots, cos, sin, tokens) of `fed` rows that are fed again, and then of T others. No host sync.
 
@@ -78,6 +80,7 @@ def place_rows(
 
     n, count int64 [B]; depth int64 [B or 1,T]; tokens int64 [B,S]; slots: of the cache, whose last one takes all
     rows past the end. segments: as of `Nodes`, where sequences share a cache. Slots are then places of that cache.
+    ring: as of `Nodes`. Slot s then stands for s mod (slots - 1).
     Returns int64 [B,fed+T], int64 [B,fed+T], [B,fed+T,hd/2] twice, and int64 [B,fed].
     """
     T = depth.shape[1]
@@ -90,7 +93,10 @@ def place_rows(
         again = tokens.gather(1, (first + 1).clamp(max=tokens.shape[1] - 1))
         place, positions = (torch.cat((first + lead, rest), 1) if T else first + lead for rest in (place, positions))
     flat = positions.clamp(max=rotary.cos.shape[0] - 1)
-    place = place.clamp(max=slots - 1) if segments is None else segments[:, :1] + place.minimum(segments[:, 1:])
+    if ring:
+        place = place % (slots - 1)
+    else:
+        place = place.clamp(max=slots - 1) if segments is None else segments[:, :1] + place.minimum(segments[:, 1:])
     return positions, place, rotary.cos[flat], rotary.sin[flat], again
 
 

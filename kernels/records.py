@@ -41,6 +41,8 @@ class Nodes(NamedTuple):
     # [B, T, 3] int64, where layers have memories and the rows are a tree: see `kernels.depth_first`
     walk: Tensor | None = None
     token_inputs: Tensor | None = None  # [B, T, L size], where layers have embeddings of their own: see `TokenInputs`
+    window: int = 0  # what layers see of the history at most: its last positions up to the row's own; 0: no limit
+    ring: bool = False  # whether position p lies in slot p mod (S - 1), so that the cache has the last positions alone
 
 
 class Memory(NamedTuple):
@@ -160,6 +162,7 @@ class DraftText(NamedTuple):
     seed: Tensor  # [B]
     temperature: Tensor  # [B] float32
     bias: Tensor  # [B, K] float32, added to the logits of the K tokens that are drafted, or [B, 0]
+    produced: Tensor  # [B]
 
 
 RECORDS = (

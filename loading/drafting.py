@@ -22,19 +22,20 @@ from drafters.ngram import NGramDrafter, WithNGrams
 from drafters.trees import DraftHead, DraftRule, HeadDrafter
 from eagle_draft import EagleDrafter, EagleHead, MtpHead, UnshiftedDrafter
 from families.config import ModelConfig
-from loading.options import NGRAM_NODES, NO_HEAD, LoadOptions, flag
+from loading.options import LEAST_WINDOW, NGRAM_NODES, NO_HEAD, LoadOptions, flag
 from model import Transformer
 from support import cache
 from support.errors import UsageError, bad_files
 from support.files import read_text
 from support.machine import describe_device, shapes_only
+from support.reader import is_a, refusal
 from text.tokenizer import Tokenizer, load_tokenizer
 from tree import DynamicTree, TreeTables, check_width, parse_tree, tree_tables
 from weights.assistant import AssistantConfig
 from weights.block_heads import BlockConfig, BlockFile, read_head
 from weights.checkpoint import Checkpoint
 from weights.files import local_path
-from weights.heads import MTP, EagleConfig, EagleFile
+from weights.heads import MTP, EagleConfig, EagleFile, read_card
 from weights.quantized import QuantSpec, adopt_, pack_, replace_module
 from weights.rounding import quantize_
 
@@ -53,6 +54,7 @@ def resolve(asked: LoadOptions, checkpoint: Checkpoint, head: EagleFile | BlockF
         raise UsageError(f"--ctx is {options.ctx:,}; this model's limit is {longest:,}.")
     if asked.tree == "auto":
         options = replace(options, tree=find_tuned_tree(asked, checkpoint, head))
+    options = with_window(options, head.config if head else None)
     return with_tree(options, checkpoint.quantization, head.config if head else None)
 
 
@@ -135,6 +137,35 @@ def with_tree(options: LoadOptions, quantization: str | None, head: EagleConfig 
         prune = BY_PRICE if by_default else 0
     tree = default_tree(options, quantization, head) if tree is None else tree
     return replace(options, tree=tree, prune=prune, ngram_nodes=ngram_nodes)
+
+
+def with_window(options: LoadOptions, head: EagleConfig | BlockConfig | None) -> LoadOptions:
+    """The options with the window of the head decided: a number of tokens, or "full".
+
+    What lies far back in a head's own cache disturbs it (docs/how_it_works.md). A window that all of its layers were
+    trained with holds anyway. Raises ValueError for a CARD.json with a wrong one.
+    """
+    asked = options.draft_window
+    if head is None:
+        return replace(options, draft_window="full")
+    own = max(head.layer.windows) if all(head.layer.windows) else 0
+    if asked == "auto":
+        measured = read_card(options.eagle).get("window")
+        if measured not in (None, "full") and not (is_a(measured, int) and measured >= LEAST_WINDOW):
+            problem = f"window is {measured!r:.40}; allowed: full, or {LEAST_WINDOW} or more."
+            raise refusal(f"{options.eagle} (CARD.json)", problem)
+        asked = "full" if own else measured or default_window(head)
+    wanted = 0 if asked == "full" else int(asked)
+    window = min(own, wanted) or max(own, wanted)
+    return replace(options, draft_window=str(window) if 0 < window < options.ctx else "full")
+
+
+def default_window(head: EagleConfig | BlockConfig | AssistantConfig) -> int | str:
+    """The window of a head of which nothing was measured: an eighth of the positions that it states. Layers that were
+    trained with the target have none."""
+    if isinstance(head, AssistantConfig) or isinstance(head, EagleConfig) and head.mtp:
+        return "full"
+    return max(64, head.layer.max_position_embeddings // 8)
 
 
 def find_tuned_tree(options: LoadOptions, checkpoint: Checkpoint, head: EagleFile | BlockFile | None) -> str:
@@ -332,5 +363,6 @@ def _new_drafter(model: Transformer, options: LoadOptions, head: DraftHead | Non
     pack_(head, model.dtype)
     by_price = options.prune == BY_PRICE
     p_min = (PRUNE if by_price else options.prune or 0) / 100
-    rule = rule._replace(p_min=p_min, by_price=by_price, ngram_nodes=options.ngram_nodes if p_min else 0)
+    nodes = options.ngram_nodes if p_min else 0
+    rule = rule._replace(p_min=p_min, by_price=by_price, ngram_nodes=nodes, window=options.window)
     return kinds_of(head.config)[1](head, tree, options.slots, length, rule)

@@ -7,6 +7,7 @@ import torch
 import kernels
 from decoding.params import MAX_BIAS, MAX_STOP_IDS
 from decoding.step import HISTORY, RING, pool_places
+from drafters.trees import ring_slots
 from families.config import DTYPES, ModelConfig
 from loading.drafting import DraftFiles, rounds_head, tree_shape
 from loading.options import LoadOptions
@@ -92,7 +93,9 @@ def plan_memory(checkpoint: Checkpoint, files: DraftFiles, options: LoadOptions)
         recurrent = sum(t.nbytes for t in memory) + memory.memory.nbytes + memory.path.nbytes  # and a snapshot of each
     drafter = 0
     if head is not None:
-        kv += cache_bytes(head.config.layer, B * (length + 128))
+        window = options.window
+        rows = min(length + 128, ring_slots(window, 128)) if window else length + 128
+        kv += cache_bytes(head.config.layer, B * rows)
         rounded = rounds_head(options, checkpoint.quantization)
         drafter = held_bytes(head.tensors, dtype, options.device, options.kernels, rounded=rounded)
         # a trimmed vocabulary copies rows of the target's LM head and holds their ids, which a head's own file has

@@ -33,6 +33,7 @@ HEAD_QUANTS = ("auto", "none")
 ACTIVATIONS = ("int8", "float")
 TREES = "paper25, chain:K, dynamic:N,DEPTH,TOPK, FILE.json, medusa:vicuna_7b_stage2, medusa:mc_sim_7b_63"
 NGRAM_NODES = 16  # the deepest tree that is allowed
+LEAST_WINDOW = 16  # of a draft head
 NO_HEAD = "none"  # what --eagle says where no head shall draft
 # What `--compile` does. torch.compile rounds in its own way, so on a GPU only "graph" promises plain decoding's tokens.
 COMPILE_MODES = ("graph", "blocks", "reduce-overhead")
@@ -129,6 +130,10 @@ class LoadOptions:
         "skip nodes of a head's tree whose acceptance probability is below PERCENT; needs the C++ CPU kernels "
         "(default: from the measured cost of a node without --tree, else 0)", metavar="PERCENT", least=0, most=99,
     )  # fmt: skip
+    draft_window: str | int = option(
+        "a draft head attends to the last N tokens, and keeps no others; auto: what the head was trained or measured "
+        "with, else an eighth of the positions that it states; full: the whole text", "auto", metavar="N|auto|full",
+    )  # fmt: skip
     draft_vocab: int = option("EAGLE-1/2: draft only the K most frequent tokens", 0, metavar="K", least=0)
     draft_vocab_text: str | Path | None = option("rank tokens by this text, not by the tokenizer alone", metavar="FILE")
     draft_noise: bool = option("off: draft without the target's noise (default: on)", True, ("on", "off"))
@@ -202,6 +207,11 @@ class LoadOptions:
         return ("paper25",) if self.tree is None else (self.tree,) if isinstance(self.tree, str) else tuple(self.tree)
 
     @property
+    def window(self) -> int:
+        """The tokens that a draft head attends to, once that is decided; 0: the whole text."""
+        return int(self.draft_window) if str(self.draft_window).isdecimal() else 0
+
+    @property
     def adapters(self) -> tuple[str, ...]:
         """The LoRA adapters, each as DIR or NAME=DIR."""
         return (self.lora,) if isinstance(self.lora, str) else self.lora or ()
@@ -215,7 +225,13 @@ class LoadOptions:
         if not self.trees:
             raise UsageError("--tree is (); allowed: the name of a tree, or a tuple of one name per sequence.")
         kind = self.drafter_kind
+        window = str(self.draft_window)
+        if window not in ("auto", "full") and not (window.isdecimal() and LEAST_WINDOW <= int(window)):
+            raise UsageError(
+                f"--draft-window is {window!r:.40}; allowed: auto, full, or {LEAST_WINDOW} tokens or more."
+            )
         about_heads = {
+            "--draft-window": window != "auto" and kind != "eagle",
             "--eagle-config": self.eagle_config and kind != "eagle",
             "--draft-vocab": self.draft_vocab and kind != "eagle",
             "--verify": self.verify != "match" and not kind,

@@ -127,6 +127,7 @@ def _fingerprint(engine: Engine) -> str:
     """A name for everything that the rows of the caches depend on. It reads all weights once."""
     options = engine.options
     how = (engine.model.config, engine.backend.mode, options and (options.quant, options.kv, options.activations))
+    how += engine.drafter.ring, engine.drafter.kept
     digest = hashlib.sha256(repr(how).encode())
     for model in (engine.model, *engine.drafter.cached_models):
         digest.update(weights_digest(model).encode())

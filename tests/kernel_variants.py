@@ -183,16 +183,18 @@ def linear(bits: int, dtype: str, tokens: int, form: str, arch: int = 86) -> Var
 
 
 def attention(
-    dtype: str, chain: bool = False, window: int = 0, int8: bool = False, dim: int = 128, arch: int = 86
+    dtype: str, chain: bool = False, window: int = 0, int8: bool = False, dim: int = 128, arch: int = 86,
+    ring: bool = False,
 ) -> Variant:  # fmt: skip
     """The kernel as `tree_attention` launches it."""
     with fake_gpu(arch) as launches:
-        kind, T, S = DTYPES[dtype], 26, 4000
+        kind, T, S = DTYPES[dtype], 26, 449 if ring else 4000
         cache = new(2, 1, 8, S, dim + 4 * int8, kind=torch.int8 if int8 else kind)
-        case = new(1), new(1, T, T, kind=torch.bool), new(1, T), window, 0.3, None, 0.0, None, new(1, 2), S, chain
+        case = new(1), new(1, T, T, kind=torch.bool), new(1, T), window, 0.3, None, 0.0, None
+        case += (None, 0, False, True) if ring else (new(1, 2), S, chain)
         kernels.tree_attention.triton(new(1, 32, T, dim, kind=kind), cache, *case)
     label = f"{dtype}{' prompt' if chain else ''}{f' window {window}' if window else ''}"
-    label += " int8 cache" * int8 + f" hd {dim}" * (dim != 128)
+    label += " ring" * ring + " int8 cache" * int8 + f" hd {dim}" * (dim != 128)
     return of_launch(f"attention {label}", launches[0])
 
 
@@ -253,6 +255,7 @@ def launch_small_work(B: int, V: int, K: int, N: int, half: torch.dtype) -> None
     rotary = records.Rotary(new(S, 64, kind=wide), new(S, 64, kind=wide))
     draft.place_rows.triton(new(B), new(1, N), rotary, S, 0, None, None, 0, new(B, 2))
     draft.place_rows.triton(new(B), new(1, 0), rotary, S, D, new(B), new(B, S), 1, None)
+    draft.place_rows.triton(new(B), new(1, N), rotary, S, D, new(B), new(B, S), 0, None, True)
     table, feature = new(V, H, kind=half), new(B, D, H, kind=half)
     for source, norm, keep in ((new(B, K), None, False), *((None, new(H, kind=half), keep) for keep in (False, True))):
         eagle_draft.join_rows.triton(table, new(B, K), feature, source, norm, norm, 1e-5, keep)
@@ -321,4 +324,5 @@ def variants(quick: bool = False, arch: int = 86) -> list[Variant]:
         if dim > 64:
             found.append(attends("fp16", chain=True, int8=int8, dim=dim))
             found.append(attends("bf16", chain=True, window=4096, int8=int8, dim=dim))
+    found += [attends(dtype, window=256, dim=dim, ring=True) for dtype in ("fp16", "bf16") for dim in (64, 128, 256)]
     return found + recorded_launches() + recurrent("float16") + recurrent("bfloat16")

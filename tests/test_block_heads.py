@@ -41,7 +41,8 @@ def after(head, features: torch.Tensor, taps: list[int], first: int, tree=None):
     built = tables(tree or trees.chain(head.config.depth))
     drafter = BlockDrafter(head, built, 1, CTX + built.N + 1)
     state = DecodeState(MODEL, drafter, 1, CTX)
-    drafter.prefill(0, torch.zeros(1, first + 1, dtype=torch.int64), ordered[None, :first], torch.tensor([0]))
+    known = torch.zeros(1, first + 1, dtype=torch.int64), ordered[None, :first]
+    drafter.prefill(0, *known, torch.tensor([0]), torch.tensor([first]))
     state.n[0], state.root[0], state.count[0] = len(features), ANCHOR, len(features) - first
     state.features[0, : len(features) - first] = ordered[first:]
     return drafter, state

@@ -681,6 +681,27 @@ def test_speculators_layout(tmp_path):
     assert torch.equal(read.tensors["layer.attention.q_norm.weight"], source["layers.0.self_attn.q_norm.weight"])
 
 
+@pytest.mark.parametrize("nested", (False, True))
+def test_the_window_of_a_head_is_read_and_written(tmp_path, nested):
+    """A head that was trained with a window, and that attends to the whole text here; a window of another layer, or one
+    that a switch of Qwen's turns off."""
+    source = eagle3("layers.0.")
+    for number, (given, window) in enumerate((
+        ({"sliding_window": 300}, 300), ({"sliding_window": None}, 0), ({}, 0),
+        ({"sliding_window": 300, "layer_types": ["sliding_attention"]}, 300),
+        ({"sliding_window": 300, "layer_types": ["full_attention"]}, 0),
+        ({"sliding_window": 300, "use_sliding_window": False}, 0),
+    )):  # fmt: skip
+        config = speculators() if nested else {**GEOMETRY, "draft_vocab_size": VD}
+        (config["transformer_layer_config"] if nested else config).update(given)
+        read = read_eagle(write_head(tmp_path / f"h{number}", source, config), TARGET)
+        assert read.config.layer.windows == (window,)
+        save_eagle(read.config, read.tensors, tmp_path / f"s{number}")
+        assert read_eagle(tmp_path / f"s{number}", TARGET).config.layer.windows == (window,)
+    wrong = {**GEOMETRY, "draft_vocab_size": VD, "sliding_window": -4}
+    one_line(lambda: read_eagle(write_head(tmp_path / "w", source, wrong), TARGET), "sliding_window")
+
+
 def same_tensors(a, b) -> bool:
     """Whether two heads have the same tensors."""
     return a.tensors.keys() == b.tensors.keys() and all(torch.equal(a.tensors[n], b.tensors[n]) for n in a.tensors)

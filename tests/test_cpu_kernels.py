@@ -522,15 +522,15 @@ def test_a_layer_in_one_call_has_the_bits_of_its_parts(mode, shape):
 @pytest.mark.parametrize("mode", ["float32", "int4"])
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_draft_in_one_call_has_the_bits_of_its_parts(version, mode, tied):
-    """Catches a row of the wrong parent, level, slot or candidate, noise of another depth, and a norm of the other
-    generation. The sequences have trees and lengths of their own."""
+    """Catches a row of the wrong parent, level, slot or candidate, noise of another depth, a norm of the other
+    generation, and a window that one of them lacks. The sequences have trees and lengths of their own."""
     model = quantized_model(mode, tie_word_embeddings=tied)
     head = tiny_head(model, version=version, head_dim=16, hidden_size=64)
     shapes = [trees.parse_tree("paper25"), trees.chain(4)]
     parts = fused_parts()
     with torch.inference_mode(), backend().active():
         pack_(head, torch.float32)
-        drafter = eagle_drafter(head, shapes, 2)
+        drafter = eagle_drafter(head, shapes, 2, window=8 if version == 3 else 0)
         state = random_state(model, drafter, [9, 30], [2, 5], version)
         drafter.cache.normal_(generator=torch.Generator().manual_seed(version))
         state.sampling.temperature.fill_(0.7)
@@ -610,13 +610,13 @@ def test_a_pruned_tree_has_the_likely_nodes_of_the_whole_one(p_min, temperature)
     assert min(sizes) < 26 and (p_min > 0.04 or max(sizes) > 3)
 
 
-def continuation(text: list[int], differs: float, most: int, p_min: float) -> list[int]:
+def continuation(text: list[int], differs: float, most: int, p_min: float, produced: int) -> list[int]:
     """What a repeated text is expected to go on with, by the rule in kernels/cpu_draft.cpp."""
-    for alike in range(len(text) - 1, math.ceil(differs) - 1, -1):
+    for alike in range(len(text) - 1, 3 if produced >= 4 else len(text), -1):
         ends = [e for e in range(alike, len(text)) if text[e - alike : e] == text[-alike:]]
         if ends:
             period = text[ends[-1] :]
-            likely = itertools.accumulate((m / (m + differs) for m in range(alike, alike + most)), operator.mul)
+            likely = itertools.accumulate((m * m / (m * m + differs) for m in range(alike, alike + most)), operator.mul)
             return [period[k % len(period)] for k, p in enumerate(likely) if p >= p_min]
     return []
 
@@ -634,12 +634,14 @@ def test_where_the_text_repeats_itself_its_continuation_is_drafted(temperature):
         for seed in range(20):
             state = random_state(model, drafters[1], [25 - seed, 30], [2, 3], seed, 3 + seed % 4)
             state.sampling.temperature.fill_(temperature)
+            state.produced.fill_(3 if seed == 7 else 30)
             for drafter in drafters:
                 drafter.cache.zero_()
             inputs = draft_input(state, SamplingMode(sample=temperature > 0), None, parts)
             tree, draft = (drafter.draft(inputs) for drafter in drafters)
             texts = [row[: n + 1] for row, n in zip(state.tokens.tolist(), state.n.tolist(), strict=True)]
-            wanted = [continuation(text, 1.5 + 2 * temperature**2, 12, 0.15) for text in texts]
+            rule = 5.3 + 2.2 * temperature**2, 12, 0.15, int(state.produced[0])
+            wanted = [continuation(text, *rule) for text in texts]
             found.append(all(wanted))
             caches = [d.cache[:, b, :, : state.n[b]] for b in range(2) for d in drafters]
             assert torch.equal(*caches[:2]) and torch.equal(*caches[2:])
@@ -688,9 +690,11 @@ def test_nodes_are_pruned_by_their_measured_price(monkeypatch):
             engine.generate([1, 2, 3], SamplingParams(max_new_tokens=3, seed=seed)).run()
         assert drafter.p_min == pytest.approx(p_min)
     assert measured == [[1, 5], [1, 26]]  # without a price, a plain step is timed beside the whole tree
-    for share, wanted in ((0.0, 0.05), (9.0, 0.5)):
-        drafter.price(share)
-        assert drafter.p_min == wanted
+    for given, wanted in (
+        ((0.0,), (0.05, 0.125)), ((9.0,), (0.9, 1.0)), ((0.1,), (0.13, 0.325)), ((0.2, 0.1), (0.26, 0.3575 / 0.7)),
+    ):  # fmt: skip
+        drafter.price(*given)
+        assert (drafter.p_min, drafter.p_forward) == pytest.approx(wanted)
 
 
 @needs_kernels
@@ -762,7 +766,7 @@ def test_layers_cannot_be_read_from_another_tensor():
         copied = torch.ops.eaglet_cpu.stack_layers.default([], torch.ones(64), [], [], 0, 1e-5, 1.0, 0.0).clone()
     for other in (torch.tensor([1]), copied):
         with pytest.raises(RuntimeError, match="does not hold layers"):
-            torch.ops.eaglet_cpu.layers.default(x, None, other, nodes, kv, True, ())
+            torch.ops.eaglet_cpu.layers.default(x, None, other, nodes, kv, True, (), 0, False)
 
 
 def test_the_table_names_every_operation_and_its_reason(monkeypatch):

@@ -321,6 +321,17 @@ class OracleHead(EagleHead):
             self._truth[ids] = (hidden if taps is None else taps)[0]
         return self._truth[ids]
 
+    def absorb(self, tokens, feature, cos, sin, slots, kv):
+        for b in range(tokens.shape[0]):
+            for t, slot in enumerate(slots[b].tolist()):
+                own = kv[0, b, 0, : slot + 1]
+                own[slot, :3] = torch.tensor([tokens[b, t], slot, 0])
+                turned = (table[slot] for table in (self.rotary.cos, self.rotary.sin))
+                placed = all(map(torch.equal, (cos[b, t], sin[b, t]), turned))
+                if placed and own[:, 1].tolist() == list(range(slot + 1)):
+                    true = self.truth((self.first, *own[:, 0].long().tolist()))[-2]
+                    own[slot, 2] = float(torch.allclose(feature[b, t], true, rtol=0, atol=1e-9))
+
     def forward(self, tokens, feature, nodes, kv, layer=None, source=None):
         feature = feature if source is None else take_rows(feature, source)
         out = torch.zeros_like(feature)

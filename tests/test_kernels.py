@@ -392,6 +392,43 @@ def test_interpreted_attention_equals_definition(each, dtype, dim, window):
         assert not of_cpu or not each.declined
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("window", [16, 41])
+def test_interpreted_attention_in_a_ring_equals_definition(each, dtype, window):
+    """A slot that is taken for a position, a window or a block that begins one row off, rows behind the region that
+    are read, and positions that a GPU counts wrongly far from the start: of trees, of rows fed again, and of one row."""
+    many = [0, 3, 15, 16, 40, 57, 100, 111, 127, 240, 40_960, 41_003, 131_070]
+    for n in many if dtype == torch.float32 else (17, 41_003):
+        first = max(0, n - 300)  # earlier rows are not needed
+        kv = torch.randn(2, 1, 1, n + 30 - first, 16)
+        ring = kv.new_full((2, 1, 1, 112, 16), float("nan"))
+        for p in range(max(first, n + 26 - 111), n + 26):
+            ring[:, :, :, p % 111] = kv[:, :, :, p - first]
+        ring = ring.to(dtype)
+        chain = torch.ones(1, 5, 5, dtype=torch.bool).tril()
+        below = torch.cat((TREE, torch.zeros(6, 9, dtype=torch.bool), torch.eye(6, dtype=torch.bool)), 1)[None]
+        for visible, depth in ((TREE[None], TREE_DEPTH), (chain, torch.arange(5)), (TREE[None, :1, :1], TREE_DEPTH[:1]),
+                               (below, TREE_DEPTH + 3)):  # fmt: skip
+            q = torch.randn(1, 2, len(depth), 16).to(dtype)
+            relative = torch.tensor([n - first]), visible, (n - first + depth)[None], window, 0.3
+            want = attention_definition(q, kv.to(dtype), *relative)
+            where = torch.tensor([n]), visible, (n + depth)[None], window, 0.3
+            got = triton_attention(q, ring, *where, 0.0, None, None, 0, False, True)
+            assert error(got, want) < TOLERANCE[dtype], (n, len(depth))
+
+
+@interpreted
+@pytest.mark.parametrize("window", [0, 64])
+def test_interpreted_attention_far_from_the_start_equals_definition(window):
+    """Positions past 40,000, where splits are at their longest: parts that are lost, counted twice, or read behind the
+    history, and a window whose splits do not end early."""
+    q, kv, *rest = attention_case(torch.float32, [40_970], 41_000, heads=(1, 1))
+    want = attention_definition(q, kv, *rest, window, 0.3)
+    assert error(triton_attention(q, kv, *rest, window, 0.3), want) < 1e-5
+    one = q[:, :, :1].contiguous(), kv, rest[0], rest[1][:, :1, :1].contiguous(), rest[2][:, :1].contiguous()
+    assert error(triton_attention(*one, window, 0.3), want[:, :1]) < 1e-5
+
+
 def test_int8_rows_keep_half_a_level_and_confine_what_is_not_finite():
     """Catches an int8 cache row that loses precision, takes its scale from another row, or hides an overflow
     as a number."""

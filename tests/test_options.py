@@ -1,6 +1,7 @@
 """loading/options.py: one declaration of every option for the command lines, the benchmark and Python."""
 
 import argparse
+import json
 from dataclasses import MISSING, fields, replace
 from typing import Any
 
@@ -11,7 +12,16 @@ import kernels
 from decoding.params import SUGGESTED, SamplingParams, with_suggestions
 from families.config import DTYPES
 from loading import options
-from loading.drafting import BY_PRICE, default_tree, find_tuned_tree, resolve, tree_shape, tuned_tree_path, with_tree
+from loading.drafting import (
+    BY_PRICE,
+    default_tree,
+    find_tuned_tree,
+    resolve,
+    tree_shape,
+    tuned_tree_path,
+    with_tree,
+    with_window,
+)
 from loading.options import DEMO, LoadOptions
 from support.errors import UsageError
 from tree import NAMES, parse_tree
@@ -22,7 +32,7 @@ from weights.quantized import MODES
 # field -> (what a user types after the flag, the value of the field); none is a default
 TEXTS = """checkpoint=models/x sha256=stored device=cpu dtype=bfloat16 quant=int4 lora=models/l compile_mode=blocks
     activations=float kernels=reference kv=int8 eagle=heads/e head_quant=none drafter=eagle draft_checkpoint=models/d
-    medusa=m.pt tree=chain:3 draft_vocab_text=t.txt verify=multi-round"""
+    medusa=m.pt tree=chain:3 draft_window=96 draft_vocab_text=t.txt verify=multi-round"""
 COUNTS = "slots=3 ctx=256 pool=600 threads=3 tp=2 ngram_nodes=7 prune=5 draft_vocab=64"
 TYPED = {name: (word, word) for name, word in (item.split("=") for item in TEXTS.split())}
 TYPED |= {name: (word, int(word)) for name, word in (item.split("=") for item in COUNTS.split())}
@@ -124,6 +134,13 @@ IGNORED = [
     (dict(verify="multi-round"), "--verify is about a draft head"),
     (dict(verify="multi-round", medusa="m"), "medusa has none"),
     (dict(draft_noise=False), "--draft-noise off is about a draft head"),
+    (dict(draft_window="64", draft_checkpoint="d"), "--draft-window is about a draft head"),
+    *(
+        (dict(draft_window=bad, eagle="e"), f"--draft-window is {bad!r}; allowed: auto, full, or 16 tokens or more")
+        for bad in ("15", "-3", "", "wide", "2.5")
+    ),
+    (dict(draft_window=0, eagle="e"), "--draft-window is '0'"),
+    (dict(draft_window=True, eagle="e"), "--draft-window is True"),
     (dict(ngram_nodes=4), "another drafter"),
     (dict(kernels="cpu", compile=True, compile_mode="blocks"), "leave --compile-mode out"),
     (dict(compile_mode="blocks"), "nothing is compiled; add --compile"),
@@ -204,6 +221,33 @@ def test_resolving_decides_everything_and_refuses_what_the_model_cannot_do():
     assert (found.tree, found.ctx) == ("chain:2", 2048) and None not in (found.device, found.dtype)
     with pytest.raises(UsageError, match=r"--ctx is 2,049; this model's limit is 2,048"):
         resolve(LoadOptions(ctx=2049), checkpoint)
+
+
+def test_the_window_is_the_heads_own_or_measured_or_follows_its_positions(tmp_path):
+    """A window that a config states and nobody applies, one that a user names and that a wider one of the head replaces,
+    a card that is not read or that is believed whatever it says, and heads that were trained with the target."""
+    own = read_eagle(DEMO / "eagle1", Checkpoint.open(DEMO).config).config
+
+    def window(asked: str = "auto", windows=(0,), positions=2048, eagle=str(tmp_path), ctx=4096, config=own) -> str:
+        layer = replace(config.layer, windows=windows, max_position_embeddings=positions)
+        asked_for = LoadOptions(eagle=eagle, draft_window=asked, ctx=ctx)
+        return with_window(asked_for, replace(config, layer=layer)).draft_window
+
+    assert window() == "256" and window(positions=200) == "64" and window(positions=131_072, ctx=32_768) == "16384"
+    assert window(ctx=256) == "full" == window("full") == window("8192")  # the whole context lies in the window
+    assert (
+        window(windows=(96,)) == "96" == window("full", (96,)) == window("512", (96,)) and window("32", (96,)) == "32"
+    )
+    card = tmp_path / "CARD.json"
+    for measured, found in ((128, "128"), ("full", "full")):
+        card.write_text(json.dumps({"window": measured}))
+        assert (window(), window("64"), window(windows=(96,))) == (found, "64", "96")
+    for wrong in (8, "64", True, [64], 3.5):
+        card.write_text(json.dumps({"window": wrong}))
+        one_line(window, "CARD.json", f"window is {wrong!r}; allowed: full, or 16 or more")
+    with_target = replace(own, mtp=True)
+    assert window(eagle="mtp", config=with_target) == "full" and window("64", eagle="mtp", config=with_target) == "64"
+    assert with_window(LoadOptions(drafter="ngram"), None).draft_window == "full"
 
 
 def test_the_tuned_tree_is_found_or_the_command_that_makes_it(tmp_path, monkeypatch):

@@ -222,7 +222,8 @@ def test_steps_of_more_clients_are_captured_at_the_start():
     next(chunks), next(chunks)  # from the prompt, and from a step
     engine.warm_up(settings(1), requests=5)
     assert stream.run()[0].token_ids == list(plain(settings(1)))
-    assert engine.step_seconds == engine.timings[settings(1).mode, 1] != engine.timings[settings(1).mode, 5]
+    times = [engine.timings[settings(1).mode, rows].at(engine.behind) for rows in (1, 5)]
+    assert engine.step_seconds == times[0] != times[1]
     graphs = dict(engine.runner.graphs)
     assert sorted(rows for *_, rows, _ in graphs) == [1, 1, 2, 2, 4, 4, 5, 5]  # plain steps, too
     for clients in range(1, 6):
@@ -606,7 +607,7 @@ def test_a_drafter_catches_up_after_plain_steps(kind, lag, monkeypatch):
             assert rows > 40
             torch.testing.assert_close(cache[..., b, :, :rows, :], other[..., a, :, :rows, :])
     turns = [p + r.token_ids + [7] for p, r in zip(prompts, ours, strict=True)]
-    engine.timings = dict.fromkeys(engine.timings, (1.0, 0.0))
+    engine.timings = dict.fromkeys(engine.timings, runner_module.Times((1.0, 0.0)))
     engine.batch._pacers.clear()
     short = settings(2, max_new_tokens=9)
     assert outcome(engine.generate_batch(turns, short).run()) == outcome(always.generate_batch(turns, short).run())

@@ -74,7 +74,8 @@ def head_config(target: ModelConfig, args: argparse.Namespace) -> EagleConfig:
     check_taps(taps, L)
     size = target.vocab_size if first else vocab  # EAGLE-1 has the target's LM head, or rows of it
     qkv_bias = target.model_type == "qwen2" and first
-    layer = layers_like(target, "llama", 1, size, args.max_positions or args.length, qkv_bias=qkv_bias)
+    shape = {"qkv_bias": qkv_bias, "windows": (args.window or 0,)}
+    layer = layers_like(target, "llama", 1, size, args.max_positions or args.length, **shape)
     how = {"fc_bias": first, "has_lm_head": not first, "unshifted": args.inputs == "feature+unshifted-token"}
     how |= {"norm_before_residual": not first and args.norm_before_residual == "on"}
     return EagleConfig(args.version, layer, target.hidden_size, taps, target_vocab_size=target.vocab_size, **how)
@@ -98,7 +99,9 @@ def start_config(file: EagleFile, args: argparse.Namespace, held: int) -> EagleC
     if config.version == 3:
         layer = replace(layer, vocab_size=wanted)
     longest = args.max_positions or layer.max_position_embeddings
-    return replace(config, layer=replace(layer, max_position_embeddings=longest, dtype="bfloat16"))
+    windows = layer.windows if args.window is None else (args.window,)
+    layer = replace(layer, max_position_embeddings=longest, windows=windows, dtype="bfloat16")
+    return replace(config, layer=layer)
 
 
 def earlier_card(head: Path) -> dict[str, Any]:

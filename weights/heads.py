@@ -328,6 +328,8 @@ def _read_described(given: Any, where: str, kind: type[Config]) -> Config:
     if not 0 < layer.rope.partial <= 1:  # the family of a head's layer has no name for it
         raise refusal(where, f"rope.partial is {layer.rope.partial}; allowed: above 0, at most 1.")
     ModelConfig.from_hf(config_to_hf(layer), where)  # checks the ranges
+    if len(layer.windows) != layer.num_hidden_layers or min(layer.windows) < 0:
+        raise refusal(where, f"windows are {list(layer.windows)!r:.60}; expected one of each layer, 0 or more.")
     return kind(**given | {"layer": layer, "taps": tuple(given.get("taps", ()))})
 
 
@@ -596,7 +598,15 @@ class _EagleReader(HeadReader):
             self._note_assumptions(head_dim, taps)
         switches = {"qkv_bias": "q_proj.bias", "o_bias": "o_proj.bias", "qk_norm": "q_norm.weight"}
         held = {key: ATTENTION + name in self.entries for key, name in switches.items()}
-        return replace(ModelConfig.from_hf(hf, str(self.path)), **held)
+        return replace(ModelConfig.from_hf(hf, str(self.path)), windows=(self._window(),), **held)
+
+    def _window(self) -> int:
+        """The window of the layer's attention, 0 if it sees the whole text."""
+        read = self.geometry
+        kinds = read.config.get("layer_types")
+        if isinstance(kinds, list) and kinds[:1] == ["full_attention"] or read.config.get("sliding_window") is None:
+            return 0
+        return read.integer("sliding_window") if read.boolean("use_sliding_window", True) else 0
 
     def _note_assumptions(self, head_dim: int, taps: tuple[int, ...]) -> None:
         assumed = {"head_dim": head_dim, "rope_theta": 10000, "rms_norm_eps": 1e-6}

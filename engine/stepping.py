@@ -288,10 +288,8 @@ class Stepper:
         """
         state = self.view(rows).state
         behind = int(state.n.max())
-        times, far = (
-            Times(measure(), behind),
-            min(FAR, min(size for _, size in state.spans[:rows]) - self.drafter.N - 2),
-        )
+        times = Times(measure(), behind)
+        far = min(FAR, min(size for _, size in state.spans[:rows]) - self.drafter.N - 2)
         if far < behind + FAR // 4:
             return times
         facts = self.config.options, self.model.config, self.model.quant, torch.get_num_threads(), rows, what

@@ -143,10 +143,14 @@ def with_window(options: LoadOptions, head: EagleConfig | BlockConfig | None) ->
     """The options with the window of the head decided: a number of tokens, or "full".
 
     What lies far back in a head's own cache disturbs it (docs/how_it_works.md). A window that all of its layers were
-    trained with holds anyway. Raises ValueError for a CARD.json with a wrong one.
+    trained with holds anyway. Raises ValueError for a CARD.json with a wrong one, and UsageError for a head without one.
     """
     asked = options.draft_window
-    if head is None:
+    if isinstance(head, AssistantConfig) and asked not in ("auto", "full"):
+        raise UsageError(
+            "--draft-window: an assistant reads the model's keys and values, and keeps none; leave it out."
+        )
+    if head is None or isinstance(head, AssistantConfig):
         return replace(options, draft_window="full")
     own = max(head.layer.windows) if all(head.layer.windows) else 0
     if asked == "auto":
@@ -160,10 +164,10 @@ def with_window(options: LoadOptions, head: EagleConfig | BlockConfig | None) ->
     return replace(options, draft_window=str(window) if 0 < window < options.ctx else "full")
 
 
-def default_window(head: EagleConfig | BlockConfig | AssistantConfig) -> int | str:
+def default_window(head: EagleConfig | BlockConfig) -> int | str:
     """The window of a head of which nothing was measured: an eighth of the positions that it states. Layers that were
     trained with the target have none."""
-    if isinstance(head, AssistantConfig) or isinstance(head, EagleConfig) and head.mtp:
+    if isinstance(head, EagleConfig) and head.mtp:
         return "full"
     return max(64, head.layer.max_position_embeddings // 8)
 

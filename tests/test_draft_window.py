@@ -1,6 +1,7 @@
 """What the caches of drafters hold of a text, whole or of its last tokens, by the drafts that are made of it."""
 
 import functools
+import itertools
 import random
 from dataclasses import replace
 from types import SimpleNamespace
@@ -28,8 +29,11 @@ from engine.prompt_cache import PromptCache
 from engine.runner import Times
 from engine.stepping import Stepper
 from generate import load
-from loading.options import DEMO
-from weights.heads import mtp_head
+from loading.drafting import DraftFiles
+from loading.memory import plan_memory
+from loading.options import DEMO, LoadOptions
+from weights.checkpoint import Checkpoint
+from weights.heads import mtp_head, read_eagle
 
 LONG = 320  # positions
 WINDOW = 16
@@ -288,6 +292,23 @@ def test_a_ring_drafts_what_a_whole_cache_with_a_window_drafts(kind, monkeypatch
     assert texts == others
     for ours, theirs in zip(rings, whole, strict=True):
         same(ours, theirs)
+
+
+def test_the_cache_of_a_head_with_a_window_does_not_grow_with_the_context():
+    """A head whose cache takes half a gigabyte for a context of 131,072 tokens, or a plan that says so."""
+    _, head = models("eagle3")
+    tree = tables(trees.PAPER25)
+    sizes = [EagleDrafter(head, tree, 1, n, DraftRule(window=256)).cache.nbytes for n in (1000, 131_072)]
+    assert sizes[0] == sizes[1] < 100_000
+    checkpoint = Checkpoint.open(DEMO)
+    plans = []
+    for window, ctx in itertools.product(("full", "256"), (512, 2048)):
+        options = LoadOptions(eagle=str(DEMO / "eagle1"), draft_window=window, ctx=ctx, device="cpu", tree="paper25")
+        plain = plan_memory(checkpoint, DraftFiles(), replace(options, eagle=None)).kv
+        plans.append(
+            plan_memory(checkpoint, DraftFiles(read_eagle(DEMO / "eagle1", checkpoint.config)), options).kv - plain
+        )
+    assert plans[0] < plans[1] and plans[2] == plans[3] < plans[1] / 3
 
 
 def test_a_window_changes_drafts_and_no_token():

@@ -206,10 +206,12 @@ def test_an_assistant_that_does_not_fit_is_refused_in_one_line(folders, tmp_path
     assert "\n" not in str(error.value)
 
 
-def test_an_assistant_is_not_quantized(folders):
-    """Catches an assistant that is rounded and then read as it was published."""
+def test_an_assistant_is_not_quantized_and_has_no_window(folders):
+    """Catches an assistant that is rounded and then read as it was published, and a window that nothing applies."""
     with pytest.raises(UsageError, match="stays as it is published"):
         quantize_head(folders[1], Checkpoint.open(folders[0]).config, QuantSpec("int8"))
+    with pytest.raises(UsageError, match="keeps none; leave it out"):
+        load(folders[0], eagle=folders[1], draft_window="64", ctx=64)
 
 
 def test_gptq_sees_the_rows_that_each_expert_gets():

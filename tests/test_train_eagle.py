@@ -74,10 +74,10 @@ def run(files, out, *more, **given):
     return train(eagle.EagleTraining, parse(options(files, out, *more, **given)))
 
 
-def tiny_head(files, version=1, inputs=INPUTS[0], draft_vocab=None, seed=3):
+def tiny_head(files, version=1, inputs=INPUTS[0], draft_vocab=None, seed=3, window=0):
     """An untrained head in float64 whose residual outputs are not zero, and its target."""
     target = load_model(files / "target", dtype=torch.float64)
-    more = ["--draft-vocab", str(draft_vocab)] if draft_vocab else []
+    more = ["--window", window, *(["--draft-vocab", draft_vocab] if draft_vocab else [])]
     args = parse(options(files, "unused", *more, version=version))
     ids = torch.arange(0, 2 * draft_vocab, 2) if draft_vocab else None
     head = TrainHead(eagle.head_config(target.config, args), target, ids, inputs).double()
@@ -418,11 +418,14 @@ def test_noise_share_weighs_two_losses(files):
     assert loss(1.0) != pytest.approx(loss(0.0), rel=1e-3)
 
 
+@pytest.mark.parametrize("window", [0, 6])
 @pytest.mark.parametrize("version", [1, 3])
-def test_training_time_attention_equals_an_explicit_mask(files, version):
-    """Step s seeing other rows of steps 1..s, not seeing its own, or with positions not moved on."""
-    head, _ = tiny_head(files, version)
+def test_training_time_attention_equals_an_explicit_mask(files, version, window):
+    """Step s seeing other rows of steps 1..s, not seeing its own, with positions not moved on, or with step 0's window.
+    A draft s tokens behind row i of step 0 sees the rows from position i + s - window + 1 on, and its own."""
+    head, _ = tiny_head(files, version, window=window)
     attention, T, steps = head.layer.attention, 9, 4
+    assert attention.window == window
     generator = torch.Generator().manual_seed(5)
     memory, keys, values = [], [], []
     for s in range(steps):
@@ -433,9 +436,21 @@ def test_training_time_attention_equals_an_explicit_mask(files, version):
         q, k, v = attention.project(x, cos, sin)
         keys.append(k.repeat_interleave(attention.heads // attention.kv_heads, 1))
         values.append(v.repeat_interleave(attention.heads // attention.kv_heads, 1))
-        visible = torch.cat((torch.ones(T, T).tril(), *[torch.eye(T)] * s), 1).bool()
+        near = torch.ones(T, T).tril().triu(s - window + 1 if window else -T)
+        visible = torch.cat((near, *[torch.eye(T)] * s), 1).bool()
         mixed = F.scaled_dot_product_attention(q, torch.cat(keys, 2), torch.cat(values, 2), visible)
         torch.testing.assert_close(got, attention.o(mixed.transpose(1, 2).flatten(2)))
+
+
+def test_a_window_of_training_is_that_of_decoding(files, tmp_path):
+    """A window that is not written, that --start loses or cannot change, or that decoding does not go by."""
+    target = load_model(files / "target").config
+    for name, more, window in (("a", ("--window", 20), 20), ("b", (), 20), ("c", ("--window", 0), 0)):
+        started = ("--start", tmp_path / "a") if name != "a" else ()
+        run(files, tmp_path / name, *more, *started, steps=2)
+        assert read_eagle(tmp_path / name, target).config.layer.windows == (window,)
+        engine = load.load(files / "target", eagle=str(tmp_path / name), ctx=64, device="cpu")
+        assert (engine.options.window, engine.drafter.window) == (window, window)
 
 
 @pytest.mark.parametrize("inputs, token, feature", list(zip(INPUTS, (4, 5, None, 4), (5, 5, 5, None), strict=True)))

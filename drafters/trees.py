@@ -122,7 +122,7 @@ class TreeDrafter(Drafter):
 
     def price(self, share: float, first: float | None = None) -> None:
         # Decoding emits about 1.3 tokens in the time of a plain step. A node must emit as many in its own time.
-        self.p_min = min(max(1.3 * share, 0.05), 0.9)
+        self.p_min = min(max(1.3 * share, 0.05), 0.6)
         # Behind a long text a node takes longer, and a forward of the head does not. The likeliest child of a node has
         # about 0.7 of its probability, so behind a short text this is FORWARD times p_min.
         base = self.p_min if first is None else min(max(1.3 * first, 0.0), self.p_min)

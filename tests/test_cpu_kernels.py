@@ -691,7 +691,7 @@ def test_nodes_are_pruned_by_their_measured_price(monkeypatch):
         assert drafter.p_min == pytest.approx(p_min)
     assert measured == [[1, 5], [1, 26]]  # without a price, a plain step is timed beside the whole tree
     for given, wanted in (
-        ((0.0,), (0.05, 0.125)), ((9.0,), (0.9, 1.0)), ((0.1,), (0.13, 0.325)), ((0.2, 0.1), (0.26, 0.3575 / 0.7)),
+        ((0.0,), (0.05, 0.125)), ((9.0,), (0.6, 1.0)), ((0.1,), (0.13, 0.325)), ((0.2, 0.1), (0.26, 0.3575 / 0.7)),
     ):  # fmt: skip
         drafter.price(*given)
         assert (drafter.p_min, drafter.p_forward) == pytest.approx(wanted)

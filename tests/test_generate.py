@@ -286,7 +286,8 @@ def test_plan_matches_what_the_engine_allocates(kv):
 def test_a_cache_that_rounds_changes_no_token(kv):
     """Catches a node that attends to its own or its parent's keys before they are rounded. As history they are."""
     plain = load(DEMO, ctx=512, kv=kv, quant="int8")
-    drafting = load(DEMO, ctx=512, kv=kv, quant="int8", eagle=str(DEMO / "eagle3"), slots=2, eagle_always=True)
+    more = {"slots": 2, "eagle_always": True}
+    drafting = load(DEMO, ctx=512, kv=kv, quant="int8", eagle=str(DEMO / "eagle3"), prune=10, **more)
     prompt = plain.tokenizer.encode("def add(a, b):\n    return a + b\n\n\nclass ")
     for temperature in (0.0, 1.0):
         params = SamplingParams(temperature, seed=3, max_new_tokens=48)

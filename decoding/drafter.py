@@ -89,6 +89,10 @@ class Drafter:
         """How many slots of its caches hold a text of which `drafted` rows were made."""
         return min(drafted, self.ring) if self.ring else drafted
 
+    def rows_of_part(self, drafted: int, length: int) -> int:
+        """`drafted` where the first `length` tokens of a text are kept. A ring has its last rows, whatever is kept."""
+        return drafted if self.ring else min(drafted, length)
+
     def resume(self, length: int, drafted: int, start: int) -> int:
         """From where a text of `length` tokens has to be run, so that the caches have all that drafting sees behind it.
 

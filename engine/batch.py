@@ -285,7 +285,7 @@ class Batch:
         text = self.texts[row]
         self.prompt_cache.save(engine.state, engine.drafter, row, text, prompt)
         text.ids = text.ids[:tokens]
-        text.drafted = text.drafted if engine.drafter.ring else min(text.drafted, len(text.ids))
+        text.drafted = engine.drafter.rows_of_part(text.drafted, len(text.ids))
         pool.extend(row, needed)
         engine.state.write_spans()
 
@@ -312,7 +312,7 @@ class Batch:
         if self.rows[best] is None or gains[best] < usable(text, prompt, drafter) + WORTHWHILE:
             return restored
         common = common_length(held[best].ids, prompt)
-        drafted = held[best].drafted if drafter.ring else min(common, held[best].drafted)
+        drafted = drafter.rows_of_part(held[best].drafted, common)
         places, parts = (cache_rows(state, drafter, b, common, drafted) for b in (row, best))
         for place, part in zip(places, parts, strict=True):
             place.copy_(part)

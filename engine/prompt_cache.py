@@ -145,7 +145,7 @@ class PromptCache:
         if not worth or not self._fetch(best):
             return None
         length = min(len(best.ids), state.spans[row][1])
-        drafted = best.drafted if drafter.ring else min(best.drafted, length)
+        drafted = drafter.rows_of_part(best.drafted, length)
         places = kept_rows(state, drafter, row, length, drafted)
         parts = [part[..., : place.shape[-2], :] for place, part in zip(places, best.rows, strict=False)]
         alike = [place.shape for place in places] == [part.shape for part in parts]

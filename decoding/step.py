@@ -22,7 +22,7 @@ from decoding.drafter import UNCOMPILED, Draft, Drafter, DraftInput, StepParts
 from decoding.params import MAX_STOP_IDS, SamplingMode
 from decoding.sampling import Logprobs, SamplingState
 from decoding.verify import accept, multi_round
-from kernels.memory import Snapshot, commit_memory
+from kernels.memory import commit_memory
 from kernels.records import Accepted, Memory, StepBuffers
 from model import Transformer
 
@@ -90,7 +90,6 @@ class DecodeState:
         """Give as many rows as possible a whole context, and the others none. The cache then holds no text."""
         first = range(0, self.places - self.slots + 1, self.slots)
         self.spans = [(at, self.slots) for at in first] + [self.nowhere] * (len(self.segments) - len(first))
-        self.snapshots: list[Snapshot | None] = [None] * len(self.spans)  # of each row's text
         self.n.fill_(1)
         self.count.fill_(1)
         self.write_spans()
@@ -114,8 +113,7 @@ class DecodeState:
         remembered = (self.memory.memory, self.memory.path, self.memory.pending) if self.memory else ()
         for buffer in (*(vars(self)[name] for name in PER_ROW), *vars(self.sampling).values(), *remembered):
             buffer[both] = buffer[swapped]
-        for held in (self.spans, self.snapshots):
-            held[a], held[b] = held[b], held[a]
+        self.spans[a], self.spans[b] = self.spans[b], self.spans[a]
 
     def buffers(self) -> list[Tensor]:
         """Every tensor of the state."""

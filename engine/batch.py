@@ -20,15 +20,15 @@ import torch
 
 from decoding.params import SamplingMode
 from decoding.sampling import Logprobs
+from decoding.snapshots import Snapshot
 from decoding.step import RING, StepOutput
 from engine.grammar_text import GrammarError
 from engine.pool import Pool
 from engine.prefill import CHUNKS, not_finite
-from engine.prompt_cache import WORTHWHILE, PromptCache, Saved, Text, cache_rows, common_length, go_on, kept_ids, usable
+from engine.prompt_cache import WORTHWHILE, PromptCache, Saved, Text, cache_rows, common_length, kept_ids
 from engine.request import Request
 from engine.runner import Pacer
 from engine.stepping import Stepper, View
-from kernels.memory import Snapshot
 from tree import TreeTables
 from weights.lora import choice_of
 
@@ -149,14 +149,12 @@ class Batch:
         if error is not None:
             self.prompt_cache.distrust(request.restored)
         request.end(error)
+        self.prompt_cache.shrink()
 
-    def _remembered(self, row: int) -> tuple[int, Snapshot | None]:
-        """The tokens in the memory of recurrent layers, and the snapshot of the row. Waits for the steps under way."""
-        state = self.engine.state
-        if state.memory is None:
-            return 0, None
-        earlier, state.snapshots[row] = state.snapshots[row], None
-        return int(state.n[row] - state.memory.pending[row]), earlier
+    def _remembered(self, row: int) -> tuple[int, list[Snapshot]]:
+        """The tokens in the memory of recurrent layers, and the snapshots of the row. Waits for the steps under way."""
+        state, snapshots = self.engine.state, self.engine.prefill.snapshots[row]
+        return int(state.n[row] - state.memory.pending[row]) if state.memory else 0, snapshots
 
     def _abandon(self, error: Exception | None) -> None:
         """End all requests that have a row, after a failure that may have left the buffers in any state. Where none has
@@ -227,8 +225,7 @@ class Batch:
         kept = kept_ids(request.prompt, request.adapter) if request.scores is None else []
         request.restored = self._arrange(row, kept, tokens)
         text = self.texts[row]
-        start = usable(text, kept, engine.drafter) if kept else 0
-        go_on(state, row, text, start)
+        start = self._take_up(row, text, kept)
         self.texts[row] = Text()  # nothing is valid until the request has ended well
         self.rows[row], request.row, request.began = request, row, time.perf_counter()
         self.waiting.popleft()
@@ -243,6 +240,19 @@ class Batch:
         self._parts = engine.prefill.read(row, request.prompt, *how)
         self._reading = request
         return True
+
+    def _take_up(self, row: int, text: Text, prompt: list[int]) -> int:
+        """Prepare a row that holds `text` to go on from the token of a prompt that is returned."""
+        engine, memory = self.engine, self.engine.state.memory
+        start, snapshot = text.way_on(prompt, engine.drafter)
+        engine.prefill.snapshots[row] = [snapshot for snapshot in text.snapshots if snapshot.end <= start]
+        if snapshot is not None:
+            snapshot.restore(engine.state, engine.drafter, row, start)
+        elif memory is not None and start:
+            memory.pending[row] = start - text.at
+        if snapshot is None:
+            engine.prefill.add_snapshot(row, text.at, start, text.drafted)  # of the end of an answer
+        return start
 
     def _alone(self) -> bool:
         """Whether one row has a request, and no other one waits for a step."""
@@ -294,12 +304,12 @@ class Batch:
         than another one. Returns the kept text that it got, if it got one. tokens: that the row needs room for."""
         drafter, state = self.engine.drafter, self.engine.state
         held = [
-            Text(*request.cached(), 0, request.length + 1 if state.memory else 0, state.snapshots[b])
+            Text(*request.cached(), 0, request.length + 1 if state.memory else 0, self.engine.prefill.snapshots[b])
             if request
             else text
             for b, (request, text) in enumerate(zip(self.rows, self.texts, strict=True))
         ]
-        gains = [usable(text, prompt, drafter) for text in held]
+        gains = [text.usable(prompt, drafter) for text in held]
         free = [b for b, request in enumerate(self.rows) if request is None]
         best = max(range(len(gains)), key=lambda b: (gains[b], self.rows[b] is None))
         own = max(free, key=lambda b: gains[b])
@@ -309,7 +319,7 @@ class Batch:
         self._make_room(row, tokens, prompt)
         text = self.texts[row]
         restored = self.prompt_cache.exchange(state, drafter, row, text, prompt)
-        if self.rows[best] is None or gains[best] < usable(text, prompt, drafter) + WORTHWHILE:
+        if self.rows[best] is None or gains[best] < text.usable(prompt, drafter) + WORTHWHILE:
             return restored
         common = common_length(held[best].ids, prompt)
         drafted = drafter.rows_of_part(held[best].drafted, common)
@@ -317,7 +327,7 @@ class Batch:
         for place, part in zip(places, parts, strict=True):
             place.copy_(part)
         text.ids, text.drafted = prompt[:common], drafted
-        text.at, text.snapshot = held[best].at, held[best].snapshot
+        text.at, text.snapshots = held[best].at, held[best].snapshots
         return None
 
     def _close_gaps(self) -> None:
@@ -344,7 +354,7 @@ class Batch:
         length = max(r.length if r else len(text.ids) for r, text in ((self.rows[i], self.texts[i]) for i in (a, b)))
         engine.state.swap(a, b)
         engine.drafter.swap(a, b, length + ahead)
-        for held in (self.rows, self.texts):
+        for held in (self.rows, self.texts, engine.prefill.snapshots):
             held[a], held[b] = held[b], held[a]
         for i in (a, b):
             if (request := self.rows[i]) is not None:

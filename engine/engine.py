@@ -40,6 +40,7 @@ class Engine(Stepper, Intake):
         config = config or EngineConfig()
         super().__init__(model, drafter or PlainDrafter(model), config)
         self.tokenizer, self.model_config = tokenizer, model.config
+        self.prefill.turns = tokenizer.special_ids if tokenizer else ()
         self.chain = self.drafter.D if self.drafter.N == self.drafter.D + 1 and not self.drafter.p_min else 0
         self.options, self.plan, self.head = config.options, config.plan, config.head
         self.generation = config.generation

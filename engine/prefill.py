@@ -1,6 +1,6 @@
 """Prompts and prefill: known tokens run through the target and the drafter, and set up the row that goes on from them."""
 
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Sequence
 from functools import partial
 from numbers import Integral
 from typing import TypeAlias
@@ -9,12 +9,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from decoding import sampling
+from decoding import sampling, snapshots
 from decoding.drafter import Drafter
 from decoding.params import SamplingMode
 from decoding.sampling import Logprobs
 from decoding.step import HISTORY, DecodeState
-from kernels.memory import commit_text, part_of_text, resume, take_snapshot
+from kernels.memory import clear, commit_text, part_of_text
 from model import Transformer, chain_ancestors
 from support.errors import advised
 from text.tokenizer import Tokenizer
@@ -85,6 +85,11 @@ class Prefill:
         self.drafter = drafter
         self.state = state
         self.widest = widest
+        self.any_width = model.device.type == "cpu" and not compiled  # else new shapes take time
+        self.turns: Collection[int] = ()  # ids that begin or end a turn, where a snapshot is worth most
+        rows = len(state.spans)
+        self.snapshots: list[list[snapshots.Snapshot]] = [[] for _ in range(rows)]  # of each row's text, in their order
+        self.most = snapshots.most_snapshots(rows, sum(part.nbytes for part in snapshots.remembered(state, drafter, 0)))
         self.forward: Callable = partial(run_chunk, layers=layers)
         if compiled:
             self.forward = torch.compile(run_chunk, fullgraph=True, dynamic=False)
@@ -104,7 +109,8 @@ class Prefill:
         """
         state = self.state
         P = len(prompt)
-        raw_logits, noise = yield from self._logits(row, prompt, mode, start, alone, scores)
+        places = snapshots.resting_places(prompt, start, self.turns, self.snapshots[row]) if self.most else []
+        raw_logits, noise = yield from self._logits(row, prompt, mode, start, alone, scores, places)
         logits = self.penalised(row, raw_logits, prompt, P, mode)
         if allowed is not None:
             logits = sampling.restrict(logits, allowed.to(logits.device).view(1, 1, -1))
@@ -133,36 +139,37 @@ class Prefill:
 
     def _logits(
         self, row: int, text: list[int], mode: SamplingMode, start: int, alone: Callable[[], bool] = lambda: True,
-        scores: list[Logprobs] | None = None,
+        scores: list[Logprobs] | None = None, places: Sequence[int] = (),
     ) -> Generator[None, None, tuple[Tensor, Tensor | None]]:  # fmt: skip
-        """`logits` of text[start:], chunk by chunk. The last token's feature becomes the pending one."""
+        """`logits` of text[start:], chunk by chunk. The last token's feature becomes the pending one. places: where a
+        snapshot is taken."""
         state = self.state
         P = len(text)
         device = self.model.device
         ids = torch.tensor([*text, 0], dtype=torch.int64)
         if state.memory is not None and start == 0:
-            resume(state.memory, row, None)
-        first = max(0, P - self.drafter.kept) if self.drafter.ring else 0  # what the drafter keeps begins here
+            clear(state.memory, row)
+        kept = self.drafter.kept if self.drafter.ring else P
         while start < P:
-            left = P - start
-            if state.memory is not None and left > CHUNKS[-1]:
-                left -= 1  # The last chunk is a narrow one, because a snapshot is taken before it.
+            ends = [place for place in (*places, P) if place > start]
+            left = ends[0] - start
             width = chunk_width(left, self.widest if alone() else CHUNKS[-1])
             take = min(width, left)
+            if self.any_width:
+                width = min(width, -(-take // 16) * 16)
             chunk, nexts = torch.zeros(2, 1, width, dtype=torch.int64)
-            chunk[0, :take] = ids[start : start + take]
+            chunk[0, : take + 1] = ids[start : start + min(take + 1, width)]  # a drafter reads the next token, too
             nexts[0, :take] = ids[start + 1 : start + take + 1]
             where, keep = (torch.tensor([n], device=device) for n in (start, take))
-            if state.memory is not None and 0 < start and start + take == P:  # for a text that begins alike
-                at = start - int(state.memory.pending[row])
-                state.snapshots[row] = take_snapshot(state.memory, row, at, start)
             chunk, nexts = chunk.to(device), nexts.to(device)
-            told = start + take > first  # whether the drafter is told of the chunk
+            told = any(start + take > end - kept for end in ends)  # whether the drafter keeps any of it
             rows = row, chunk, nexts, where, keep, told
             hidden_states, features = self.forward(self.model, self.drafter, state, *rows)
             if scores is not None:
                 self._score(scores, hidden_states, nexts[:, : min(take, P - 1 - start)], start)
             start += take
+            if start in places:
+                self.add_snapshot(row, start, start, start)
             if start < P:
                 yield
         state.features[row, 0] = features[0, take - 1]
@@ -175,6 +182,14 @@ class Prefill:
             return logits, None
         before = torch.tensor([P - 1], device=device)
         return logits, sampling.noise_ahead(state.sampling.seed[row : row + 1], before, 1, state.hashes)
+
+    def add_snapshot(self, row: int, at: int, end: int, drafted: int) -> None:
+        """Take one of a row as it is now, unless there is one near. Where there are too many, the oldest go, but not the
+        first one of a text."""
+        if not self.most or end - max((snapshot.end for snapshot in self.snapshots[row]), default=0) < snapshots.APART:
+            return
+        first, *rest = [*self.snapshots[row], snapshots.take_snapshot(self.state, self.drafter, row, at, end, drafted)]
+        self.snapshots[row] = [first, *rest[max(0, len(rest) + 1 - self.most) :]]
 
     def _score(self, scores: list[Logprobs], hidden_states: Tensor, nexts: Tensor, start: int) -> None:
         """Add the Logprobs of the tokens nexts [1, n], which follow those from position `start` on."""

@@ -16,8 +16,8 @@ from typing import Any
 from torch import Tensor
 
 from decoding.drafter import Drafter
+from decoding.snapshots import SNAPSHOTS, Snapshot, remembered
 from decoding.step import DecodeState
-from kernels.memory import Snapshot, resume
 from support import cache
 from support.files import clean_up
 from weights.files import safetensors_parts
@@ -25,6 +25,7 @@ from weights.files import safetensors_parts
 WORTHWHILE = 32  # tokens; fewer are run again sooner than they are copied
 MB = 1 << 20
 ENDING = ".rows"  # of the files
+FORM = 2  # of what they say; another number is never read
 
 
 def kept_ids(ids: list[int], adapter: int) -> list[int]:
@@ -45,16 +46,27 @@ class Text:
     ids: list[int] = field(default_factory=list)
     drafted: int = 0  # rows that were made for the draft caches, see `Drafter.resume`
     used: int = 0  # when a row came to hold it; a larger number is later
-    # Of a model with recurrent layers: the tokens that their memory has, which cannot be taken back, and an earlier copy.
-    at: int = 0
-    snapshot: Snapshot | None = None
+    at: int = 0  # tokens that the memory of recurrent layers has, which cannot be taken back
+    snapshots: Sequence[Snapshot] = ()  # in their order
 
-    def reach(self, tokens: int) -> int:
-        """From which of the first so many tokens one can go on, at best."""
-        if self.at <= tokens:
-            return tokens
-        earlier = self.snapshot and self.snapshot.up_to(tokens)
-        return earlier.end if earlier else 0
+    def way_on(self, prompt: list[int], drafter: Drafter) -> tuple[int, Snapshot | None]:
+        """How many tokens of a prompt need not be run if a row holds this text, and the snapshot that this takes."""
+        P = len(prompt)
+        common = min(common_length(self.ids, prompt), P - 1)
+        common = max(0, common - (drafter.D > 0))  # draft row i holds token i + 1, which must agree too
+        ways: list[tuple[int, Snapshot | None]] = [(0, None)]
+        for at, end, drafted, snapshot in [
+            (self.at, common, self.drafted, None),
+            *((*s[:3], s) for s in self.snapshots),
+        ]:
+            start = drafter.resume(P, drafted if drafter.ring else self.drafted, end)
+            if at <= start and end <= common:
+                ways.append((start, snapshot))
+        return max(ways, key=lambda way: way[0])
+
+    def usable(self, prompt: list[int], drafter: Drafter) -> int:
+        """How many tokens of a prompt need not be run if a row holds this text."""
+        return self.way_on(prompt, drafter)[0]
 
 
 @dataclass(eq=False)
@@ -68,8 +80,8 @@ class Saved(Text):
     @property
     def about(self) -> dict[str, Any]:
         """What a file says beside the tensors."""
-        earlier = self.snapshot and [self.snapshot.at, self.snapshot.end]
-        return {"ids": self.ids, "drafted": self.drafted, "at": self.at, "snapshot": earlier}
+        snapshots = [list(snapshot[:3]) for snapshot in self.snapshots]
+        return {"ids": self.ids, "drafted": self.drafted, "at": self.at, "snapshots": snapshots}
 
 
 def cache_rows(state: DecodeState, drafter: Drafter, row: int, length: int, drafted: int) -> Iterator[Tensor]:
@@ -83,19 +95,6 @@ def kept_rows(state: DecodeState, drafter: Drafter, row: int, length: int, draft
     """`cache_rows`, and what recurrent layers remember of the row's last token."""
     remembered = [state.memory.memory[row], state.memory.path[row]] if state.memory else []
     return [*cache_rows(state, drafter, row, length, drafted), *remembered]
-
-
-def go_on(state: DecodeState, row: int, text: Text, start: int) -> None:
-    """Prepare what recurrent layers remember of a row that holds `text`, to go on from one of its tokens (`usable`)."""
-    memory = state.memory
-    if memory is None:
-        return
-    earlier = text.snapshot and text.snapshot.up_to(start)
-    state.snapshots[row] = earlier if start else None
-    if text.at <= start:
-        memory.pending[row] = start - text.at
-    else:
-        resume(memory, row, earlier)
 
 
 class PromptCache:
@@ -140,8 +139,8 @@ class PromptCache:
         """Prepare the caches of a row, which hold `text`, for a prompt. Returns the copied text that the row got, which
         `text` is afterwards, or None."""
         self.save(state, drafter, row, text, prompt)
-        best = max(self.entries, key=lambda saved: usable(saved, prompt, drafter), default=None)
-        worth = best is not None and usable(best, prompt, drafter) - usable(text, prompt, drafter) >= WORTHWHILE
+        best = max(self.entries, key=lambda saved: saved.usable(prompt, drafter), default=None)
+        worth = best is not None and best.usable(prompt, drafter) - text.usable(prompt, drafter) >= WORTHWHILE
         if not worth or not self._fetch(best):
             return None
         length = min(len(best.ids), state.spans[row][1])
@@ -149,14 +148,15 @@ class PromptCache:
         places = kept_rows(state, drafter, row, length, drafted)
         parts = [part[..., : place.shape[-2], :] for place, part in zip(places, best.rows, strict=False)]
         alike = [place.shape for place in places] == [part.shape for part in parts]
+        shapes = [part.shape for part in remembered(state, drafter, row)]
+        alike = alike and all([part.shape for part in s.tensors] == shapes for s in best.snapshots)
         if not alike or len(parts) < len(best.rows):  # a file of another engine
             self._drop(best)
             return None
         for place, part in zip(places, parts, strict=True):
             place.copy_(part)
         self.hits += 1
-        text.ids, text.drafted, text.at, text.snapshot = best.ids[:length], drafted, best.at, best.snapshot
-        self._shrink()
+        text.ids, text.drafted, text.at, text.snapshots = best.ids[:length], drafted, best.at, best.snapshots
         return best
 
     def save(self, state: DecodeState, drafter: Drafter, row: int, text: Text, prompt: list[int]) -> None:
@@ -165,7 +165,8 @@ class PromptCache:
         A text with which a copied one begins is not copied. The texts with which it begins are no longer needed.
         """
         ids, drafted = text.ids, text.drafted
-        if not (self.limit or self.disk_limit) or len(ids) - common_length(ids, prompt) < WORTHWHILE:
+        worth = max(WORTHWHILE, len(ids) // 64)  # copies of a long text take long, and room
+        if not (self.limit or self.disk_limit) or len(ids) - common_length(ids, prompt) < worth:
             return
         for saved in self.entries:
             if saved.drafted >= drafted and saved.ids[: len(ids)] == ids:
@@ -173,14 +174,13 @@ class PromptCache:
         for saved in list(self.entries):
             if saved.drafted <= drafted and ids[: len(saved.ids)] == saved.ids:
                 self._drop(saved)
-        rows, earlier = kept_rows(state, drafter, row, len(ids), drafted), text.snapshot
-        nbytes = sum(part.nbytes for part in rows) + (earlier.nbytes if earlier else 0)
+        rows = kept_rows(state, drafter, row, len(ids), drafted)
+        nbytes = sum(held.nbytes for held in (*rows, *text.snapshots))
         if nbytes > max(self.limit, self.disk_limit):
             return
         copies = [part.to("cpu", copy=True).contiguous() for part in rows]
-        saved = Saved(list(ids), drafted, 0, text.at, earlier and earlier.on_host(), nbytes, copies)
-        self.entries.append(saved)
-        self._shrink()
+        self.shrink()
+        self.entries.append(Saved(list(ids), drafted, 0, text.at, text.snapshots, nbytes, copies))
 
     def distrust(self, saved: Saved | None) -> None:
         """Drop a text that a request got back, if any, because the request failed: what it went on from may be wrong."""
@@ -206,17 +206,21 @@ class PromptCache:
                 self._drop(saved)
                 return False
             tensors = load(kept.payload)
-            earlier = [tensors.pop(name) for name in ("memory", "path") if name in tensors]
-            saved.snapshot = Snapshot(*saved.about["snapshot"], *earlier) if earlier else None
-            saved.rows = [tensors[f"rows{i}"] for i in range(len(tensors))]
+            parts = [[tensors[n] for n in sorted(tensors) if n.startswith(f"{i}.")] for i in range(1 + SNAPSHOTS)]
+            saved.rows = parts[0]
+            saved.snapshots = [s._replace(tensors=(*p,)) for s, p in zip(saved.snapshots, parts[1:], strict=False)]
             saved.file.unlink(missing_ok=True)
             saved.file = None
         self.entries.remove(saved)
         self.entries.append(saved)
         return True
 
-    def _shrink(self) -> None:
-        """Keep both limits: texts that were used least recently go to disk, and from there they are deleted."""
+    def shrink(self) -> None:
+        """Keep both limits: texts that were used least recently go to disk, and from there they are deleted.
+
+        Writing takes a second for a long text, so it waits for the end of a request. Until then, memory may hold one text
+        more than is allowed.
+        """
         while self.held_bytes > self.limit:
             self._write(next(saved for saved in self.entries if saved.file is None))
 
@@ -229,15 +233,15 @@ class PromptCache:
             self._drop(next(other for other in self.entries if other.file is not None))
         # in the order of writing, and unlike the name that any other process gives at the same time
         file = self.folder / f"{time.time_ns():020}-{secrets.token_hex(8)}{ENDING}"
-        tensors, earlier = {f"rows{i}": part for i, part in enumerate(saved.rows)}, saved.snapshot
-        tensors |= {"memory": earlier.memory, "path": earlier.path} if earlier else {}
+        parts = saved.rows, *(snapshot.tensors for snapshot in saved.snapshots)
+        tensors = {f"{i}.{j:04}": part for i, held in enumerate(parts) for j, part in enumerate(held)}
         try:
             cache.store(file, b"".join(safetensors_parts(tensors)), saved.about, 0o600)  # somebody's own words
         except OSError:
             self._drop(saved)
             return
         saved.file, saved.rows = file, []
-        saved.snapshot = earlier and earlier._replace(memory=None, path=None)
+        saved.snapshots = [snapshot._replace(tensors=()) for snapshot in saved.snapshots]
 
     def _drop(self, saved: Saved) -> None:
         self.entries.remove(saved)
@@ -245,20 +249,11 @@ class PromptCache:
             saved.file.unlink(missing_ok=True)
 
 
-def usable(text: Text, prompt: list[int], drafter: Drafter) -> int:
-    """How many tokens of a prompt need not be run if a row holds this text."""
-    start = min(common_length(text.ids, prompt), len(prompt) - 1)
-    start = max(0, start - (drafter.D > 0))  # draft row i holds token i + 1, which must agree too
-    while (reached := text.reach(drafter.resume(len(prompt), text.drafted, start))) < start:
-        start = reached
-    return start
-
-
 def _described(file: Path) -> Saved | None:
     """What a file holds, without its rows. None for a file that cannot be used."""
     kept = cache.fetch(file, payload=False)
     if kept is None:
         return None
-    earlier = Snapshot(*kept.about["snapshot"], None, None) if kept.about["snapshot"] else None
-    size = file.stat().st_size
-    return Saved(kept.about["ids"], kept.about["drafted"], 0, kept.about["at"], earlier, size, file=file)
+    about, size = kept.about, file.stat().st_size
+    snapshots = [Snapshot(*numbers) for numbers in about["snapshots"]]
+    return Saved(about["ids"], about["drafted"], 0, about["at"], snapshots, size, file=file)

@@ -1,38 +1,13 @@
-"""What recurrent layers remember of the sequences of an engine: committed behind a step, kept, and taken up again.
+"""What recurrent layers remember of the sequences of an engine, committed behind a step.
 
 A memory cannot be cut back to an earlier token as keys and values can. So the rows of the path that was accepted last
-wait beside it (`records.Memory`), and the memory before the last part of a prompt is kept as a snapshot.
+wait beside it (`records.Memory`), and `decoding.snapshots` keeps copies.
 """
-
-from __future__ import annotations
-
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from kernels.records import Memory
-
-
-class Snapshot(NamedTuple):
-    """The memory of one sequence after `at` tokens, and the rows behind it up to token `end`, from where it can go on."""
-
-    at: int
-    end: int
-    memory: Tensor  # [L, Hv, dk, dv]
-    path: Tensor  # [L, K - 1 + P, R]
-
-    @property
-    def nbytes(self) -> int:
-        return self.memory.nbytes + self.path.nbytes
-
-    def on_host(self) -> Snapshot:
-        """The same, in the memory of the host."""
-        return self._replace(memory=self.memory.cpu(), path=self.path.cpu())
-
-    def up_to(self, tokens: int) -> Snapshot | None:
-        """The same with no more than so many tokens. None if the memory has more."""
-        return self._replace(end=min(self.end, tokens)) if self.at <= tokens else None
 
 
 def last_rows(path: Tensor, pending: Tensor, width: int) -> Tensor:
@@ -77,13 +52,7 @@ def commit_text(own: Memory, window: int) -> None:
     own.pending.zero_()
 
 
-def take_snapshot(memory: Memory, row: int, at: int, end: int) -> Snapshot:
-    """A copy of what is remembered of a sequence. at: the tokens in its memory; end: with the rows that wait."""
-    return Snapshot(at, end, memory.memory[row].clone(), memory.path[row].clone())
-
-
-def resume(memory: Memory, row: int, snapshot: Snapshot | None) -> None:
-    """Let a sequence go on from a snapshot, or from nothing."""
-    taken = (0, 0, 0) if snapshot is None else (snapshot.memory, snapshot.path, snapshot.end - snapshot.at)
-    for held, value in zip((memory.memory, memory.path, memory.pending), taken, strict=True):
-        held[row] = value
+def clear(memory: Memory, row: int) -> None:
+    """Let a sequence begin anew."""
+    for held in (memory.memory, memory.path, memory.pending):
+        held[row] = 0

@@ -6,6 +6,7 @@ import torch
 
 import kernels
 from decoding.params import MAX_BIAS, MAX_STOP_IDS
+from decoding.snapshots import most_snapshots
 from decoding.step import HISTORY, RING, pool_places
 from drafters.trees import ring_slots
 from families.config import DTYPES, ModelConfig
@@ -35,7 +36,8 @@ class MemoryPlan:
     buffers: int
     lora: int = 0  # adapters that are not merged
     graphs: int = 0  # an estimate of what a captured step keeps for its intermediate results
-    recurrent: int = 0  # what recurrent layers remember of each row, with a snapshot
+    recurrent: int = 0  # what recurrent layers remember of each row
+    snapshots: int = 0  # of rows, on the host: counted on a CPU alone
     prompts: int = 0  # an estimate of what is alive while a wide chunk of a prompt is read
 
     @property
@@ -87,15 +89,17 @@ def plan_memory(checkpoint: Checkpoint, files: DraftFiles, options: LoadOptions)
     kv = cache_bytes(config, pool_places(B, ctx, N, options.pool), options.kv)
     rotary = 4 * ctx * sum(head_dim for _, head_dim in config.ropes)
     buffers = B * (length * 8 + BIAS_BYTES) + (B * 5 + 8) * config.vocab_size + rotary + RING * B * 2 * (D + 2) * 8
-    recurrent = 0
+    recurrent = snapshot = 0
     if config.delta is not None:
         memory = new_memory(config.delta, len(config.recurrent), B, N, D, dtype, torch.device("meta"))
-        recurrent = sum(t.nbytes for t in memory) + memory.memory.nbytes + memory.path.nbytes  # and a snapshot of each
+        recurrent = sum(t.nbytes for t in memory)
+        snapshot = (memory.memory.nbytes + memory.path.nbytes) // B
     drafter = 0
     if head is not None:
         window = options.window
         rows = min(length + 128, ring_slots(window, 128)) if window else length + 128
         kv += cache_bytes(head.config.layer, B * rows)
+        snapshot += cache_bytes(head.config.layer, rows) if window else 0
         rounded = rounds_head(options, checkpoint.quantization)
         drafter = held_bytes(head.tensors, dtype, options.device, options.kernels, rounded=rounded)
         # a trimmed vocabulary copies rows of the target's LM head and holds their ids, which a head's own file has
@@ -117,7 +121,8 @@ def plan_memory(checkpoint: Checkpoint, files: DraftFiles, options: LoadOptions)
     widest = max(config.hidden_size, config.intermediate_size, config.vocab_size)
     graphs = LIVE_ROWS * 4 * B * N * widest if captured else 0
     lora = 0 if checkpoint.merges(dtype) else sum(adapter.bytes(element) for adapter in checkpoint.adapters)
-    return MemoryPlan(model_bytes(checkpoint, options), drafter, kv, buffers, lora, graphs, recurrent)
+    snapshots = B * snapshot * most_snapshots(B, snapshot) if options.device == "cpu" else 0
+    return MemoryPlan(model_bytes(checkpoint, options), drafter, kv, buffers, lora, graphs, recurrent, snapshots)
 
 
 def chunk_bytes(config: ModelConfig, tokens: int) -> int:

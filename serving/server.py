@@ -14,7 +14,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from engine.engine import Engine
-from engine.prompt_cache import PromptCache
+from engine.prompt_cache import FORM, PromptCache
 from engine.ranks import RankedEngine
 from serving.scheduler import Scheduler, ServeSettings
 from support import cache
@@ -127,7 +127,7 @@ def _fingerprint(engine: Engine) -> str:
     """A name for everything that the rows of the caches depend on. It reads all weights once."""
     options = engine.options
     how = (engine.model.config, engine.backend.mode, options and (options.quant, options.kv, options.activations))
-    how += engine.drafter.ring, engine.drafter.kept
+    how += engine.drafter.ring, engine.drafter.kept, FORM
     digest = hashlib.sha256(repr(how).encode())
     for model in (engine.model, *engine.drafter.cached_models):
         digest.update(weights_digest(model).encode())

@@ -223,6 +223,47 @@ def test_a_text_of_another_row_is_drafted_from_as_if_it_were_new(kind, window):
         check(kind, window, scarce, text[:130] + OTHER[:3], 0)
 
 
+@every_kind
+@pytest.mark.parametrize("place", ("memory", "restart"))
+def test_another_question_behind_the_same_system_message_starts_behind_it(kind, window, place, tmp_path):
+    """An agent's 7,000 tokens of tools that are read again: where a memory cannot be cut back, or a ring lacks the rows;
+    in several rows at once, with a rounded cache, after a restart; and an edited message, and an answer that comes back
+    without its thought. The drafts show copies that lack a row, or are of another text."""
+    system, mark, keep = [token % 90 for token in TEXT[:150]], 95, place == "restart"
+
+    def made() -> Engine:
+        cache = PromptCache(64 * (not keep), 64, tmp_path, keep=keep)
+        on = engine(kind, window, 2, cache, kv_dtype=torch.int8 if kind == "eagle3" else None)
+        on.prefill.turns = (mark,)
+        return on
+
+    def question(*ids: int) -> list[int]:
+        return [mark, *ids, mark, 7]
+
+    def ask(prompt: list[int], least: int) -> None:
+        found, cached = drafts(on, prompt)
+        kept, on.batch.prompt_cache = on.prompt_cache, PromptCache()
+        on.forget()
+        same(found, drafts(on, prompt)[0])
+        on.forget()
+        on.batch.prompt_cache = kept
+        assert cached >= least
+
+    on = made()
+    first = system + question(*OTHER[:70])
+    streams = [on.generate(first, params(70)), on.generate(system + question(11, 12), params(9))]
+    answer, _ = [stream.run()[0].token_ids for stream in streams]
+    assert streams[1].result.cached_tokens >= 148
+    on.generate(OTHER[:200], params(9)).run()
+    on.generate(OTHER[40:200], params(9)).run()  # so that both rows are taken
+    if keep:
+        on.prompt_cache.close()
+        on = made()
+    ask(system + question(13, 14, 15), 148)
+    ask([*first, *answer, *question(3)], len(first) + 60 if on.prompt_cache.entries else 148)
+    ask([*first, *answer[40:], *question(3)], 148)
+
+
 @pytest.mark.parametrize(("kind", "window"), [("eagle1", 0), ("eagle3", WINDOW), ("mtp", WINDOW), ("block", WINDOW)])
 def test_timing_steps_behind_a_long_text_leaves_no_trace(kind, window, monkeypatch):
     """Steps that are timed far behind a text and write over what it needs: in the target's cache, or where a ring has the

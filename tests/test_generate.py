@@ -18,6 +18,7 @@ import generate
 import kernels
 from cli import prove
 from decoding.params import SamplingParams
+from decoding.snapshots import remembered
 from engine.load import fit_chunk, use_threads
 from engine.results import acceptance
 from generate import load, main
@@ -276,7 +277,9 @@ def test_plan_matches_what_the_engine_allocates(kv):
         assert engine.state.kv[0][0, 0, 0, 0, 0].nbytes == row
         kept = held(engine.model) + sum(buffer.nbytes for buffer in engine.state.buffers())
         kept += held(engine.head) + engine.drafter.cache.nbytes if options else 0
-        assert abs(engine.plan.total / kept - 1) < 0.05
+        copied = sum(part.nbytes for part in remembered(engine.state, engine.drafter, 0))
+        assert engine.plan.snapshots == pytest.approx(engine.prefill.most * copied, rel=0.2)
+        assert abs((engine.plan.total - engine.plan.snapshots) / kept - 1) < 0.05
         assert (engine.state.history.numel() > 0) == (options.get("eagle_always") is False)
     assert engine.plan.buffers > engine.state.history.nbytes + engine.state.ring.nbytes
 

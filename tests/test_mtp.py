@@ -18,11 +18,13 @@ from bench.random_models import SHAPES
 from decoding.params import SamplingParams
 from eagle_draft import MtpHead
 from engine.engine import Engine, EngineConfig
+from families.config import ModelConfig
 from generate import load
 from loading.drafting import DraftFiles, with_tree
-from loading.memory import plan_memory
+from loading.memory import MemoryPlan, check_memory, plan_memory
 from loading.options import LoadOptions
 from model import weight_bytes
+from support.errors import NotEnoughMemory
 from weights.checkpoint import Checkpoint
 from weights.heads import mtp_head
 from weights.quantized import QuantSpec
@@ -224,19 +226,47 @@ def test_the_plan_counts_what_recurrent_layers_keep(tiny_checkpoint):
         load(folder, draft_checkpoint=folder)
     engine = load(folder, ctx=128, slots=2)
     memory = engine.state.memory
-    kept = sum(t.nbytes for t in memory) + memory.memory.nbytes + memory.path.nbytes
-    assert engine.plan.recurrent == kept and engine.plan.kv == pytest.approx(engine.state.kv[0].nbytes, rel=0.02)
+    assert engine.plan.snapshots == 8 * (memory.memory.nbytes + memory.path.nbytes)
+    assert engine.plan.recurrent == sum(t.nbytes for t in memory)
+    assert engine.plan.kv == pytest.approx(engine.state.kv[0].nbytes, rel=0.02)
 
 
-def test_a_27b_in_int4_with_16k_tokens_is_planned_to_fit_24_gb():
-    """Catches a plan that counts keys and values for recurrent layers, or neither their memory nor its snapshot."""
-    config = replace(SHAPES["qwen3.5-27b"], dtype="float16")
+FREE = int(23.5 * 2**30)  # of a card with 24 GB
+GEMMA4_31B = {
+    "model_type": "gemma4_text", "hidden_size": 5376, "num_hidden_layers": 60, "intermediate_size": 21504,
+    "num_attention_heads": 32, "num_key_value_heads": 16, "num_global_key_value_heads": 4, "head_dim": 256,
+    "global_head_dim": 512, "vocab_size": 262144, "max_position_embeddings": 262144, "sliding_window": 1024,
+    "attention_k_eq_v": True, "num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0, "rms_norm_eps": 1e-6,
+    "layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 10, "tie_word_embeddings": True,
+    "rope_parameters": {"full_attention": {"partial_rotary_factor": 0.25, "rope_theta": 1e6, "rope_type": "proportional"},
+                        "sliding_attention": {"rope_theta": 1e4, "rope_type": "default"}},
+}  # fmt: skip
+
+
+def planned(config: ModelConfig, ctx: int, eagle: str, kv: str = "model") -> tuple[MemoryPlan, LoadOptions]:
+    """The plan for a GPU of a model in int4."""
+    config = replace(config, dtype="float16", max_position_embeddings=max(ctx, config.max_position_embeddings))
     checkpoint = Checkpoint(Path("model"), "hf", {}, config, spec=QuantSpec("int4"))
-    options = LoadOptions("model", device="cuda", ctx=16384, compile=True, eagle="mtp", quant="int4", slots=1)
-    options = with_tree(options, "int4", mtp_head(config).config)
-    plan = plan_memory(checkpoint, DraftFiles(mtp_head(config)), options)
+    options = LoadOptions("model", device="cuda", ctx=ctx, compile=True, eagle=eagle, quant="int4", slots=1, kv=kv)
+    head = mtp_head(config) if eagle == "mtp" else None
+    options = with_tree(options, "int4", head.config) if head else options
+    return plan_memory(checkpoint, DraftFiles(head), options), options
+
+
+def test_the_plan_says_which_long_contexts_fit_24_gb():
+    """Catches a plan that counts keys and values for recurrent layers, or not their memory, and one that says that a text
+    fits although the layers with a window keep all of it, as they do here."""
+    plan, options = planned(SHAPES["qwen3.5-27b"], 100_000, "mtp")
+    check_memory(plan, FREE, options)
     state, layers, kv_layers = 48 * 128 * 128 * 4, 48, 16
-    assert plan.total < 20e9
-    assert plan.recurrent > 2 * layers * state
-    assert plan.kv < (kv_layers + 1) * 2 * 4 * 256 * 2 * 17000
+    assert layers * state < plan.recurrent < 1.5 * layers * state and plan.snapshots == 0
+    assert plan.kv == pytest.approx((kv_layers + 1) * 2 * 4 * 256 * 2 * 100_000, rel=0.01)
     assert 0.5 * 27e9 < plan.weights < 17e9
+    config = ModelConfig.from_hf(GEMMA4_31B, "config.json")
+    plan, options = planned(config, 32_000, "none")
+    assert plan.kv == pytest.approx((50 * 16 * 256 + 10 * 4 * 512) * 2 * 2 * 32_000, rel=0.01)
+    with pytest.raises(NotEnoughMemory, match="plan 48.3 GB, free 25.2 GB. Try --ctx 6400"):
+        check_memory(plan, FREE, options)
+    with pytest.raises(NotEnoughMemory, match="Try --ctx 12608"):
+        check_memory(*planned(config, 32_000, "none", "int8")[:1], FREE, options)
+    check_memory(*planned(config, 12_608, "none", "int8")[:1], FREE, options)

@@ -205,7 +205,7 @@ class PieceTokenizer:
     """Maps token ids to bytes. It decodes incrementally, so characters may span tokens."""
 
     def __init__(self, pieces: list[bytes], eos_ids: tuple[int, ...] = ()):
-        self.pieces, self.eos_ids = pieces, eos_ids
+        self.pieces, self.eos_ids, self.special_ids = pieces, eos_ids, frozenset(eos_ids)
 
     def stream(self, continuation: bool = False, shown=()):
         return PieceStream(self.pieces)

@@ -77,10 +77,11 @@ class Sample(NamedTuple):
 
 
 def timed_request(
-    engine: Engine, prompts: Sequence[list[int]], params: SamplingParams
+    engine: Engine, prompts: Sequence[list[int]], params: SamplingParams, reuse: bool = False
 ) -> tuple[list[GenerationResult], Arrivals]:
-    """Decode prompts together, from empty caches."""
-    engine.forget()
+    """Decode prompts together, from empty caches unless those of the request before may be reused."""
+    if not reuse:
+        engine.forget()
     synchronize(engine.model.device)
     stream = engine.generate_batch(prompts, params)
     arrivals: Arrivals = [[] for _ in prompts]
@@ -98,9 +99,10 @@ class Arm:
     label: str
     options: dict[str, Any]
     engine: Engine | None = None
+    reuse: bool = False  # whether a run may go on from the text of the run before
 
     def run(self, prompt: list[int], params: SamplingParams) -> Sample:
-        """One request that reuses nothing of the requests before."""
+        """One request, which reuses nothing of the requests before unless the arm may."""
         raise NotImplementedError
 
     def together(self, clients: int, tokens: int) -> Together | None:
@@ -112,8 +114,8 @@ class EngineArm(Arm):
     """An Engine of ours."""
 
     def run(self, prompt: list[int], params: SamplingParams) -> Sample:
-        (result,), (times,) = timed_request(self.engine, [prompt], params)
-        if result.cached_tokens:
+        (result,), (times,) = timed_request(self.engine, [prompt], params, self.reuse)
+        if result.cached_tokens and not self.reuse:
             raise RuntimeError("a run reused cached tokens of another run; please report this.")
         steps = [len(ids) for ids in result.tokens_per_step]
         return Sample(result.token_ids, times[0], times[-1] - times[0], steps, result.text)

@@ -84,6 +84,22 @@ def arms_table(summary: dict[str, Any]) -> str:
     return f"{title}\n\n{table(['arm', *(x for T in temperatures for x in (f'T = {T:g}', 'tau'))], body)}"
 
 
+def behind_table(summary: dict[str, Any]) -> str:
+    """For a page: speed, tau and time of a step of the arms behind texts of each kind and length (`bench.behind`)."""
+    cells: dict[tuple[str, float, str], dict[str, str]] = {}
+    for row in summary["rows"]:
+        kind, _, length = row["suite"].partition(" ")
+        speed = (
+            f"{row['tokens_per_second']:.0f} tok/s" if row["baseline"] else f"{gain_text(row)}, tau {row['tau']:.2f}"
+        )
+        if length:
+            by_length = cells.setdefault((kind, row["temperature"], row["arm"]), {})
+            by_length[length] = f"{speed}, {number(row['step_ms'], 1)} ms"
+    lengths = list(dict.fromkeys(length for by_length in cells.values() for length in by_length))
+    body = [[kind, f"{T:g}", arm, *(by.get(n, "") for n in lengths)] for (kind, T, arm), by in sorted(cells.items())]
+    return table(["behind", "T", "arm", *lengths], body)
+
+
 def cost_table(rows: Sequence[dict[str, Any]], facts: Sequence[dict[str, Any]], bandwidth: float) -> str:
     """What a step costs: its time, the tau at which it breaks even, and its share of the memory's bandwidth."""
     known = {f["arm"]: f["nodes"] for f in facts if "nodes" in f}
@@ -114,6 +130,8 @@ def report(summary: dict[str, Any]) -> None:
             f"decode and TTFT apart\n\n{result_table(rows)}\n\n"
             "speedup: median of the per-prompt ratios of decode tokens/s; total: ratio of total tokens / total time."
         )
+        if any(row["suite"].startswith("chat ") for row in rows):
+            print(f"\n{behind_table(summary)}")
         if cost := cost_table(rows, summary["arms"], bandwidth):
             print(f"\n{cost}")
     for kind in (kind for kind in COLUMNS if summary[kind]):

@@ -59,7 +59,7 @@ class Drafter:
     multi_round: str = ""  # "without" or "with" replacement for multi-round verification, "" for choice-and-walk
     p_min: float = 0.0  # nodes that are accepted with a lower probability may be left out of a tree, see TreeDrafter
     by_price: bool = False  # whether p_min follows the price of a node, which depends on the number of rows
-    priced_nodes: int = 4  # a node costs what so many cost together, divided by them
+    priced_nodes: int = 4  # a node costs what so many cost together, divided by them; more nodes cost what MANY more do
     scoring: str = "none"  # what Draft.scores are: "none", "probability", or "noisy" (with the shared noise)
     # Its KV caches [..., B, Hkv, S, hd], all that a step changes of it. What they hold of a token depends on the text up
     # to there alone.
@@ -114,9 +114,9 @@ class Drafter:
         """Whether it drafts only what pays, so that plain steps need not replace its steps."""
         return False
 
-    def price(self, share: float, first: float | None = None) -> None:
-        """Learn what checking one more node takes, as a share of the time of a plain step behind the present text. first:
-        what it takes behind no text, as a share of the same."""
+    def price(self, share: float, first: float, more: float) -> None:
+        """Learn what checking one more node takes, as a share of the time of a plain step behind the present text: of the
+        first `priced_nodes` ones, of these behind no text, and of those that are more."""
 
     def first(self, rows: int) -> Drafter:
         """This drafter for the first rows of the batch. What it keeps for each row is shared as views.

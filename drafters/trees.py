@@ -82,6 +82,7 @@ class TreeDrafter(Drafter):
         self.rotary = Rotary(model.rotary.cos, model.rotary.sin)
         self.shared_noise, self.multi_round, self.p_min, self.by_price, self.ngram_nodes, self.window = rule
         self.p_forward = FORWARD * self.p_min
+        self.p_more = self.p_min
         self.dynamic = isinstance(tree, DynamicTree)
         self.scoring = "noisy" if (self.dynamic or rule.p_min) and rule.shared_noise else "probability"
         if rule.multi_round and self.dynamic:
@@ -120,12 +121,13 @@ class TreeDrafter(Drafter):
         # a grammar writes forced tokens into the tree; the rest is what the C++ kernels lack
         return self.p_min > 0 and not (mode.grammar or mode.penalties or mode.filters)
 
-    def price(self, share: float, first: float | None = None) -> None:
+    def price(self, share: float, first: float, more: float) -> None:
         # Decoding emits about 1.3 tokens in the time of a plain step. A node must emit as many in its own time.
         self.p_min = min(max(1.3 * share, 0.05), 0.6)
+        self.p_more = min(max(1.3 * more, self.p_min), 0.9)
         # Behind a long text a node takes longer, and a forward of the head does not. The likeliest child of a node has
         # about 0.7 of its probability, so behind a short text this is FORWARD times p_min.
-        base = self.p_min if first is None else min(max(1.3 * first, 0.0), self.p_min)
+        base = min(max(1.3 * first, 0.0), self.p_min)
         self.p_forward = min((self.p_min + (0.7 * FORWARD - 1) * base) / 0.7, 1.0)
 
     def level_widths(self) -> list[int]:

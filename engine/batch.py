@@ -263,7 +263,7 @@ class Batch:
         self._pending.clear()  # nobody reads what they emit
         self.engine.runner.begin()
         if 1 in self._pacers:
-            self._pacers[1] = self._pacers[1].for_another_text()
+            self._pacers[1] = self._pacers[1].for_another_text(time.perf_counter() - self._begun)
         self._paced = 0
         self._speculating = True
         self._kind = None

@@ -73,8 +73,9 @@ def fused_parts() -> StepParts:
         )
         p_min = drafter.p_min if drafter.prunes(mode) else 0.0
         noisy = drafter.shared_noise and mode.sample
-        how = noisy, drafter.cache, kernels.round_activations(), p_min, drafter.p_forward, drafter.ngram_nodes
-        return Draft(*torch.ops.eaglet_cpu.draft_tree.default(found, text, *how, drafter.window, drafter.ring > 0))
+        how = noisy, drafter.cache, kernels.round_activations(), p_min, drafter.p_more, drafter.p_forward
+        more = drafter.ngram_nodes, drafter.window, drafter.ring > 0
+        return Draft(*torch.ops.eaglet_cpu.draft_tree.default(found, text, *how, *more))
 
     return StepParts(layers, draft_layer, draft_tree=draft_tree)
 

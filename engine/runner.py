@@ -114,21 +114,19 @@ class Runner:
 
 
 class Times(NamedTuple):
-    """Seconds of two kinds of steps, measured behind a text of `behind` tokens. A text of n tokens makes them longer in
+    """Seconds of some kinds of steps, measured behind a text of `behind` tokens. A text of n tokens makes them longer in
     proportion to 1 + growth n, because every row attends to all of it."""
 
-    seconds: tuple[float, float]
+    seconds: tuple[float, ...]
     behind: int = 0
-    growth: tuple[float, float] = (0.0, 0.0)
+    growth: tuple[float, ...] = (0.0, 0.0, 0.0)
 
-    def at(self, length: int) -> tuple[float, float]:
-        """Both behind a text of `length` tokens."""
-        a, b = (
-            s * (1 + g * length) / (1 + g * self.behind) for s, g in zip(self.seconds, self.growth, strict=True)
-        )  # fmt: skip
-        return a, b
+    def at(self, length: int) -> tuple[float, ...]:
+        """All of them behind a text of `length` tokens."""
+        pairs = zip(self.seconds, self.growth, strict=False)
+        return tuple(s * (1 + g * length) / (1 + g * self.behind) for s, g in pairs)
 
-    def grown(self, far: tuple[float, float], length: int) -> Times:
+    def grown(self, far: tuple[float, ...], length: int) -> Times:
         """The same with the growth that follows from the seconds behind `length` tokens."""
         growth = []
         for near, long in zip(self.seconds, far, strict=True):
@@ -144,11 +142,17 @@ class Pacer:
     a text that is not foreseen any more (Page's cumulative sum). A loss of LOSS ends drafting. While decoding is plain it
     lets PLAIN steps pass, and then tries again: until drafting has lost TRY, or won as much and stays. Each time that a
     try fails, the next one waits twice as long.
+
+    What a plain step takes is known from CHECK of them, which follow each other after LOOK seconds of drafting, at the
+    beginning of a text after as long a rest, and wherever decoding becomes plain. So neither a machine that has become
+    faster or slower decides, nor one that was disturbed while the engine timed its steps.
     """
 
     LOSS, TRY = 5.0, 2.0  # plain steps
     PLAIN, LONGEST = 64, 512  # plain steps between two tries
-    RECENT = 16  # steps whose times say which ones are hiccups
+    RECENT = 16  # drafted steps whose times say which ones are hiccups
+    CHECK = 8  # plain steps of which the last ones, behind those that caches slow down, say how fast the machine is now
+    LOOK = 3.0  # seconds
 
     def __init__(self, break_even: float, plain_seconds: float = 0.0):
         """plain_seconds: of a plain step, where speculative ones differ too much to be measured before: then their own
@@ -158,14 +162,21 @@ class Pacer:
         self.speculating = True
         self.loss = self.gain = 0.0
         self.trying = False
-        self.seconds: list[float] = []
+        self.seconds: list[float] = []  # of recent steps of the present kind
+        self.counts: list[float] = []  # the tokens that recent drafted steps emitted
+        self.drafted = 0.0  # tokens per second of the last drafted steps
+        self.drift = 1.0  # what a plain step takes, as a share of `plain_seconds`
+        self.since = math.inf  # seconds since that is known
+        self.looking = False  # whether plain steps run for that alone
         self.plain = 0
         self.pause = self.PLAIN
 
-    def for_another_text(self) -> Pacer:
-        """What one text is like says little of the next one. But where drafting did not pay, that begins with a try."""
+    def for_another_text(self, rest: float = 0.0) -> Pacer:
+        """What one text is like says little of the next one. But where drafting did not pay, that begins with a try.
+        rest: seconds since the last step."""
         pacer = Pacer(self.break_even, self.plain_seconds)
-        pacer.trying = not self.speculating or self.trying
+        pacer.trying = not (self.speculating or self.looking) or self.trying
+        pacer.drift, pacer.since = self.drift, self.since + rest
         return pacer
 
     def take(self, speculative: bool, counts: Sequence[int], seconds: float) -> None:
@@ -176,21 +187,42 @@ class Pacer:
         if speculative != self.speculating:
             return
         if not speculative:
-            self.plain += 1
-            if self.plain >= self.pause:
-                self.speculating = self.trying = True
-                self.loss = self.gain = 0.0
+            self._take_plain(seconds)
             return
-        cost = self.break_even
+        cost, count = self.break_even, statistics.fmean(counts)
         if self.plain_seconds:
             self.seconds = [*self.seconds[1 - self.RECENT :], seconds]
-            cost = min(seconds, 2 * statistics.median(self.seconds)) / self.plain_seconds
-        won = (statistics.fmean(counts) - cost) * math.sqrt(len(counts))  # the mean of several varies less
+            self.counts = [*self.counts[1 - self.RECENT :], count]
+            cost = min(seconds, 2 * statistics.median(self.seconds)) / (self.plain_seconds * self.drift)
+            self.since += seconds
+        won = (count - cost) * math.sqrt(len(counts))  # the mean of several varies less
         self.loss = max(0.0, self.loss - won)
         self.gain += won
         if self.trying and self.gain >= self.TRY:
             self.trying = False
-        if self.loss >= (self.TRY if self.trying else self.LOSS):
+        lost = self.loss >= (self.TRY if self.trying else self.LOSS)
+        if lost:
+            self.pause = min(2 * self.pause, self.LONGEST) if self.trying else self.PLAIN
+        self.looking = not lost and self.plain_seconds > 0 and self.since > self.LOOK
+        if lost or self.looking:
             self.speculating = False
             self.plain = 0
-            self.pause = min(2 * self.pause, self.LONGEST) if self.trying else self.PLAIN
+            self.drafted = statistics.fmean(self.counts) / statistics.median(self.seconds) if self.seconds else 0.0
+            self.seconds = []
+
+    def _take_plain(self, seconds: float) -> None:
+        self.plain += 1
+        if self.plain_seconds and self.plain <= self.CHECK:
+            self.seconds.append(seconds)
+        resumes = self.plain >= self.pause
+        if self.plain_seconds and self.plain == self.CHECK:
+            now = statistics.median(self.seconds[self.CHECK // 2 :])
+            self.drift, self.since = now / self.plain_seconds, 0.0
+            resumes = self.looking or self.drafted * now > 1  # then it was the machine that had become slower
+        if resumes:
+            self.speculating = True
+            if not self.looking:
+                self.trying = True
+                self.loss = self.gain = 0.0
+            self.looking = False
+            self.seconds, self.counts = [], []

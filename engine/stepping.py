@@ -29,6 +29,7 @@ from support import cache
 from support.machine import describe_device
 
 FAR = 4096  # tokens of a text behind which steps are timed, to learn how they grow
+MANY = 12  # nodes, besides those that cost little, whose price is measured
 LAG = 2  # steps that run ahead of the host on a GPU
 KV_DTYPES = {"float16": torch.float16, "int8": torch.int8}  # of options.KV_CACHES; the others are the model's
 # A step, or a half of one: the key of its graph, and a function without arguments.
@@ -258,9 +259,13 @@ class Stepper:
         """Have the next steps count with a text of so many tokens."""
         self.behind = length
         if view.drafter.by_price and (times := self.prices.get(self._rounded(view.rows))):
-            pairs = times.at(length), times.at(0)
-            now, first = (max(0.0, wide - plain) / view.drafter.priced_nodes for plain, wide in pairs)
-            view.drafter.price(now / pairs[0][0], first / pairs[0][0])
+            (plain, few, many), (alone, first, _) = times.at(length), times.at(0)
+            costs = (
+                (few - plain) / view.drafter.priced_nodes,
+                (first - alone) / view.drafter.priced_nodes,
+                (many - few) / MANY,
+            )
+            view.drafter.price(*(max(0.0, cost) / plain for cost in costs))
 
     def _first_runs(self, mode: SamplingMode, view: View, rows: int) -> None:
         for drafter in filter(None, (view.drafter, self.fallback)):
@@ -272,7 +277,8 @@ class Stepper:
                 self.runner.read()
                 self.compile_seconds += time.perf_counter() - started
         if view.drafter.by_price and rows not in self.prices:
-            nodes = (PlainDrafter(self.model, n, self.drafter) for n in (1, 1 + view.drafter.priced_nodes))
+            few = 1 + view.drafter.priced_nodes
+            nodes = (PlainDrafter(self.model, n, self.drafter) for n in (1, few, few + MANY))
             self.prices[rows] = self._line(partial(self._time_steps, mode, self.view(rows), *nodes), rows, "price")
         if self.fallback is not None and (mode, rows) not in self.timings:
             prunes = view.drafter.prunes(mode)  # its trees follow the text, so its steps are timed while they decode
@@ -280,7 +286,7 @@ class Stepper:
             times = known or self._line(partial(self._measure, mode, self.view(rows)), rows, repr(mode))
             self.timings[mode, rows] = times._replace(seconds=(times.seconds[0], 0.0)) if prunes else times
 
-    def _line(self, measure: Callable[[], tuple[float, float]], rows: int, what: str) -> Times:
+    def _line(self, measure: Callable[[], tuple[float, ...]], rows: int, what: str) -> Times:
         """What `measure` gives behind the present text and behind a long one.
 
         How steps grow with the text is kept for this machine, model and options. So it is measured once, if there is room
@@ -317,10 +323,10 @@ class Stepper:
         """Seconds of a plain and of a speculative step."""
         return self._time_steps(mode, view, self.fallback, view.drafter)
 
-    def _time_steps(self, mode: SamplingMode, view: View, *drafters: Drafter) -> tuple[float, float]:
-        """Seconds of a step with each of two drafters, timed alternately with as many under way as in decoding."""
+    def _time_steps(self, mode: SamplingMode, view: View, *drafters: Drafter) -> tuple[float, ...]:
+        """Seconds of a step with each of some drafters, timed alternately with as many under way as in decoding."""
         self.runner.begin()
-        times: list[list[float]] = [[], []]
+        times: list[list[float]] = [[] for _ in drafters]
         for _ in range(4):
             for drafter, seconds in zip(drafters, times, strict=True):
                 started = time.perf_counter()
@@ -329,7 +335,7 @@ class Stepper:
                 for _ in range(1 + self.lag):
                     self.runner.read()
                 seconds.append((time.perf_counter() - started) / (1 + self.lag))
-        return statistics.median(times[0][1:]), statistics.median(times[1][1:])
+        return tuple(statistics.median(seconds[1:]) for seconds in times)
 
     def _capture(self, drafter: Drafter, mode: SamplingMode, view: View) -> None:
         with self.backend.active():

@@ -191,10 +191,12 @@ struct Draft {
 // (Measured on answers of SmolLM2 behind chats of up to 6,000 tokens.)
 double differs_at(double temperature) { return 5.3 + 2.2 * temperature * temperature; }
 
+constexpr int64_t FEW = 4;  // nodes that cost little (`Drafter.priced_nodes`)
+
 // The continuations of what all sequences repeat, at most `most` tokens of each, or nothing if one of them repeats fewer than ENOUGH
 // emitted tokens: then a head drafts better. (The template of a chat repeats itself before every answer.)
 std::optional<Draft> draft_runs(const Tensor& tokens, const Tensor& n, const Tensor& root, const Tensor& temperature,
-                                const Tensor& produced, int64_t most, float least) {
+                                const Tensor& produced, int64_t most, float least, float more) {
   constexpr double ENOUGH = 4;
   const int64_t B = n.size(0), S = tokens.size(1);
   std::vector<int64_t> ends(B), lengths(B);
@@ -206,7 +208,7 @@ std::optional<Draft> draft_runs(const Tensor& tokens, const Tensor& n, const Ten
     if (std::min(alike, (double)integers(produced)[b]) < ENOUGH) return {};
     for (int64_t& l = lengths[b]; l < most; ++l, ++alike) {
       total -= std::log1p(differs / (alike * alike));
-      if (total < least) break;
+      if (total < (l < FEW ? least : more)) break;
       scores[b * most + l] = total;
     }
     if (!lengths[b]) return {};
@@ -226,15 +228,16 @@ std::optional<Draft> draft_runs(const Tensor& tokens, const Tensor& n, const Ten
 // A `Draft` (`TreeDrafter._static`). features [B,R,F], of which `count` [B] rows are true, stand for the tokens before the root.
 // If p_min is not 0, the tree is pruned: what is less likely than p_min in every sequence is left out, and nothing is drafted
 // below what is less likely than p_forward.
+// Only FEW nodes may be as unlikely as that; more of them must be as likely as p_more.
 // Where the sequences repeat themselves, a pruned tree gives way to a run of at most `ngram_nodes` tokens. window, ring: as of
 // `model.Nodes`.
 Draft::Fields draft_tree(const Tensor& drafts, std::vector<Tensor> list, bool shared_noise, Tensor kv, bool round, double p_min,
-                         double p_forward, int64_t ngram_nodes, int64_t window, bool ring) {
+                         double p_more, double p_forward, int64_t ngram_nodes, int64_t window, bool ring) {
   const TreeDraft& d = object_of<TreeDraft>(drafts);
   const auto text = record<tensors::DraftText>(list);
   const int64_t B = text.n.size(0), S = text.tokens.size(1), H = d.H, F = text.features.size(2), N = d.N, K = d.children;
   const bool prune = p_min > 0;
-  const float least = std::log((float)p_min);
+  const float least = std::log((float)p_min), more = std::log((float)p_more);
   const int64_t fed = *std::max_element(integers(text.count), integers(text.count) + B);
   int64_t widest = 1, run_rows = 1;
   for (const Level& level : d.levels) {
@@ -264,7 +267,8 @@ Draft::Fields draft_tree(const Tensor& drafts, std::vector<Tensor> list, bool sh
   if (d.token_norm) d.fc(given.data(), B * fed, nullptr, false, round, fused.data());
   Nodes roots = drafting.write(rows, fed, start.data(), known.get(), fed);
   if (prune && ngram_nodes) {
-    const std::optional<Draft> found = draft_runs(text.tokens, text.n, text.root, text.temperature, text.produced, ngram_nodes, least);
+    const std::optional<Draft> found = draft_runs(text.tokens, text.n, text.root, text.temperature, text.produced, ngram_nodes,
+                                                  least, more);
     if (found) return found->fields();
   }
   const int64_t wide = roots.heads * roots.hd;
@@ -328,6 +332,17 @@ Draft::Fields draft_tree(const Tensor& drafts, std::vector<Tensor> list, bool sh
     begin = below;
   }
 
+  if (prune) {  // the most likely nodes first; a node is likelier than those below it
+    std::vector<std::pair<float, int64_t>> kept;
+    for (int64_t i = 1; i < N; ++i) {
+      float best = -INFINITY;
+      for (int64_t b = 0; is_kept[i] && b < B; ++b)
+        if (d.valid[b * N + i]) best = std::max(best, total(b, d.candidate[b * N + i]));
+      if (is_kept[i]) kept.emplace_back(-best, i);
+    }
+    std::sort(kept.begin(), kept.end());
+    for (size_t k = FEW; k < kept.size(); ++k) is_kept[kept[k].second] = -kept[k].first >= more;
+  }
   std::vector<int64_t> nodes, place(N, -1);
   for (int64_t i = 0; i < N; ++i)
     if (is_kept[i]) {
@@ -456,4 +471,4 @@ EAGLET_OPERATOR(CPU, slot_tree, "(Tensor scores, Tensor places, Tensor? draft_id
 EAGLET_OPERATOR(CPU, tree_draft, "(Tensor[] head, Tensor[] tree, Tensor[] levels, int children, float eps, float scale, "
                 "bool keep_normed, bool noisy) -> Tensor");
 EAGLET_OPERATOR(CPU, draft_tree, "(Tensor drafts, Tensor[] text, bool shared_noise, Tensor(a!) kv, bool round, float p_min, "
-                "float p_forward, int ngram_nodes, int window, bool ring) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
+                "float p_more, float p_forward, int ngram_nodes, int window, bool ring) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");

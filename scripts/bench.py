@@ -6,6 +6,7 @@
     python -m scripts.bench --baseline hf
     python -m scripts.bench --checkpoint DIR --eagle HEAD                       # plain decoding, and this head
     python -m scripts.bench --suite paper --checkpoint DIR --eagle HEAD --questions mt_bench/question.jsonl
+    python -m scripts.bench --checkpoint DIR --eagle HEAD --questions mt_bench/question.jsonl --behind 500,4000
     python -m scripts.bench --checkpoint FILE.gguf --kernels cpu --only plain --baseline hf --baseline llama.cpp
     python -m scripts.bench --checkpoint FILE.gguf --clients 1,2,4,8,16 --baseline llama.cpp
     python -m scripts.bench --checkpoint FILE.gguf --clients 1 --prompt-tokens 64,2000 --baseline llama.cpp
@@ -26,6 +27,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from bench import behind
 from bench.arms import NO_STOP, SHARED, SUITES, arms_of
 from bench.measure import Bench, run_session
 from bench.paper import SUITE_TABLES
@@ -60,7 +62,10 @@ def build_parser() -> argparse.ArgumentParser:
     add("--only", default="", metavar="A,B", help=only)
     what = "hf: transformers, two caches; llama.cpp, ik_llama.cpp: on the same GGUF file; torch: on its int4 kernel"
     add("--baseline", **many, choices=tuple(LIBRARIES), help=what)
-    add_questions(parser.add_argument_group("questions"), "--limit")
+    add = parser.add_argument_group("questions")
+    add_questions(add, "--limit")
+    what = "behind so many tokens of chat, document and code; a run goes on from the text of the run before"
+    add.add_argument("--behind", type=numbers, default=[], metavar="500,4000", help=what)
     add_sampling(parser, "top_k", "top_p", "seed", "max_new_tokens", max_new_tokens=64)
     add = parser.add_argument_group("measuring").add_argument
     add("--temperature", type=float, nargs="+", default=[0.0, 1.0])
@@ -90,6 +95,7 @@ def settings_of(args: argparse.Namespace) -> Settings:
         (args.max_new_tokens < 2, "--max-new-tokens is too small; allowed: 2 or more."),
         (args.suite and (args.shape or args.arm), "--suite has arms of its own; leave --shape and --arm out."),
         (several and foreign, "--tp splits a checkpoint among our own engines; leave --shape and --baseline out."),
+        (args.behind and args.baseline, "--behind compares our own arms; leave --baseline out."),
         (args.lora and foreign, "--lora changes a checkpoint of ours; leave --shape and --baseline out."),
         (several and args.clients, "--clients measures one process; leave --tp out."),
     ):
@@ -107,9 +113,13 @@ def prepare(args: argparse.Namespace, progress: Progress) -> tuple[Bench, dict[s
     else:
         base = load(**options_from(args, *SHARED))
     least = max((context + SLACK for context in args.steps), default=0)
+    least = max([least, *(length + behind.SLACK + args.max_new_tokens for length in args.behind)])
+    asked, args.limit = args.limit or behind.ASKED, 0 if args.behind else args.limit
     questions, prompts, ctx = ask(args, base, 128, args.ctx, least)
     if least > ctx:
-        raise UsageError(f"--steps needs {least} of {ctx} tokens of context.")
+        raise UsageError(f"--steps and --behind need {least} of {ctx} tokens of context.")
+    if args.behind:
+        questions = behind.questions_behind(args.behind, base, prompts, questions[:asked], questions[asked:])
     model = {
         "checkpoint": args.shape or Path(args.checkpoint).resolve().name,
         "weights_sha256": None if args.shape else weights_digest(base.model)[:16],
@@ -121,6 +131,8 @@ def prepare(args: argparse.Namespace, progress: Progress) -> tuple[Bench, dict[s
     }
     stops = base.stop_ids(SamplingParams()) or NO_STOP
     arms = arms_of(args, base, ctx) + peers_of(args, base, ctx)
+    for arm in arms:
+        arm.reuse = bool(args.behind)
     return Bench(arms, questions, prompts, settings, stops, ctx, progress, environment(base.model.device)), model
 
 

@@ -678,9 +678,9 @@ def test_nodes_are_pruned_by_their_measured_price(monkeypatch):
     """Catches a price that is not measured, measured again for every request, or not used."""
     model, measured = quantized_model("int4"), []
 
-    def measure(engine: Engine, mode: SamplingMode, view: View, *drafters: PlainDrafter) -> tuple[float, float]:
+    def measure(engine: Engine, mode: SamplingMode, view: View, *drafters: PlainDrafter) -> tuple[float, ...]:
         measured.append([drafter.N for drafter in drafters])
-        return 1.0, 1.4
+        return 1.0, 1.4, 4.0
 
     monkeypatch.setattr(Engine, "_time_steps", measure)
     for by_price, p_min in ((True, 0.13), (False, 0.1)):
@@ -689,12 +689,13 @@ def test_nodes_are_pruned_by_their_measured_price(monkeypatch):
         for seed in range(2):
             engine.generate([1, 2, 3], SamplingParams(max_new_tokens=3, seed=seed)).run()
         assert drafter.p_min == pytest.approx(p_min)
-    assert measured == [[1, 5], [1, 26]]  # without a price, a plain step is timed beside the whole tree
+    assert measured == [[1, 5, 17], [1, 26]]  # without a price, a plain step is timed beside the whole tree
     for given, wanted in (
-        ((0.0,), (0.05, 0.125)), ((9.0,), (0.6, 1.0)), ((0.1,), (0.13, 0.325)), ((0.2, 0.1), (0.26, 0.3575 / 0.7)),
+        ((0.0, 0.0, 0.0), (0.05, 0.05, 0.05 / 0.7)), ((9.0, 9.0, 9.0), (0.6, 0.9, 1.0)),
+        ((0.1, 0.1, 0.2), (0.13, 0.26, 0.325)), ((0.2, 0.1, 0.1), (0.26, 0.26, 0.3575 / 0.7)),
     ):  # fmt: skip
         drafter.price(*given)
-        assert (drafter.p_min, drafter.p_forward) == pytest.approx(wanted)
+        assert (drafter.p_min, drafter.p_more, drafter.p_forward) == pytest.approx(wanted)
 
 
 @needs_kernels

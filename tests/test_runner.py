@@ -511,16 +511,48 @@ def test_pacer_gives_up_after_a_loss_and_tries_again():
 def test_pacer_takes_no_hiccup_for_the_price_of_a_step():
     """Where the times of the steps say what they cost, one step that waited for other programs ends nothing, and dearer
     steps do."""
-    pacer = Pacer(0.0, plain_seconds=1.0)
-    assert all(stays(pacer, 1, True, [2], 90.0 if i % 20 == 7 else 1.5) for i in range(60))
-    assert not stays(pacer, 20, True, [2], 2.5)
+    pacer = timed_pacer()
+    assert all(stays(pacer, 1, True, [2], 0.090 if i % 20 == 7 else 0.0015) for i in range(60))
+    assert not stays(pacer, 20, True, [2], 0.0025)
+
+
+def timed_pacer() -> Pacer:
+    """One that goes by the times of the steps, and knows that a plain one takes a millisecond."""
+    pacer = Pacer(0.0, plain_seconds=0.001)
+    pacer.since = 0.0
+    return pacer
+
+
+def test_pacer_follows_a_machine_whose_speed_changes():
+    """Plain steps that were timed while the machine was faster or slower than it is: drafting that wins is given up, or
+    one that loses goes on for ever. And looking at that again and again, at a cost."""
+    for now in (0.5, 1.0, 2.0):  # what a plain step takes, in milliseconds; a drafted one takes 1.5 times as long
+        for count, wins in ((2, True), (1.2, False)):
+            pacer, speculating, plain = timed_pacer(), [], 0
+            for _ in range(2):  # texts
+                pacer = pacer.for_another_text(60.0)
+                for _ in range(400):
+                    speculating.append(pacer.speculating)
+                    if pacer.speculating:
+                        pacer.take(True, [count], 0.0015 * now)
+                    else:
+                        pacer.take(False, [1], (0.0012 if plain % pacer.CHECK < 3 else 0.001) * now)
+                        plain += 1
+            drafted = sum(speculating) / len(speculating)
+            assert drafted > 0.95 if wins else drafted < 0.15, (now, count, drafted)
+    pacer = timed_pacer()
+    looks = 0
+    for _ in range(8000):
+        looks += not pacer.speculating
+        pacer.take(pacer.speculating, [2], 0.0015 if pacer.speculating else 0.001)
+    assert looks == 3 * pacer.CHECK  # in twelve seconds
 
 
 @pytest.mark.parametrize("rows, steps", [(1, 5), (2, 4), (8, 2), (16, 2)])
 def test_many_sequences_tell_soon_whether_drafting_pays(rows, steps):
     """Sixteen steps of a tree in eight sequences cost as much as a hundred plain ones: tries that slow everybody down."""
-    pacer = Pacer(0.0, plain_seconds=1.0)
-    assert stays(pacer, steps - 1, True, [2] * rows, 3.0) and not stays(pacer, 1, True, [2] * rows, 3.0)
+    pacer = timed_pacer()
+    assert stays(pacer, steps - 1, True, [2] * rows, 0.003) and not stays(pacer, 1, True, [2] * rows, 0.003)
 
 
 class Turning(ScriptedDrafter):

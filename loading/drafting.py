@@ -26,7 +26,7 @@ from loading.options import LEAST_WINDOW, NGRAM_NODES, NO_HEAD, LoadOptions, fla
 from model import Transformer
 from support import cache
 from support.errors import UsageError, bad_files
-from support.files import read_text
+from support.files import read_json, read_text
 from support.machine import describe_device, shapes_only
 from support.reader import is_a, refusal
 from text.tokenizer import Tokenizer, load_tokenizer
@@ -54,7 +54,7 @@ def resolve(asked: LoadOptions, checkpoint: Checkpoint, head: EagleFile | BlockF
         raise UsageError(f"--ctx is {options.ctx:,}; this model's limit is {longest:,}.")
     if asked.tree == "auto":
         options = replace(options, tree=find_tuned_tree(asked, checkpoint, head))
-    options = with_window(options, head.config if head else None)
+    options = with_window(options, head.config if head else None, head and tuned_window(asked, checkpoint, head))
     return with_tree(options, checkpoint.quantization, head.config if head else None)
 
 
@@ -139,8 +139,19 @@ def with_tree(options: LoadOptions, quantization: str | None, head: EagleConfig 
     return replace(options, tree=tree, prune=prune, ngram_nodes=ngram_nodes)
 
 
-def with_window(options: LoadOptions, head: EagleConfig | BlockConfig | None) -> LoadOptions:
-    """The options with the window of the head decided: a number of tokens, or "full".
+def tuned_window_path(options: LoadOptions, checkpoint: Checkpoint, head: EagleFile | BlockFile) -> Path:
+    """Where the window lies that `python -m scripts.tune_tree` measured for this head, as its tree does."""
+    return tuned_tree_path(options, checkpoint, head).with_suffix(".window")
+
+
+def tuned_window(options: LoadOptions, checkpoint: Checkpoint, head: EagleFile | BlockFile) -> object:
+    """The window that was measured for a head on this machine, None if there is none."""
+    path = tuned_window_path(options, checkpoint, head)
+    return read_json(path).get("window") if path.is_file() else None
+
+
+def with_window(options: LoadOptions, head: EagleConfig | BlockConfig | None, measured: object = None) -> LoadOptions:
+    """The options with the window of the head decided: a number of tokens, or "full". measured: by `tuned_window`.
 
     What lies far back in a head's own cache disturbs it (docs/how_it_works.md). A window that all of its layers were
     trained with holds anyway. Raises ValueError for a CARD.json with a wrong one, and UsageError for a head without one.
@@ -154,7 +165,7 @@ def with_window(options: LoadOptions, head: EagleConfig | BlockConfig | None) ->
         return replace(options, draft_window="full")
     own = max(head.layer.windows) if all(head.layer.windows) else 0
     if asked == "auto":
-        measured = read_card(options.eagle).get("window")
+        measured = measured or read_card(options.eagle).get("window")
         if measured not in (None, "full") and not (is_a(measured, int) and measured >= LEAST_WINDOW):
             problem = f"window is {measured!r:.40}; allowed: full, or {LEAST_WINDOW} or more."
             raise refusal(f"{options.eagle} (CARD.json)", problem)

@@ -117,7 +117,7 @@ def prepare(args: argparse.Namespace, progress: Progress) -> tuple[Bench, dict[s
     asked, args.limit = args.limit or behind.ASKED, 0 if args.behind else args.limit
     questions, prompts, ctx = ask(args, base, 128, args.ctx, least)
     if least > ctx:
-        raise UsageError(f"--steps and --behind need {least} of {ctx} tokens of context.")
+        raise UsageError(f"the longest text needs {least} of {ctx} tokens of context.")
     if args.behind:
         questions = behind.questions_behind(args.behind, base, prompts, questions[:asked], questions[asked:])
     model = {

@@ -1,7 +1,11 @@
-"""Finds the draft tree that decodes fastest on this machine, and keeps it for `--tree auto`.
+"""Finds the draft tree and the window of the head that decode fastest on this machine, for `--tree auto` and later runs.
 
     python -m scripts.tune_tree --checkpoint DIR --eagle HEAD          # then: python generate.py ... --tree auto
+    python -m scripts.tune_tree --checkpoint DIR --eagle HEAD --questions FILE.jsonl        # the window, too
     python -m scripts.tune_tree --questions FILE.jsonl --trees chain:2 chain:4 dynamic:16,4,4
+
+With questions for a model that chats, six windows (`--draft-window`) are measured first, behind a chat of its answers.
+The best one is kept for this head, and all later runs take it by themselves.
 
 About ten trees, the default one and plain decoding are measured in turn, as scripts.bench does it. The tree with the best
 median speedup is written if it beats the default and plain decoding. Its file is kept in the cache folder, by model,
@@ -9,23 +13,26 @@ head, device and options.
 """
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from bench import behind
 from bench.arms import NO_STOP, SAME_TOKENS, EngineArm, build_engine
 from bench.measure import Bench
-from bench.records import Settings, environment, summarise
+from bench.records import Row, Settings, environment, summarise
 from bench.report import result_table
-from bench.suites import add_questions, ask
+from bench.suites import Prompts, Question, add_questions, ask
 from decoding.params import SamplingParams
 from engine.load import load
-from loading.drafting import read_drafter, tuned_tree_path
+from loading.drafting import read_drafter, tuned_tree_path, tuned_window_path
 from loading.options import LoadOptions, add_options, options_from
 from support.errors import UsageError, at_least, command_parser, run_parsed
 from support.files import write_json
 from support.progress import Progress
 from tree import DynamicTree, parse_tree
+from weights.assistant import AssistantConfig
 
 # options of `load` that a tree is tuned for
 TUNED_FOR = """checkpoint eagle eagle_config draft_vocab draft_vocab_text device dtype quant threads compile kernels
@@ -33,6 +40,7 @@ TUNED_FOR = """checkpoint eagle eagle_config draft_vocab draft_vocab_text device
 CPU_TREES = "chain:1 chain:2 chain:3 chain:5 dynamic:6,2,3 dynamic:8,3,4 dynamic:12,4,4 dynamic:16,4,4 paper25".split()
 GPU_TREES = """chain:3 chain:5 paper25 dynamic:16,5,8 dynamic:16,7,8 dynamic:24,6,8 dynamic:32,6,8 dynamic:32,7,8
     dynamic:48,7,8 dynamic:60,7,10""".split()
+WINDOWS = "64 128 256 512 1024 full".split()
 DEFAULT = "the default"  # what is drafted where --tree is not given; on a CPU it is pruned
 PLAIN = "plain decoding"
 
@@ -42,6 +50,7 @@ def build_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add_options(parser, *TUNED_FOR, ctx=512)
     add_questions(parser, "--prompts", 8)
+    add("--behind", type=at_least(0), default=4000, metavar="N", help="tokens of the chat for windows (0: only trees)")
     add("--trees", nargs="+", metavar="TREE", help="race these trees instead of the ten that are built in")
     add("--out", metavar="FILE", help="write here, whatever won, instead of where --tree auto looks")
     add("--max-new-tokens", type=at_least(2), default=64)
@@ -52,29 +61,66 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def race(args: argparse.Namespace) -> dict[str, Any]:
-    """Race the trees, and print how fast each one is. Returns the content of the file.
+def windows_by_speed(args: argparse.Namespace) -> dict[str, float]:
+    """The speed of each window over that of plain decoding, behind a chat. Empty without questions, or without a chat.
+
+    Raises UsageError where there are too few questions for a chat of that length.
+    """
+    if not (args.behind and args.questions):
+        return {}
+    room = args.behind + behind.SLACK + args.max_new_tokens
+    base = load(**options_from(args, *TUNED_FOR) | {"ctx": room})
+    given = argparse.Namespace(**vars(args) | {"limit": 0})
+    questions, prompts, ctx = ask(given, base, 96, room)
+    if not prompts.chat or isinstance(base.head.config, AssistantConfig):
+        return {}
+    count = args.limit or behind.ASKED
+    found = behind.questions_behind([args.behind], base, prompts, questions[:count], questions[count:])
+    asked = [question for question in found if question.suite.startswith("chat")]
+    options = {PLAIN: {"eagle": None}} | {window: {"draft_window": window} for window in WINDOWS}
+    arms = [EngineArm(name, SAME_TOKENS, how, build_engine(base, how, ctx), True) for name, how in options.items()]
+    rows = raced(args, arms, asked, prompts, ctx)
+    print(result_table(rows) + "\n")
+    return {name: speed_of(rows, name) for name in WINDOWS}
+
+
+def raced(
+    args: argparse.Namespace, arms: Sequence[EngineArm], questions: Sequence[Question], prompts: Prompts, ctx: int
+) -> list[Row]:
+    """The rows of a race, the first arm of which is plain decoding."""
+    settings = Settings(
+        tuple(dict.fromkeys(args.temperature)), args.max_new_tokens, args.reps, args.seed, warmup_runs=1
+    )
+    stops = arms[0].engine.stop_ids(SamplingParams()) or NO_STOP
+    progress = Progress(args.quiet)
+    bench = Bench(list(arms), list(questions), prompts, settings, stops, ctx, progress)
+    bench.warm_up()
+    rows = summarise(list(bench.measure()), settings)
+    progress.close()
+    return rows
+
+
+def speed_of(rows: Sequence[Row], name: str) -> float:
+    """The speedup of an arm, a mean over the temperatures. One that is slower everywhere may have none at all."""
+    gains = [row["speedup"] for row in rows if row["arm"] == name and row["suite"] == rows[-1]["suite"]]
+    return fmean(gain["median"] if gain else 0.0 for gain in gains)
+
+
+def race(args: argparse.Namespace, window: str) -> dict[str, Any]:
+    """Race the trees with a window of the head, and print how fast each one is. Returns the content of the file.
 
     Raises UsageError for a tree or a question that does not fit.
     """
     base = load(**options_from(args, *TUNED_FOR))
     questions, prompts, ctx = ask(args, base, 96, args.ctx)
     names = list(dict.fromkeys(args.trees or (GPU_TREES if base.model.device.type == "cuda" else CPU_TREES)))
-    options = {PLAIN: {"eagle": None}, DEFAULT: {}} | {name: {"tree": name} for name in names}
+    options = {PLAIN: {"eagle": None}} | {
+        name: {"draft_window": window} | ({} if name == DEFAULT else {"tree": name}) for name in (DEFAULT, *names)
+    }
     arms = [EngineArm(name, SAME_TOKENS, how, build_engine(base, how, ctx)) for name, how in options.items()]
-    temperatures = tuple(dict.fromkeys(args.temperature))
-    settings = Settings(temperatures, args.max_new_tokens, args.reps, args.seed, warmup_runs=1)
-    stops = base.stop_ids(SamplingParams()) or NO_STOP
-    progress = Progress(args.quiet)
-    bench = Bench(arms, questions, prompts, settings, stops, ctx, progress)
-    bench.warm_up()
-    rows = summarise(list(bench.measure()), settings)
-    progress.close()
+    rows = raced(args, arms, questions, prompts, ctx)
     print(result_table(rows))
-    gains = {PLAIN: 1.0}
-    for name in (DEFAULT, *names):  # one that is slower than plain decoding everywhere may have no speedup at all
-        of_arm = [row["speedup"] for row in rows if row["arm"] == name and row["suite"] == rows[-1]["suite"]]
-        gains[name] = fmean(gain["median"] if gain else 0.0 for gain in of_arm)
+    gains = {PLAIN: 1.0} | {name: speed_of(rows, name) for name in (DEFAULT, *names)}
     tree = parse_tree(max(names, key=gains.get))
     shape = [tree.N, tree.depth, tree.topk] if isinstance(tree, DynamicTree) else [list(path) for path in tree.paths]
     return {
@@ -93,7 +139,19 @@ def run(args: argparse.Namespace) -> int:
         if not heads:
             raise UsageError(f"no eagle* folder in {args.checkpoint}; give --eagle HEAD.")
         args.eagle = str(heads[0])
-    content = race(args)
+    windows = windows_by_speed(args)
+    window = max(windows, key=windows.get) if windows else "auto"
+    options = LoadOptions(**options_from(args, *TUNED_FOR))
+    checkpoint = options.open_checkpoint()
+    head = read_drafter(options, checkpoint.config, None).head
+    if windows:
+        place = tuned_window_path(options, checkpoint, head)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        write_json(
+            place, {"window": window if window == "full" else int(window), "speedups": windows, "behind": args.behind}
+        )
+        print(f"the best window is {window}; --draft-window auto takes it from now on ({place})\n")
+    content = race(args, window)
     gains, winner = content["speedups"], content["winner"]
     print(
         f"\n{winner} is fastest. Speed over that of plain decoding: {gains[winner]:.2f}; {DEFAULT}: {gains[DEFAULT]:.2f}"
@@ -102,11 +160,7 @@ def run(args: argparse.Namespace) -> int:
     if not won and not args.out:
         print("nothing was written, because leaving --tree out is at least as fast.")
         return 1
-    path = Path(args.out or "")
-    if not args.out:
-        options = LoadOptions(**options_from(args, *TUNED_FOR))
-        checkpoint = options.open_checkpoint()
-        path = tuned_tree_path(options, checkpoint, read_drafter(options, checkpoint.config, None).head)
+    path = Path(args.out or tuned_tree_path(options, checkpoint, head))
     path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path, content)
     print(f"written to {path}" + ("" if args.out else "   (--tree auto)"))

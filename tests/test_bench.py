@@ -3,6 +3,7 @@
 import json
 import math
 import random
+import re
 import statistics
 import sys
 from collections import defaultdict
@@ -13,11 +14,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tiny import CTX, ScriptedDrafter, V, eagle_engine, one_line, tiny_head, tiny_model
+from tiny import CTX, ScriptedDrafter, V, eagle_engine, one_line, questions_file, tiny_head, tiny_model
 
 import tree
 from bench import arms as bench_arms
-from bench import measure, paper, peers, records, report, steps, suites
+from bench import behind, measure, paper, peers, records, report, steps, suites
 from decoding.params import SamplingParams
 from drafters.medusa import MedusaHeads, save_medusa
 from engine.engine import Engine, EngineConfig
@@ -757,6 +758,38 @@ def test_command_with_baselines_on_a_gguf_file(capsys):
     assert [r["arm"] for r in summary["rows"]] == arms
     assert all(r["label"] == bench_arms.OTHER_ENGINE and r["speedup"] and r["tau"] is None for r in summary["rows"][1:])
     assert "xllamacpp " in page and "hf bf16: its weights are a copy" in page
+
+
+@needs_gguf
+def test_texts_stand_before_the_questions_that_are_measured_behind_them(tmp_path, capsys, monkeypatch):
+    """A text of another length or kind than the table says, a question that is lost behind it, a chat of the questions
+    that are asked, and runs that read all of a text again. Too few questions, and too long a text, are one line each."""
+    monkeypatch.setattr(behind, "ANSWER", 16)
+    common = f"--checkpoint {REAL_FILE} --device cpu --questions {questions_file(tmp_path, 14)} --limit 2 --only plain"
+    summary, page = ran(
+        capsys,
+        f"{common} --behind 150,300 --max-new-tokens 4 --temperature 0 --warmup-runs 1 --reps 1 --arm n=drafter=ngram",
+    )
+    names = [f"{kind} {length}" for length in (150, 300) for kind in ("chat", "document", "code")]
+    assert {row["suite"] for row in summary["rows"]} == {*names, "all"}
+    for row in summary["rows"]:
+        length = int(row["suite"].split()[1]) if row["suite"] != "all" else 0
+        assert length <= row["prompt_tokens"] < length + 512 or not length
+    assert re.search(r"behind +\| T +\| arm +\| +150 \| +300", page) and "code" in page
+    assert bench.main([*f"{common} --behind 1500 --max-new-tokens 4 -q".split()]) == 2
+    assert "give more of them" in capsys.readouterr().err
+    prompts = suites.Prompts(load(REAL_FILE, device="cpu", ctx=2048).tokenizer, True)
+    engine = SimpleNamespace(
+        generate=lambda ids, params: SimpleNamespace(run=lambda: [SimpleNamespace(text="An answer.")])
+    )
+    asked, others = (
+        [suites.Question("s", str(i), (f"Question {i}?",)) for i in ids] for ids in (range(2), range(2, 40))
+    )
+    for question in behind.questions_behind([120, 300], engine, prompts, asked, others):
+        text, kind = prompts.tokenizer.decode(question.turns[0]), question.suite.split()[0]
+        name = f"Question {question.id}?" if kind == "chat" else f"`{question.id}`"
+        assert text.count(name) == 1 and len(text) - text.index(name) < 120
+        assert kind == "chat" or question.id in text[: text.index(name)]
 
 
 def test_no_drafter_is_looked_for_beside_a_gguf_file(tmp_path):

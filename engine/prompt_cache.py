@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from decoding.drafter import Drafter
-from decoding.snapshots import SNAPSHOTS, Snapshot, remembered
+from decoding.snapshots import Snapshot, memory_of, remembered
 from decoding.step import DecodeState
 from support import cache
 from support.files import clean_up
@@ -54,15 +54,13 @@ class Text:
         P = len(prompt)
         common = min(common_length(self.ids, prompt), P - 1)
         common = max(0, common - (drafter.D > 0))  # draft row i holds token i + 1, which must agree too
-        ways: list[tuple[int, Snapshot | None]] = [(0, None)]
-        for at, end, drafted, snapshot in [
-            (self.at, common, self.drafted, None),
-            *((*s[:3], s) for s in self.snapshots),
-        ]:
-            start = drafter.resume(P, drafted if drafter.ring else self.drafted, end)
-            if at <= start and end <= common:
-                ways.append((start, snapshot))
-        return max(ways, key=lambda way: way[0])
+        best, taken = 0, None
+        here = Snapshot(self.at, common, self.drafted)  # what the row itself has
+        for snapshot in (here, *self.snapshots):
+            start = drafter.resume(P, snapshot.drafted if drafter.ring else self.drafted, snapshot.end)
+            if snapshot.at <= start and snapshot.end <= common and start > best:
+                best, taken = start, snapshot
+        return best, None if taken is here else taken
 
     def usable(self, prompt: list[int], drafter: Drafter) -> int:
         """How many tokens of a prompt need not be run if a row holds this text."""
@@ -93,8 +91,7 @@ def cache_rows(state: DecodeState, drafter: Drafter, row: int, length: int, draf
 
 def kept_rows(state: DecodeState, drafter: Drafter, row: int, length: int, drafted: int) -> list[Tensor]:
     """`cache_rows`, and what recurrent layers remember of the row's last token."""
-    remembered = [state.memory.memory[row], state.memory.path[row]] if state.memory else []
-    return [*cache_rows(state, drafter, row, length, drafted), *remembered]
+    return [*cache_rows(state, drafter, row, length, drafted), *memory_of(state, row)]
 
 
 class PromptCache:
@@ -206,9 +203,11 @@ class PromptCache:
                 self._drop(saved)
                 return False
             tensors = load(kept.payload)
-            parts = [[tensors[n] for n in sorted(tensors) if n.startswith(f"{i}.")] for i in range(1 + SNAPSHOTS)]
-            saved.rows = parts[0]
-            saved.snapshots = [s._replace(tensors=(*p,)) for s, p in zip(saved.snapshots, parts[1:], strict=False)]
+            parts = [
+                [tensors[n] for n in sorted(tensors) if n.startswith(f"{i}.")] for i in range(1 + len(saved.snapshots))
+            ]
+            saved.rows, *copies = parts
+            saved.snapshots = [s._replace(tensors=(*p,)) for s, p in zip(saved.snapshots, copies, strict=True)]
             saved.file.unlink(missing_ok=True)
             saved.file = None
         self.entries.remove(saved)

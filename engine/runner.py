@@ -213,7 +213,7 @@ class Pacer:
     def _take_plain(self, seconds: float) -> None:
         self.plain += 1
         if self.plain_seconds and self.plain <= self.CHECK:
-            self.seconds.append(seconds)
+            self.seconds = [*self.seconds, seconds]  # a copy of a pacer shares the list
         resumes = self.plain >= self.pause
         if self.plain_seconds and self.plain == self.CHECK:
             now = statistics.median(self.seconds[self.CHECK // 2 :])

@@ -168,7 +168,7 @@ def with_window(options: LoadOptions, head: EagleConfig | BlockConfig | None, me
         measured = measured or read_card(options.eagle).get("window")
         if measured not in (None, "full") and not (is_a(measured, int) and measured >= LEAST_WINDOW):
             problem = f"window is {measured!r:.40}; allowed: full, or {LEAST_WINDOW} or more."
-            raise refusal(f"{options.eagle} (CARD.json)", problem)
+            raise refusal(f"{options.eagle} (CARD.json, or what scripts.tune_tree wrote)", problem)
         asked = "full" if own else measured or default_window(head)
     wanted = 0 if asked == "full" else int(asked)
     window = min(own, wanted) or max(own, wanted)

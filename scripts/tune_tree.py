@@ -4,8 +4,8 @@
     python -m scripts.tune_tree --checkpoint DIR --eagle HEAD --questions FILE.jsonl        # the window, too
     python -m scripts.tune_tree --questions FILE.jsonl --trees chain:2 chain:4 dynamic:16,4,4
 
-With questions for a model that chats, six windows (`--draft-window`) are measured first, behind a chat of its answers.
-The best one is kept for this head, and all later runs take it by themselves.
+With questions for a model that chats and has room for `--behind` tokens, six windows (`--draft-window`) are measured
+first, behind a chat of its answers. The best one is kept for this head, and all later runs take it by themselves.
 
 About ten trees, the default one and plain decoding are measured in turn, as scripts.bench does it. The tree with the best
 median speedup is written if it beats the default and plain decoding. Its file is kept in the cache folder, by model,
@@ -25,6 +25,7 @@ from bench.records import Row, Settings, environment, summarise
 from bench.report import result_table
 from bench.suites import Prompts, Question, add_questions, ask
 from decoding.params import SamplingParams
+from engine.engine import Engine
 from engine.load import load
 from loading.drafting import read_drafter, tuned_tree_path, tuned_window_path
 from loading.options import LoadOptions, add_options, options_from
@@ -61,18 +62,14 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def windows_by_speed(args: argparse.Namespace) -> dict[str, float]:
-    """The speed of each window over that of plain decoding, behind a chat. Empty without questions, or without a chat.
+def windows_by_speed(args: argparse.Namespace, base: Engine) -> dict[str, float]:
+    """The speed of each window over that of plain decoding, behind a chat. Empty for a model that does not chat.
 
     Raises UsageError where there are too few questions for a chat of that length.
     """
-    if not (args.behind and args.questions):
-        return {}
-    room = args.behind + behind.SLACK + args.max_new_tokens
-    base = load(**options_from(args, *TUNED_FOR) | {"ctx": room})
     given = argparse.Namespace(**vars(args) | {"limit": 0})
-    questions, prompts, ctx = ask(given, base, 96, room)
-    if not prompts.chat or isinstance(base.head.config, AssistantConfig):
+    questions, prompts, ctx = ask(given, base, 96, base.ctx)
+    if not prompts.chat:
         return {}
     count = args.limit or behind.ASKED
     found = behind.questions_behind([args.behind], base, prompts, questions[:count], questions[count:])
@@ -106,12 +103,11 @@ def speed_of(rows: Sequence[Row], name: str) -> float:
     return fmean(gain["median"] if gain else 0.0 for gain in gains)
 
 
-def race(args: argparse.Namespace, window: str) -> dict[str, Any]:
+def race(args: argparse.Namespace, base: Engine, window: str) -> dict[str, Any]:
     """Race the trees with a window of the head, and print how fast each one is. Returns the content of the file.
 
     Raises UsageError for a tree or a question that does not fit.
     """
-    base = load(**options_from(args, *TUNED_FOR))
     questions, prompts, ctx = ask(args, base, 96, args.ctx)
     names = list(dict.fromkeys(args.trees or (GPU_TREES if base.model.device.type == "cuda" else CPU_TREES)))
     options = {PLAIN: {"eagle": None}} | {
@@ -139,11 +135,15 @@ def run(args: argparse.Namespace) -> int:
         if not heads:
             raise UsageError(f"no eagle* folder in {args.checkpoint}; give --eagle HEAD.")
         args.eagle = str(heads[0])
-    windows = windows_by_speed(args)
-    window = max(windows, key=windows.get) if windows else "auto"
     options = LoadOptions(**options_from(args, *TUNED_FOR))
     checkpoint = options.open_checkpoint()
     head = read_drafter(options, checkpoint.config, None).head
+    room = args.behind + behind.SLACK + args.max_new_tokens
+    fits = room <= checkpoint.config.max_positions and not isinstance(head.config, AssistantConfig)
+    wanted = args.behind and args.questions and fits
+    base = load(**options_from(args, *TUNED_FOR) | ({"ctx": max(args.ctx, room)} if wanted else {}))
+    windows = windows_by_speed(args, base) if wanted else {}
+    window = max(windows, key=windows.get) if windows else "auto"
     if windows:
         place = tuned_window_path(options, checkpoint, head)
         place.parent.mkdir(parents=True, exist_ok=True)
@@ -151,7 +151,7 @@ def run(args: argparse.Namespace) -> int:
             place, {"window": window if window == "full" else int(window), "speedups": windows, "behind": args.behind}
         )
         print(f"the best window is {window}; --draft-window auto takes it from now on ({place})\n")
-    content = race(args, window)
+    content = race(args, base, window)
     gains, winner = content["speedups"], content["winner"]
     print(
         f"\n{winner} is fastest. Speed over that of plain decoding: {gains[winner]:.2f}; {DEFAULT}: {gains[DEFAULT]:.2f}"

@@ -790,6 +790,8 @@ def test_texts_stand_before_the_questions_that_are_measured_behind_them(tmp_path
         name = f"Question {question.id}?" if kind == "chat" else f"`{question.id}`"
         assert text.count(name) == 1 and len(text) - text.index(name) < 120
         assert kind == "chat" or question.id in text[: text.index(name)]
+    short = iter([("f", "def f():\n    pass\n")])
+    one_line(lambda: behind._about("code", short, 500, prompts, 1), "all of the code has only", kind=UserError)
 
 
 def test_no_drafter_is_looked_for_beside_a_gguf_file(tmp_path):

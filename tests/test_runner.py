@@ -1,5 +1,6 @@
 """runner.py and the engine around it: steps ahead of the host, CUDA graphs (on a stand-in), break-even, accidents."""
 
+import copy
 import functools
 
 import pytest
@@ -540,6 +541,15 @@ def test_pacer_follows_a_machine_whose_speed_changes():
                         plain += 1
             drafted = sum(speculating) / len(speculating)
             assert drafted > 0.95 if wins else drafted < 0.15, (now, count, drafted)
+    pacer = timed_pacer().for_another_text(60.0)
+    pacer.take(True, [2], 0.0015)
+    for _ in range(3):
+        pacer.take(False, [1], 0.009)
+    other = copy.copy(pacer)  # that of more rows begins as one
+    for _ in range(5):
+        pacer.take(False, [1], 0.009)
+        other.take(False, [1], 0.001)
+    assert (pacer.drift, other.drift) == (pytest.approx(9.0), pytest.approx(1.0))
     pacer = timed_pacer()
     looks = 0
     for _ in range(8000):

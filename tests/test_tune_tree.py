@@ -142,6 +142,15 @@ def test_the_key_tells_apart_what_changes_the_best_tree(checkpoint, monkeypatch,
     assert paths[0] == paths[1] and len(set(paths)) == 10
 
 
+def test_questions_for_a_model_without_a_chat_or_room_race_the_trees_alone(checkpoint, tmp_path, capsys):
+    """A model that has no room for 4,000 tokens, or only continues texts: the race of windows refused both."""
+    for model, length in ((checkpoint, 4000), (ROOT / "demo", 100)):
+        flags = ["--questions", questions_file(tmp_path, 3), "--prompts", "1", "--behind", str(length)]
+        assert run_main(model, *flags, "--out", str(tmp_path / "tree.json")) in (0, 1)
+        page = capsys.readouterr()
+        assert "chain:1" in page.out and "best window" not in page.out and "error" not in page.err
+
+
 @needs_gguf
 def test_the_best_window_is_kept_for_this_head_and_taken_by_later_runs(monkeypatch, tmp_path, capsys):
     """A window that is measured and not used, used for another head, or used where the user asks for another one; and

@@ -11,6 +11,9 @@ from torch import Tensor
 from kernels.backend import EXACT, dot, jit, native, operation, tl, triton
 from kernels.kv import cache_problem, cpu_problem, dequantize_rows, load_rows, scales_of
 
+FEWEST = 16  # programs of a block of rows at least, if there are as many splits
+ENOUGH = 2048  # programs of a launch, more than run at the same time on any GPU of today
+
 
 def shaped_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, cap: float, sinks: Tensor | None
@@ -95,14 +98,6 @@ def _split_bounds(split):
 
 
 @jit
-def _slot(j, base, trash, RING: tl.constexpr):
-    """The slot of position base + j. In a ring, base is what positions are counted from."""
-    if RING:
-        j = (base + j) % trash
-    return j
-
-
-@jit
 def _rescale(top, other):
     """A step of an online softmax: (joint maximum, what to subtract from scores, factor of earlier sums).
 
@@ -122,6 +117,12 @@ def _live_splits(end):
         octave += tl.where(last >= 2048 * ((1 << i) - 1), 1, 0)
     first = 2048 * ((1 << octave) - 1)
     return tl.where(end > 0, 16 * octave + (last - first) // (128 << octave) + 1, 0)
+
+
+@jit
+def _first_split(p, WINDOW: tl.constexpr):
+    """The first split with keys that a row at position p sees."""
+    return tl.maximum(_live_splits(p - WINDOW + 1) - 1, 0) if WINDOW > 0 else 0
 
 
 @jit
@@ -157,7 +158,7 @@ def _attend_chunks(
     acc = tl.zeros((BM, HDP), tl.float32)
     for j0 in range(low, tl.minimum(last, end), BK):
         j = j0 + tl.arange(0, BK)
-        at = _slot(j, base, trash, RING) * (HD + 4 * INT8)
+        at = ((base + j) % trash if RING else j) * (HD + 4 * INT8)
         see = j[None, :] < limit[:, None]
         if WINDOW > 0:
             near = j[None, :] > p[:, None] - WINDOW
@@ -223,7 +224,7 @@ def _attend_tail(
         if WINDOW > 0:
             near = j > p - WINDOW
             see = see & (near if CHAIN else near | (nth >= 0))
-        at = _slot(slot, base, trash, RING) * (HD + 4 * INT8)
+        at = ((base + slot) % trash if RING else slot) * (HD + 4 * INT8)
         all_see = see[None, :] & (tl.arange(0, GP) >= 0)[:, None]
         k = load_rows(keys, key_scales, at, d, see, query.dtype, HD, INT8)
         v = load_rows(values, value_scales, at, d, see, query.dtype, HD, INT8)
@@ -274,13 +275,14 @@ def _merge(top, total, acc, part):
 @jit
 def attend_kernel(
     q, kv, kv_scales, segments, start, visible, positions, acc_part, ml_part, arrived, out, sinks, v_offset, S, T, R,
-    ROWS, SPLITS, scale, HKV: tl.constexpr, HD: tl.constexpr, HDP: tl.constexpr, RP: tl.constexpr,
+    ROWS, SPLITS, PROGRAMS, scale, HKV: tl.constexpr, HD: tl.constexpr, HDP: tl.constexpr, RP: tl.constexpr,
     WINDOW: tl.constexpr, CHAIN: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, GP: tl.constexpr,
     GM: tl.constexpr, FLIGHT: tl.constexpr, INT8: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr,
-    NATIVE: tl.constexpr, POOLED: tl.constexpr, RING: tl.constexpr,
+    NATIVE: tl.constexpr, POOLED: tl.constexpr, RING: tl.constexpr, SHARED: tl.constexpr,
 ):  # fmt: skip
     """Attention of the query rows of a key head: keys [0, limit) in splits, limit = 16 floor((p - 16) / 16), then the
-    tail. Grid (B Hkv, one program for BM rows and a split, and then one for each token).
+    tail. Grid (B Hkv, PROGRAMS for BM rows, and then one program for each token). Program i takes split i,
+    and if SHARED also i + PROGRAMS and so on, as far as there is history, and with a window those that it reaches.
 
     The program of a token waits until all splits of its key head have arrived. Then it merges the partial sums of its
     rows in the order of their keys, and loads FLIGHT of them at a time. The programs that it waits for have lower
@@ -311,33 +313,41 @@ def attend_kernel(
     key_scales = kv_scales + first * (HD + 4 * INT8) // 4
     value_scales = key_scales + v_offset // 4
     d = tl.arange(0, HDP)
-    if work < tiles * SPLITS:
-        split = work // tiles
+    splits = tl.minimum(_live_splits(n), SPLITS)  # with history
+    if work < tiles * PROGRAMS:
+        program = work // tiles
         if not CHAIN:
-            # The grid follows the size of the cache. A split behind the history ends here, after one load.
-            if _split_bounds(split)[0] >= n:
+            if program >= splits:  # The grid follows the size of the cache.
                 return
         m = (tiles - 1 - work % tiles) * BM + tl.arange(0, BM)  # In a prompt the last rows have most to do.
         ok = m < ROWS
         p = tl.load(positions + b * T + m % T, mask=ok, other=0).to(tl.int32) - base
         limit = tl.where(ok, _limit(n, p, CHAIN), 0)
         query = tl.load(q + (bh * ROWS + m)[:, None] * HD + d[None, :], mask=ok[:, None] & (d < HD)[None, :], other=0)
+        seen = _first_split(tl.min(tl.where(ok, p, 2147483647), 0), WINDOW)
+        rows = bh.to(tl.int64) * (SPLITS + 1) * ROWS + m
         if CHAIN:
             top, total, acc = _nothing(sinks, bh % HKV * (ROWS // T) + m // T, ok, HDP, SINKS)
-            for s in range(_live_splits(tl.max(limit, 0))):
+            for s in range(seen, _live_splits(tl.max(limit, 0))):
                 one = _attend_chunks(query, keys, key_scales, values, value_scales, trash, base, s, ok, n, p, limit,
                                      scale, HD, HDP, WINDOW, CHAIN, BM, BK, INT8, CAP, NATIVE, RING)  # fmt: skip
                 top, total, acc = _merge(top, total, acc, one)
+            _store_partial(acc_part, ml_part, rows, d, top, total, acc, ok, HD)
+        elif SHARED:
+            for s in range(program + tl.cdiv(tl.maximum(seen - program, 0), PROGRAMS) * PROGRAMS, splits, PROGRAMS):
+                top, total, acc = _attend_chunks(
+                    query, keys, key_scales, values, value_scales, trash, base, s, ok, n, p, limit, scale, HD, HDP,
+                    WINDOW, CHAIN, BM, BK, INT8, CAP, NATIVE, RING)  # fmt: skip
+                _store_partial(acc_part, ml_part, rows + s * ROWS, d, top, total, acc, ok, HD)
         else:
             top, total, acc = _attend_chunks(
-                query, keys, key_scales, values, value_scales, trash, base, split, ok, n, p, limit, scale, HD, HDP,
+                query, keys, key_scales, values, value_scales, trash, base, program, ok, n, p, limit, scale, HD, HDP,
                 WINDOW, CHAIN, BM, BK, INT8, CAP, NATIVE, RING)  # fmt: skip
-        rows = (bh.to(tl.int64) * (SPLITS + 1) + split) * ROWS + m
-        _store_partial(acc_part, ml_part, rows, d, top, total, acc, ok, HD)
+            _store_partial(acc_part, ml_part, rows + program * ROWS, d, top, total, acc, ok, HD)
         tl.debug_barrier()
         tl.atomic_add(arrived + bh, 1, sem="release", scope="gpu")
         return
-    t = work - tiles * SPLITS
+    t = work - tiles * PROGRAMS
     p = tl.load(positions + b * T + t).to(tl.int32) - base
     limit = _limit(n, p, CHAIN)
     g = tl.arange(0, GP)  # The queries of one token that share a key head see the same keys.
@@ -351,9 +361,9 @@ def attend_kernel(
     last = before + SPLITS * ROWS  # Those of tails lie behind the others.
     _store_partial(acc_part, ml_part, last + m, d, top, total, acc, ok, HD)
     tl.debug_barrier()
-    splits = 1 if CHAIN else tl.minimum(_live_splits(n), SPLITS)
+    arrivals = tiles * (1 if CHAIN else tl.minimum(splits, PROGRAMS))
     there = tl.atomic_add(arrived + bh, 0, sem="acquire", scope="gpu")
-    while there < tiles * splits:
+    while there < arrivals:
         there = tl.atomic_add(arrived + bh, 0, sem="acquire", scope="gpu")
     group = tl.arange(0, GM)
     rows = group * T + t
@@ -363,7 +373,7 @@ def attend_kernel(
         top, total, acc = _load_partial(acc_part, ml_part, before + rows, d, live, HD)
     else:
         top, total, acc = _nothing(sinks, head, live, HDP, SINKS)
-        for i in range(0, splits, FLIGHT):  # several at a time, so that their loads wait together
+        for i in range(_first_split(p, WINDOW), splits, FLIGHT):  # several at a time, so that their loads wait together
             several = ()
             for k in tl.static_range(FLIGHT):
                 begin = tl.where(i + k < splits, _split_bounds(i + k)[0], 2147483647)
@@ -377,7 +387,7 @@ def attend_kernel(
     to = (b * T + t) * (HKV * (ROWS // T)) + head
     tl.store(out + to[:, None] * HD + d[None, :], acc.to(out.dtype.element_ty), mask=live[:, None] & (d < HD)[None, :])
     # The last token of a head sets its counter to zero for the next launch.
-    if tl.atomic_add(arrived + bh, 1, sem="relaxed", scope="gpu") == tiles * splits + T - 1:
+    if tl.atomic_add(arrived + bh, 1, sem="relaxed", scope="gpu") == arrivals + T - 1:
         tl.store(arrived + bh, 0)
 
 
@@ -411,7 +421,13 @@ def _tree_attention_triton(
     splits = 1 if chain else 16 * octave + triton.cdiv(longest - 2048 * (2**octave - 1), 128 << octave)
     hopper = q.is_cuda and torch.cuda.get_device_capability(q.device)[0] == 9
     tiles = attention_tiles(dim, group, int8, chain, window, hopper)
-    grid = batch * kv_heads, triton.cdiv(group * T, tiles["BM"]) * splits + T
+    heads, blocks = batch * kv_heads, triton.cdiv(group * T, tiles["BM"])
+    # Splits are for long texts, and share programs where there are many anyhow. A window reaches few of them.
+    programs = min(splits, max(FEWEST, triton.cdiv(ENOUGH, heads * blocks)))
+    programs = min(programs, triton.cdiv(window, 128) + 2) if window > 0 else programs
+    if programs < splits:  # the loop over splits needs more registers
+        tiles["maxnreg"] = 255
+    grid = heads, blocks * programs + T
     acc, ml = (q.new_empty(grid[0], splits + 1, group * T, size, dtype=torch.float32) for size in (dim, 2))
     if arrived is None:
         arrived = torch.zeros(grid[0], dtype=torch.int32, device=q.device)
@@ -419,9 +435,9 @@ def _tree_attention_triton(
     attend_kernel[grid](
         q.contiguous(), kv, scales_of(kv), start if segments is None else segments, start, visible,
         positions.contiguous(), acc, ml, arrived, out, out if sinks is None else sinks, kv.stride(0), S, T,
-        visible.shape[2], group * T, splits, scale, HKV=kv_heads, HD=dim, HDP=max(16, triton.next_power_of_2(dim)),
-        WINDOW=max(window, 0), CHAIN=chain, INT8=int8, CAP=cap, SINKS=sinks is not None, NATIVE=native(q.dtype),
-        POOLED=segments is not None, RING=ring, **tiles,
+        visible.shape[2], group * T, splits, programs, scale, HKV=kv_heads, HD=dim, WINDOW=max(window, 0), CHAIN=chain,
+        HDP=max(16, triton.next_power_of_2(dim)), INT8=int8, CAP=cap, SINKS=sinks is not None, NATIVE=native(q.dtype),
+        POOLED=segments is not None, RING=ring, SHARED=programs < splits, **tiles,
     )  # fmt: skip
 
 

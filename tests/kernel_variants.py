@@ -184,17 +184,17 @@ def linear(bits: int, dtype: str, tokens: int, form: str, arch: int = 86) -> Var
 
 def attention(
     dtype: str, chain: bool = False, window: int = 0, int8: bool = False, dim: int = 128, arch: int = 86,
-    ring: bool = False,
+    ring: bool = False, long: bool = False,
 ) -> Variant:  # fmt: skip
-    """The kernel as `tree_attention` launches it."""
+    """The kernel as `tree_attention` launches it. long: with programs that take several splits."""
     with fake_gpu(arch) as launches:
-        kind, T, S = DTYPES[dtype], 26, 449 if ring else 4000
+        kind, T, S = DTYPES[dtype], 60 if long else 26, 449 if ring else 40_000 if long else 4000
         cache = new(2, 1, 8, S, dim + 4 * int8, kind=torch.int8 if int8 else kind)
         case = new(1), new(1, T, T, kind=torch.bool), new(1, T), window, 0.3, None, 0.0, None
         case += (None, 0, False, True) if ring else (new(1, 2), S, chain)
         kernels.tree_attention.triton(new(1, 32, T, dim, kind=kind), cache, *case)
     label = f"{dtype}{' prompt' if chain else ''}{f' window {window}' if window else ''}"
-    label += " ring" * ring + " int8 cache" * int8 + f" hd {dim}" * (dim != 128)
+    label += " ring" * ring + " long" * long + " int8 cache" * int8 + f" hd {dim}" * (dim != 128)
     return of_launch(f"attention {label}", launches[0])
 
 
@@ -324,5 +324,9 @@ def variants(quick: bool = False, arch: int = 86) -> list[Variant]:
         if dim > 64:
             found.append(attends("fp16", chain=True, int8=int8, dim=dim))
             found.append(attends("bf16", chain=True, window=4096, int8=int8, dim=dim))
+        found += [
+            attends("fp16", int8=int8, dim=dim, long=True),
+            attends("bf16", window=4096, int8=int8, dim=dim, long=True),
+        ]
     found += [attends(dtype, window=256, dim=dim, ring=True) for dtype in ("fp16", "bf16") for dim in (64, 128, 256)]
     return found + recorded_launches() + recurrent("float16") + recurrent("bfloat16")

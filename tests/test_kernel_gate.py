@@ -69,11 +69,11 @@ def sums(code):
 @pytest.mark.parametrize("arch", [86, 90])
 def test_attention_adds_up_alike_for_one_node_for_many_and_in_prompts(arch):
     """Verification, plain decoding and prompts must use the same matrix instructions, and their threads must add in
-    the same order. No interpreter would show a difference."""
+    the same order, also where programs take several splits. No interpreter would show a difference."""
     seen = []
     one = dict(T=1, R=1)  # what Triton makes of arguments equal to 1
-    for chain, fixed in ((False, one), (False, {}), (True, {})):
-        variant = kernel_variants.attention("fp16", chain)
+    for how, fixed in ((dict(), one), (dict(), {}), (dict(chain=True), {}), (dict(long=True), {})):
+        variant = kernel_variants.attention("fp16", **how)
         variant = variant._replace(constants=variant.constants | fixed)
         seen.append(sums(kernel_gate.lower(variant, arch)))
     assert len(seen[0]) >= 8 and all(other == seen[0] for other in seen[1:])

@@ -26,7 +26,7 @@ from bench.random_models import SHAPES
 from decoding.params import SamplingParams
 from eagle_draft import EagleDrafter
 from engine import engine, prefill
-from kernels import KernelBackend, LinearConfig, packed_experts, packed_linear
+from kernels import KernelBackend, LinearConfig, attention, packed_experts, packed_linear
 from kernels.experts import mix, sort_pairs
 from kernels.packing import decode_ptx, from_parts, from_planes, to_planes
 from kernels.records import Rotary
@@ -427,6 +427,25 @@ def test_interpreted_attention_far_from_the_start_equals_definition(window):
     assert error(triton_attention(q, kv, *rest, window, 0.3), want) < 1e-5
     one = q[:, :, :1].contiguous(), kv, rest[0], rest[1][:, :1, :1].contiguous(), rest[2][:, :1].contiguous()
     assert error(triton_attention(*one, window, 0.3), want[:, :1]) < 1e-5
+
+
+@interpreted
+@pytest.mark.parametrize("window,chain", [(0, False), (64, False), (5000, False), (5000, True)])
+def test_interpreted_splits_share_programs_without_changing_a_bit(monkeypatch, window, chain):
+    """A split that two programs take, or none; a program that is waited for and never comes; and bits that depend on how
+    many programs there are, which follows the number of rows."""
+    q, kv, start, visible, positions = attention_case(torch.float32, [1, 16_000], 16_100, heads=(2, 1))
+    if chain:
+        visible = torch.ones(2, 6, 6, dtype=torch.bool).tril()
+        positions = start[:, None] + torch.arange(6)
+    how = visible, positions, window, 0.3, 0.0, None, None, 0, chain
+    found = []
+    for enough, fewest in ((1024, 16), (1, 16), (1, 3), (1, 1)):
+        monkeypatch.setattr(attention, "ENOUGH", enough)
+        monkeypatch.setattr(attention, "FEWEST", fewest)
+        found.append(triton_attention(q, kv, start, *how))
+    assert error(found[0], attention_definition(q, kv, start, *how[:4])) < 1e-5
+    assert all(torch.equal(found[0], other) for other in found)
 
 
 def test_int8_rows_keep_half_a_level_and_confine_what_is_not_finite():

@@ -34,7 +34,7 @@ ROWS = (
 FEW = ROWS[::3] + ROWS[-1:]  # for most kinds of weights: whatever number chooses a kernel, there are rows on both sides
 # What may differ: how many tokens a program multiplies or looks at, what the compiler does with that many, and who
 # sorts integers. Of a product only the split decides how it is added up, of attention the tile and the warps do, too.
-FREE = {"BT", "CHAIN", "num_stages", "maxnreg", "SORT"}
+FREE = {"BT", "CHAIN", "SHARED", "num_stages", "maxnreg", "SORT"}
 FREE_OF = {"linear_kernel": FREE | {"BN", "num_warps", "SERIAL"}}
 # Operators of torch that move values or work on one element at a time. A step has no other ones.
 HARMLESS = {"aten::" + name for name in """embedding clone contiguous cat sub add mul div exp to _to_copy reciprocal neg

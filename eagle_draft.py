@@ -136,10 +136,10 @@ class EagleHead(DraftHead):
         out = (layer or type(self).layer_forward)(self, *self.joined(tokens, feature, source), nodes, kv)
         return self.norm(out) if self.config.norm_output else out
 
-    def absorb(self, tokens: Tensor, feature: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, kv: Tensor) -> None:
-        """Write the keys and values of tokens [B, T], each beside its feature [B, T, H] as `forward` takes them, into
-        slots [B, T] of kv. Nothing else of a known token is needed."""
-        _, x = self.layer_inputs(*self.joined(tokens, feature))
+    def absorb(self, tokens: Tensor, features: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, kv: Tensor) -> None:
+        """Write the keys and values of tokens [B, T], each beside the target's features [B, T, F], into slots [B, T] of
+        kv. Nothing else of a known token is needed."""
+        _, x = self.layer_inputs(*self.joined(tokens, self.fuse(features)))
         self.layer.attention.write(x, cos, sin, slots, kv)
 
     def predict(self, output: Tensor) -> Tensor:
@@ -259,9 +259,6 @@ class EagleDrafter(HeadDrafter):
 
     def fuse(self, features: Tensor) -> Tensor:
         return self.head.fuse(features)
-
-    def _absorb(self, tokens: Tensor, features: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, cache: Tensor) -> None:
-        self.head.absorb(tokens, self.fuse(features), cos, sin, slots, cache)
 
     def _forward(self, fed: FedRows, cache: Tensor, parts: StepParts) -> Tensor:
         return self.head(fed.tokens, fed.features, fed.nodes, cache, parts.draft_layer, fed.source)

@@ -20,21 +20,12 @@ from engine.engine import Engine, EngineConfig
 from engine.ranks import RankedEngine
 from engine.results import GenerationResult
 from families.config import ModelConfig
-from loading.drafting import (
-    DraftFiles,
-    block_tree,
-    build_drafter,
-    build_head,
-    read_drafter,
-    resolve,
-    with_tree,
-    with_window,
-)
+from loading import drafting
 from loading.options import LoadOptions, read_option
 from support.errors import UsageError
 from support.machine import synchronize
 from weights.block_heads import BlockConfig, read_head
-from weights.checkpoint import load_config
+from weights.checkpoint import Checkpoint
 from weights.files import local_path, read_entries
 from weights.heads import MTP
 
@@ -170,11 +161,11 @@ def default_arms(directory: Path, config: ModelConfig, cuda: bool) -> list[Spec]
             head = read_head(folder, config).config
         except ValueError:
             with contextlib.suppress(ValueError):
-                load_config(folder)
+                Checkpoint.open(folder)
                 others.append((f"{name} LLM", {"draft_checkpoint": name, "tree": "chain:4"}))
             continue
         if isinstance(head, BlockConfig):
-            trees = {"tree": block_tree(head), "chain": f"chain:{head.depth}"}
+            trees = {"tree": drafting.block_tree(head), "chain": f"chain:{head.depth}"}
         elif cuda:
             trees = {"paper25": "paper25", "dynamic": DYNAMIC_GPU}
         else:
@@ -210,18 +201,19 @@ def build_engine(base: Engine, options: dict[str, Any], ctx: int) -> Engine:
     own = dict.fromkeys(("pool", "tree", "prune", "ngram_nodes")) | {"ctx": ctx, "eagle_always": True}
     own["draft_window"] = "auto"
     opts, model = replace(base.options, **own | options), base.model
-    files = DraftFiles()
+    files = drafting.DraftFiles()
     if base.head is not None and opts.eagle == base.options.eagle:
         head = base.head
     elif opts.drafter_kind == "eagle" and opts.eagle.startswith("random:"):
         head = random_head(model, opts.eagle.removeprefix("random:"), model.quant)
     else:
-        files = read_drafter(opts, model.config, base.tokenizer)
-        head = build_head(files.head, model, opts, base.tokenizer) if files.head else None
+        files = drafting.read_drafter(opts, model.config, base.tokenizer)
+        head = drafting.build_head(files.head, model, opts, base.tokenizer) if files.head else None
     if opts.tree == "auto":
-        opts = resolve(opts, opts.open_checkpoint(), files.head)
-    opts = with_tree(with_window(opts, head.config if head else None), model.quant, head.config if head else None)
-    drafter = build_drafter(model, opts, base.backend, head, files.model)
+        opts = drafting.resolve(opts, opts.open_checkpoint(), files.head)
+    shape = head.config if head else None
+    opts = drafting.with_tree(drafting.with_window(opts, shape), model.quant, shape)
+    drafter = drafting.build_drafter(model, opts, base.backend, head, files.model)
     return base.sibling(drafter, EngineConfig.of(opts, base.backend, head))
 
 

@@ -45,9 +45,7 @@ def questions_behind(
         while len(_after(chat, "", prompts)) < length:
             question = next(left, None)
             if question is None:
-                raise UsageError(
-                    f"--behind {length}: the answers to all other questions are shorter; give more of them."
-                )
+                raise UsageError(f"--behind {length}: all other answers are shorter; give more questions.")
             stream = engine.generate(prompts.first(question), SamplingParams(max_new_tokens=ANSWER))
             chat.append((question.turns[0], stream.run()[0].text.strip() or "I do not know."))
         for question in asked:

@@ -89,12 +89,10 @@ def behind_table(summary: dict[str, Any]) -> str:
     cells: dict[tuple[str, float, str], dict[str, str]] = {}
     for row in summary["rows"]:
         kind, _, length = row["suite"].partition(" ")
-        speed = (
-            f"{row['tokens_per_second']:.0f} tok/s" if row["baseline"] else f"{gain_text(row)}, tau {row['tau']:.2f}"
-        )
+        gain = f"{row['tokens_per_second']:.0f} tok/s" if row["baseline"] else f"{gain_text(row)}, tau {row['tau']:.2f}"
         if length:
-            by_length = cells.setdefault((kind, row["temperature"], row["arm"]), {})
-            by_length[length] = f"{speed}, {number(row['step_ms'], 1)} ms"
+            ms = number(row["step_ms"], 1)
+            cells.setdefault((kind, row["temperature"], row["arm"]), {})[length] = f"{gain}, {ms} ms"
     lengths = list(dict.fromkeys(length for by_length in cells.values() for length in by_length))
     body = [[kind, f"{T:g}", arm, *(by.get(n, "") for n in lengths)] for (kind, T, arm), by in sorted(cells.items())]
     return table(["behind", "T", "arm", *lengths], body)

@@ -50,12 +50,6 @@ def remembered(state: DecodeState, drafter: Drafter, row: int) -> list[Tensor]:
     return memory_of(state, row) + [cache.narrow(-4, row, 1) for cache in drafter.caches if drafter.ring]
 
 
-def take_snapshot(state: DecodeState, drafter: Drafter, row: int, at: int, end: int, drafted: int) -> Snapshot:
-    """A copy of a row as it is now. Waits for the device."""
-    copies = (part.to("cpu", copy=True).contiguous() for part in remembered(state, drafter, row))
-    return Snapshot(at, end, drafted, tuple(copies))
-
-
 def most_snapshots(rows: int, nbytes: int) -> int:
     """How many snapshots of so many bytes each of the rows of an engine may have, 0 if there is nothing in them."""
     return min(SNAPSHOTS, max(2, SNAPSHOT_BYTES // (rows * nbytes))) if nbytes else 0

@@ -102,7 +102,7 @@ class BlockHead(DraftHead):
         self.context = row_parts([layer.attention.qkv for layer in self.layers], first)
         self.context_norms = torch.stack([layer.attention.k_norm.weight.detach() for layer in self.layers])
 
-    def absorb(self, features: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, cache: Tensor) -> None:
+    def absorb(self, _tokens: Tensor, features: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, cache: Tensor) -> None:
         """Write the keys and values of committed tokens, whose features [B, T, F] these are, into the cache."""
         c = self.config.layer
         normed = self.hidden_norm(linear(self.fc, features))
@@ -250,9 +250,6 @@ class BlockDrafter(HeadDrafter):
         """Everything is read once."""
         return self.head.bytes_read()
 
-    def _absorb(self, tokens: Tensor, features: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, cache: Tensor) -> None:
-        self.head.absorb(features, cos, sin, slots, cache)
-
     def draft(self, inputs: DraftInput) -> Draft:
         if inputs.mode.sample and inputs.noise is None:  # trees are pruned
             ahead = sampling.noise_ahead(inputs.sampling.seed, inputs.n, self.D + 1, inputs.hashes)
@@ -281,7 +278,7 @@ class BlockDrafter(HeadDrafter):
         fed = features.shape[1]
         where = self._place(inputs, self.block_depth, fed)
         _, slots, cos, sin = (column.narrow(1, 0, fed) for column in where[:4])
-        self.head.absorb(features, cos, sin, slots, self.cache)
+        self.head.absorb(inputs.tokens, features, cos, sin, slots, self.cache)
         positions, slots, cos, sin = (column.narrow(1, fed, self.block_depth.shape[1]) for column in where[:4])
         B = inputs.n.shape[0]
         seen = (mask.expand(B, -1, -1) for mask in (self.visible, self.visible_window))

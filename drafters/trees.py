@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn as nn
@@ -381,12 +381,10 @@ class DraftHead(nn.Module):
 class HeadDrafter(TreeDrafter):
     """Drafts trees with a draft head. What its cache holds of a token is made of the token and of features alone."""
 
-    def __init__(
-        self, head: DraftHead, tree: Trees, batch_size: int, slots: int, rule: DraftRule = DEFAULT_RULE, extra: int = 0
-    ):
+    def __init__(self, head: DraftHead, tree: Trees, *how: Any, **more: Any):
         """As TreeDrafter. ValueError if the tree is too wide."""
         check_width(tree, head.vocab_size)
-        super().__init__(head, head.feature_size, head.config.taps, tree, batch_size, slots, rule, extra)
+        super().__init__(head, head.feature_size, head.config.taps, tree, *how, **more)
         self.head, self.draft_ids = head, head.draft_ids
 
     def prefill(self, row: int, tokens: Tensor, features: Tensor, start: Tensor, keep: Tensor) -> None:
@@ -398,16 +396,11 @@ class HeadDrafter(TreeDrafter):
             features = features.index_select(1, first + level)
         tokens = tokens.index_select(1, first + 1 + level)
         ring = self.ring > 0
-        where = kernels.place_rows(start + first, level[None], self.rotary, self.slots, 0, None, None, 0, None, ring)
-        _, slots, cos, sin = where[:4]
+        how = self.rotary, self.slots, 0, None, None, 0, None, ring
+        _, slots, cos, sin = kernels.place_rows(start + first, level[None], *how)[:4]
         if ring:  # padding must not take the place of what is needed
             slots = slots.where(first + level < keep, self.ring)
-        self._absorb(tokens, features, cos, sin, slots, self.cache.narrow(-4, row, 1))
-
-    def _absorb(self, tokens: Tensor, features: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, cache: Tensor) -> None:
-        """Write what known tokens are to those behind them into slots [B, T] of the cache. tokens [B, T]: those that
-        follow the features [B, T, F]."""
-        raise NotImplementedError
+        self.head.absorb(tokens, features, cos, sin, slots, self.cache.narrow(-4, row, 1))
 
     def predict(self, output: Tensor) -> Tensor:
         return self.head.narrow_logits(output)

@@ -68,9 +68,8 @@ def fused_parts() -> StepParts:
         bias = inputs.features.new_empty(len(inputs.n), 0)
         if inputs.bias is not None:
             bias = inputs.bias[:, 0] if drafter.draft_ids is None else inputs.bias[:, 0, drafter.draft_ids]
-        text = records.DraftText(
-            *state, inputs.sampling.seed, inputs.sampling.temperature, bias.contiguous(), inputs.produced
-        )
+        settings = inputs.sampling.seed, inputs.sampling.temperature, bias.contiguous()
+        text = records.DraftText(*state, *settings, inputs.produced)
         p_min = drafter.p_min if drafter.prunes(mode) else 0.0
         noisy = drafter.shared_noise and mode.sample
         how = noisy, drafter.cache, kernels.round_activations(), p_min, drafter.p_more, drafter.p_forward

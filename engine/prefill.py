@@ -188,7 +188,9 @@ class Prefill:
         first one of a text."""
         if not self.most or end - max((snapshot.end for snapshot in self.snapshots[row]), default=0) < snapshots.APART:
             return
-        first, *rest = [*self.snapshots[row], snapshots.take_snapshot(self.state, self.drafter, row, at, end, drafted)]
+        parts = snapshots.remembered(self.state, self.drafter, row)
+        copies = tuple(part.to("cpu", copy=True).contiguous() for part in parts)  # waits for the device
+        first, *rest = [*self.snapshots[row], snapshots.Snapshot(at, end, drafted, copies)]
         self.snapshots[row] = [first, *rest[max(0, len(rest) + 1 - self.most) :]]
 
     def _score(self, scores: list[Logprobs], hidden_states: Tensor, nexts: Tensor, start: int) -> None:

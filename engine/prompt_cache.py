@@ -203,10 +203,8 @@ class PromptCache:
                 self._drop(saved)
                 return False
             tensors = load(kept.payload)
-            parts = [
-                [tensors[n] for n in sorted(tensors) if n.startswith(f"{i}.")] for i in range(1 + len(saved.snapshots))
-            ]
-            saved.rows, *copies = parts
+            count = 1 + len(saved.snapshots)
+            saved.rows, *copies = ([tensors[n] for n in sorted(tensors) if n.startswith(f"{i}.")] for i in range(count))
             saved.snapshots = [s._replace(tensors=(*p,)) for s, p in zip(saved.snapshots, copies, strict=True)]
             saved.file.unlink(missing_ok=True)
             saved.file = None

@@ -198,8 +198,7 @@ class Pacer:
         won = (count - cost) * math.sqrt(len(counts))  # the mean of several varies less
         self.loss = max(0.0, self.loss - won)
         self.gain += won
-        if self.trying and self.gain >= self.TRY:
-            self.trying = False
+        self.trying = self.trying and self.gain < self.TRY
         lost = self.loss >= (self.TRY if self.trying else self.LOSS)
         if lost:
             self.pause = min(2 * self.pause, self.LONGEST) if self.trying else self.PLAIN

@@ -260,11 +260,8 @@ class Stepper:
         self.behind = length
         if view.drafter.by_price and (times := self.prices.get(self._rounded(view.rows))):
             (plain, few, many), (alone, first, _) = times.at(length), times.at(0)
-            costs = (
-                (few - plain) / view.drafter.priced_nodes,
-                (first - alone) / view.drafter.priced_nodes,
-                (many - few) / MANY,
-            )
+            nodes = view.drafter.priced_nodes
+            costs = (few - plain) / nodes, (first - alone) / nodes, (many - few) / MANY
             view.drafter.price(*(max(0.0, cost) / plain for cost in costs))
 
     def _first_runs(self, mode: SamplingMode, view: View, rows: int) -> None:

@@ -26,7 +26,7 @@ from loading.options import LEAST_WINDOW, NGRAM_NODES, NO_HEAD, LoadOptions, fla
 from model import Transformer
 from support import cache
 from support.errors import UsageError, bad_files
-from support.files import read_json, read_text
+from support.files import read_text
 from support.machine import describe_device, shapes_only
 from support.reader import is_a, refusal
 from text.tokenizer import Tokenizer, load_tokenizer
@@ -54,7 +54,8 @@ def resolve(asked: LoadOptions, checkpoint: Checkpoint, head: EagleFile | BlockF
         raise UsageError(f"--ctx is {options.ctx:,}; this model's limit is {longest:,}.")
     if asked.tree == "auto":
         options = replace(options, tree=find_tuned_tree(asked, checkpoint, head))
-    options = with_window(options, head.config if head else None, head and tuned_window(asked, checkpoint, head))
+    tuned = cache.fetch(tuned_path(asked, checkpoint, head, "window")) if head else None
+    options = with_window(options, head.config if head else None, tuned and tuned.about["window"])
     return with_tree(options, checkpoint.quantization, head.config if head else None)
 
 
@@ -78,10 +79,11 @@ def build_trees(options: LoadOptions, device: torch.device) -> DynamicTree | Tre
     return trees[0]
 
 
-def tuned_tree_path(options: LoadOptions, checkpoint: Checkpoint, head: EagleFile | BlockFile) -> Path:
-    """Where the tree tuned for this device, model, head, quantization, dtype and compilation lies, if there is one.
+def tuned_path(options: LoadOptions, checkpoint: Checkpoint, head: EagleFile | BlockFile, kind: str = "json") -> Path:
+    """Where the tree tuned for this device, model, head, quantization, dtype and compilation lies, if there is one. With
+    kind "window", where the window lies.
 
-    `python -m scripts.tune_tree` writes it and `--tree auto` reads it.
+    `python -m scripts.tune_tree` writes them; `--tree auto` and `--draft-window auto` read them.
     """
     options = options.with_defaults(checkpoint.config)
     quantization = [checkpoint.raw.get(key) for key in ("eaglet_quant", "quantization_config")]
@@ -93,7 +95,7 @@ def tuned_tree_path(options: LoadOptions, checkpoint: Checkpoint, head: EagleFil
     for name, tensor in sorted(head.tensors.items()):
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.flatten()[:64].tolist()}".encode())
     machine = re.sub(r"[^A-Za-z0-9]+", "-", describe_device(torch.device(options.device))).strip("-")
-    return cache.folder() / "trees" / f"{machine}-{digest.hexdigest()[:16]}.json"
+    return cache.folder() / "trees" / f"{machine}-{digest.hexdigest()[:16]}.{kind}"
 
 
 def default_tree(options: LoadOptions, quantization: str | None, head: EagleConfig | BlockConfig | None) -> str:
@@ -139,28 +141,17 @@ def with_tree(options: LoadOptions, quantization: str | None, head: EagleConfig 
     return replace(options, tree=tree, prune=prune, ngram_nodes=ngram_nodes)
 
 
-def tuned_window_path(options: LoadOptions, checkpoint: Checkpoint, head: EagleFile | BlockFile) -> Path:
-    """Where the window lies that `python -m scripts.tune_tree` measured for this head, as its tree does."""
-    return tuned_tree_path(options, checkpoint, head).with_suffix(".window")
-
-
-def tuned_window(options: LoadOptions, checkpoint: Checkpoint, head: EagleFile | BlockFile) -> object:
-    """The window that was measured for a head on this machine, None if there is none."""
-    path = tuned_window_path(options, checkpoint, head)
-    return read_json(path).get("window") if path.is_file() else None
-
-
 def with_window(options: LoadOptions, head: EagleConfig | BlockConfig | None, measured: object = None) -> LoadOptions:
-    """The options with the window of the head decided: a number of tokens, or "full". measured: by `tuned_window`.
+    """The options with the window of the head decided: a number of tokens, or "full". measured: on this machine.
 
     What lies far back in a head's own cache disturbs it (docs/how_it_works.md). A window that all of its layers were
-    trained with holds anyway. Raises ValueError for a CARD.json with a wrong one, and UsageError for a head without one.
+    trained with holds anyway. Where nothing was measured it is an eighth of the positions that the head states, but
+    layers that were trained with the target have none. Raises ValueError for a CARD.json with a wrong one, and UsageError
+    for a head without one.
     """
     asked = options.draft_window
     if isinstance(head, AssistantConfig) and asked not in ("auto", "full"):
-        raise UsageError(
-            "--draft-window: an assistant reads the model's keys and values, and keeps none; leave it out."
-        )
+        raise UsageError("--draft-window: an assistant reads the model's keys, and keeps none; leave it out.")
     if head is None or isinstance(head, AssistantConfig):
         return replace(options, draft_window="full")
     own = max(head.layer.windows) if all(head.layer.windows) else 0
@@ -169,25 +160,18 @@ def with_window(options: LoadOptions, head: EagleConfig | BlockConfig | None, me
         if measured not in (None, "full") and not (is_a(measured, int) and measured >= LEAST_WINDOW):
             problem = f"window is {measured!r:.40}; allowed: full, or {LEAST_WINDOW} or more."
             raise refusal(f"{options.eagle} (CARD.json, or what scripts.tune_tree wrote)", problem)
-        asked = "full" if own else measured or default_window(head)
+        free = isinstance(head, EagleConfig) and head.mtp
+        asked = "full" if own or free and not measured else measured or max(64, head.layer.max_position_embeddings // 8)
     wanted = 0 if asked == "full" else int(asked)
     window = min(own, wanted) or max(own, wanted)
     return replace(options, draft_window=str(window) if 0 < window < options.ctx else "full")
-
-
-def default_window(head: EagleConfig | BlockConfig) -> int | str:
-    """The window of a head of which nothing was measured: an eighth of the positions that it states. Layers that were
-    trained with the target have none."""
-    if isinstance(head, EagleConfig) and head.mtp:
-        return "full"
-    return max(64, head.layer.max_position_embeddings // 8)
 
 
 def find_tuned_tree(options: LoadOptions, checkpoint: Checkpoint, head: EagleFile | BlockFile | None) -> str:
     """The file that `--tree auto` stands for. Raises UsageError with the command that makes it."""
     if head is None:
         raise UsageError("--tree auto looks up the tree tuned for a draft head; it needs --eagle HEAD.")
-    path = tuned_tree_path(options, checkpoint, head)
+    path = tuned_path(options, checkpoint, head)
     if path.exists():
         return str(path)
     command = f"python -m scripts.tune_tree --checkpoint {options.checkpoint} --eagle {options.eagle}"

@@ -227,9 +227,7 @@ class LoadOptions:
         kind = self.drafter_kind
         window = str(self.draft_window)
         if window not in ("auto", "full") and not (window.isdecimal() and LEAST_WINDOW <= int(window)):
-            raise UsageError(
-                f"--draft-window is {window!r:.40}; allowed: auto, full, or {LEAST_WINDOW} tokens or more."
-            )
+            raise UsageError(f"--draft-window is {window!r:.40}; allowed: auto, full, {LEAST_WINDOW} or more.")
         about_heads = {
             "--draft-window": window != "auto" and kind != "eagle",
             "--eagle-config": self.eagle_config and kind != "eagle",

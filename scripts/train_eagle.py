@@ -59,11 +59,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     normed = "version 3: the residual is the normalised feature (default: on; off in --recipe paper, as SafeAILab's)"
     add("--norm-before-residual", choices=("on", "off"), help=normed)
     add("--max-positions", type=at_least(1), help="max_position_embeddings to write (default: --length)")
-    add(
-        "--window",
-        type=at_least(0),
-        help="attend to the last N tokens, here and later; 0: to all (default: as --start)",
-    )
+    add("--window", type=at_least(0), help="attend to the last N tokens, here and later; 0: all (default: as --start)")
 
     args = parsed(p, argv)
     for name, (version, default) in ONE_VERSION.items():

@@ -13,7 +13,6 @@ head, device and options.
 """
 
 import argparse
-from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -27,8 +26,9 @@ from bench.suites import Prompts, Question, add_questions, ask
 from decoding.params import SamplingParams
 from engine.engine import Engine
 from engine.load import load
-from loading.drafting import read_drafter, tuned_tree_path, tuned_window_path
+from loading.drafting import read_drafter, tuned_path
 from loading.options import LoadOptions, add_options, options_from
+from support import cache
 from support.errors import UsageError, at_least, command_parser, run_parsed
 from support.files import write_json
 from support.progress import Progress
@@ -41,7 +41,7 @@ TUNED_FOR = """checkpoint eagle eagle_config draft_vocab draft_vocab_text device
 CPU_TREES = "chain:1 chain:2 chain:3 chain:5 dynamic:6,2,3 dynamic:8,3,4 dynamic:12,4,4 dynamic:16,4,4 paper25".split()
 GPU_TREES = """chain:3 chain:5 paper25 dynamic:16,5,8 dynamic:16,7,8 dynamic:24,6,8 dynamic:32,6,8 dynamic:32,7,8
     dynamic:48,7,8 dynamic:60,7,10""".split()
-WINDOWS = "64 128 256 512 1024 full".split()
+WINDOWS = (64, 128, 256, 512, 1024, "full")
 DEFAULT = "the default"  # what is drafted where --tree is not given; on a CPU it is pruned
 PLAIN = "plain decoding"
 
@@ -73,50 +73,44 @@ def windows_by_speed(args: argparse.Namespace, base: Engine) -> dict[str, float]
         return {}
     count = args.limit or behind.ASKED
     found = behind.questions_behind([args.behind], base, prompts, questions[:count], questions[count:])
-    asked = [question for question in found if question.suite.startswith("chat")]
-    options = {PLAIN: {"eagle": None}} | {window: {"draft_window": window} for window in WINDOWS}
-    arms = [EngineArm(name, SAME_TOKENS, how, build_engine(base, how, ctx), True) for name, how in options.items()]
-    rows = raced(args, arms, asked, prompts, ctx)
-    print(result_table(rows) + "\n")
-    return {name: speed_of(rows, name) for name in WINDOWS}
+    asked = [question for question in found if question.suite.startswith("chat")], prompts, ctx
+    return raced(args, base, asked, {str(window): {"draft_window": window} for window in WINDOWS}, True)[1]
 
 
 def raced(
-    args: argparse.Namespace, arms: Sequence[EngineArm], questions: Sequence[Question], prompts: Prompts, ctx: int
-) -> list[Row]:
-    """The rows of a race, the first arm of which is plain decoding."""
-    settings = Settings(
-        tuple(dict.fromkeys(args.temperature)), args.max_new_tokens, args.reps, args.seed, warmup_runs=1
-    )
-    stops = arms[0].engine.stop_ids(SamplingParams()) or NO_STOP
+    args: argparse.Namespace, base: Engine, asked: tuple[list[Question], Prompts, int], options: dict[str, Any],
+    reuse: bool = False,
+) -> tuple[list[Row], dict[str, float]]:  # fmt: skip
+    """Race plain decoding and arms with these options, and print the rows. Returns them, and the speedup of each arm, a
+    mean over the temperatures. One that is slower everywhere may have none at all.
+
+    asked: as `ask` returns it. reuse: whether a run goes on from the text of the run before.
+    """
+    questions, prompts, ctx = asked
+    every = {PLAIN: {"eagle": None}} | options
+    arms = [EngineArm(name, SAME_TOKENS, how, build_engine(base, how, ctx), reuse) for name, how in every.items()]
+    temperatures = tuple(dict.fromkeys(args.temperature))
+    settings = Settings(temperatures, args.max_new_tokens, args.reps, args.seed, warmup_runs=1)
+    stops = base.stop_ids(SamplingParams()) or NO_STOP
     progress = Progress(args.quiet)
-    bench = Bench(list(arms), list(questions), prompts, settings, stops, ctx, progress)
+    bench = Bench(arms, questions, prompts, settings, stops, ctx, progress)
     bench.warm_up()
     rows = summarise(list(bench.measure()), settings)
     progress.close()
-    return rows
+    print(result_table(rows))
+    last = [(row["arm"], row["speedup"] or {"median": 0.0}) for row in rows if row["suite"] == rows[-1]["suite"]]
+    return rows, {name: fmean(gain["median"] for arm, gain in last if arm == name) for name in options}
 
 
-def speed_of(rows: Sequence[Row], name: str) -> float:
-    """The speedup of an arm, a mean over the temperatures. One that is slower everywhere may have none at all."""
-    gains = [row["speedup"] for row in rows if row["arm"] == name and row["suite"] == rows[-1]["suite"]]
-    return fmean(gain["median"] if gain else 0.0 for gain in gains)
-
-
-def race(args: argparse.Namespace, base: Engine, window: str) -> dict[str, Any]:
+def race(args: argparse.Namespace, base: Engine, window: int | str) -> dict[str, Any]:
     """Race the trees with a window of the head, and print how fast each one is. Returns the content of the file.
 
     Raises UsageError for a tree or a question that does not fit.
     """
-    questions, prompts, ctx = ask(args, base, 96, args.ctx)
     names = list(dict.fromkeys(args.trees or (GPU_TREES if base.model.device.type == "cuda" else CPU_TREES)))
-    options = {PLAIN: {"eagle": None}} | {
-        name: {"draft_window": window} | ({} if name == DEFAULT else {"tree": name}) for name in (DEFAULT, *names)
-    }
-    arms = [EngineArm(name, SAME_TOKENS, how, build_engine(base, how, ctx)) for name, how in options.items()]
-    rows = raced(args, arms, questions, prompts, ctx)
-    print(result_table(rows))
-    gains = {PLAIN: 1.0} | {name: speed_of(rows, name) for name in (DEFAULT, *names)}
+    options = {DEFAULT: {"draft_window": window}} | {name: {"draft_window": window, "tree": name} for name in names}
+    rows, gains = raced(args, base, ask(args, base, 96, args.ctx), options)
+    gains[PLAIN] = 1.0
     tree = parse_tree(max(names, key=gains.get))
     shape = [tree.N, tree.depth, tree.topk] if isinstance(tree, DynamicTree) else [list(path) for path in tree.paths]
     return {
@@ -143,14 +137,11 @@ def run(args: argparse.Namespace) -> int:
     wanted = args.behind and args.questions and fits
     base = load(**options_from(args, *TUNED_FOR) | ({"ctx": max(args.ctx, room)} if wanted else {}))
     windows = windows_by_speed(args, base) if wanted else {}
-    window = max(windows, key=windows.get) if windows else "auto"
+    window = max(WINDOWS, key=lambda window: windows[str(window)]) if windows else "auto"
     if windows:
-        place = tuned_window_path(options, checkpoint, head)
-        place.parent.mkdir(parents=True, exist_ok=True)
-        write_json(
-            place, {"window": window if window == "full" else int(window), "speedups": windows, "behind": args.behind}
-        )
-        print(f"the best window is {window}; --draft-window auto takes it from now on ({place})\n")
+        place = tuned_path(options, checkpoint, head, "window")
+        cache.store(place, b"", {"window": window, "speedups": windows, "behind": args.behind})
+        print(f"\nthe best window is {window}; --draft-window auto takes it from now on ({place})\n")
     content = race(args, base, window)
     gains, winner = content["speedups"], content["winner"]
     print(
@@ -160,7 +151,7 @@ def run(args: argparse.Namespace) -> int:
     if not won and not args.out:
         print("nothing was written, because leaving --tree out is at least as fast.")
         return 1
-    path = Path(args.out or tuned_tree_path(options, checkpoint, head))
+    path = Path(args.out or tuned_path(options, checkpoint, head))
     path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path, content)
     print(f"written to {path}" + ("" if args.out else "   (--tree auto)"))

@@ -23,7 +23,7 @@ from decoding.params import SamplingParams
 from drafters.medusa import MedusaHeads, save_medusa
 from engine.engine import Engine, EngineConfig
 from engine.load import load
-from loading.drafting import tree_shape, tuned_tree_path
+from loading.drafting import tree_shape, tuned_path
 from loading.options import DRAFTERS
 from scripts import bench, evaluate
 from support.errors import BadFileError, UserError
@@ -555,7 +555,7 @@ def test_every_drafter_becomes_an_arm(tiny_directory, monkeypatch, tmp_path):
     for options in (auto, {"drafter": "ngram", "tree": "auto"}):
         one_line(lambda options=options: bench_arms.build_engine(base, options, 64), "--tree auto", kind=UserError)
     file = read_eagle(auto["eagle"], base.model.config)
-    path = tuned_tree_path(replace(base.options, **auto), Checkpoint.open(tiny_directory), file)
+    path = tuned_path(replace(base.options, **auto), Checkpoint.open(tiny_directory), file)
     path.parent.mkdir(parents=True)
     path.write_text('{"paths": [[0], [1], [0, 0]]}')
     assert bench_arms.build_engine(base, auto, 64).drafter.N == 4
@@ -777,7 +777,7 @@ def test_texts_stand_before_the_questions_that_are_measured_behind_them(tmp_path
         assert length <= row["prompt_tokens"] < length + 512 or not length
     assert re.search(r"behind +\| T +\| arm +\| +150 \| +300", page) and "code" in page
     assert bench.main([*f"{common} --behind 1500 --max-new-tokens 4 -q".split()]) == 2
-    assert "give more of them" in capsys.readouterr().err
+    assert "give more questions" in capsys.readouterr().err
     prompts = suites.Prompts(load(REAL_FILE, device="cpu", ctx=2048).tokenizer, True)
     engine = SimpleNamespace(
         generate=lambda ids, params: SimpleNamespace(run=lambda: [SimpleNamespace(text="An answer.")])

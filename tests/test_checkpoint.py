@@ -12,7 +12,7 @@ import pytest
 import torch
 from conftest import BASE, FAMILIES, build_hf
 from safetensors.torch import load_file, save_file
-from tiny import one_line
+from tiny import load_config, load_model, one_line
 
 from bench.arms import build_engine
 from decoding.params import SamplingParams
@@ -23,7 +23,7 @@ from scripts import convert
 from support.files import read_json
 from support.reader import INDEX_LIMIT
 from weights import checkpoint
-from weights.checkpoint import Checkpoint, load_config, load_model
+from weights.checkpoint import Checkpoint
 from weights.files import cache_folder, read_entries
 from weights.heads import AUX, read_eagle, save_eagle
 from weights.hf import config_to_hf, hf_views, save_hf

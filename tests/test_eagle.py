@@ -10,7 +10,7 @@ import pytest
 import tiny
 import torch
 from block_kit import tiny_block
-from tiny import DRAFT_VOCAB, MEDUSA, PROMPT, V, eagle_engine, node_paths, tiny_head, tiny_model, watch
+from tiny import DRAFT_VOCAB, MEDUSA, PROMPT, V, eagle_engine, load_config, node_paths, tiny_head, tiny_model, watch
 
 import kernels
 import tree as trees
@@ -23,7 +23,6 @@ from engine.load import load
 from loading.drafting import draft_vocabulary
 from loading.options import DEMO
 from text.tokenizer import load_tokenizer
-from weights.checkpoint import load_config
 from weights.heads import read_eagle
 from weights.quantized import QuantSpec, pack_
 from weights.rounding import quantize_

@@ -11,14 +11,14 @@ import torch
 from conftest import BASE, DELTA, FAMILIES, MINISTRAL3, WINDOWS, build_hf, rope
 from safetensors.torch import load_file, save_file
 from test_model import run, tokens_of
-from tiny import one_line
+from tiny import load_model, one_line
 
 from decoding.params import SamplingParams
 from engine.load import load
 from families.config import ModelConfig
 from families.table import FAMILIES as SUPPORTED
 from kernels import cpu
-from weights.checkpoint import Checkpoint, load_model
+from weights.checkpoint import Checkpoint
 from weights.hf import save_hf
 from weights.quantized import QuantSpec
 from weights.quantizer import Windows, quantize_checkpoint

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from serving_kit import running
 from test_checkpoint import edit_json, one_line
 from test_model import run, tokens_of
+from tiny import load_model
 
 import kernels
 from cli.report import in_parts
@@ -21,7 +22,7 @@ from kernels import cpu
 from loading.options import DEMO, LoadOptions
 from model import Block, Transformer, chain_ancestors
 from support.errors import UsageError
-from weights.checkpoint import Checkpoint, load_model
+from weights.checkpoint import Checkpoint
 from weights.lora import LoraLinear, choice_of
 from weights.quantized import pack_
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 from conftest import BASE, FAMILIES, build_hf
+from tiny import load_model
 
 import kernels
 from engine.fused import fused_parts
@@ -15,7 +16,6 @@ from kernels.memory import commit_text
 from kernels.records import Memory
 from loading.options import LoadOptions
 from model import Transformer, chain_ancestors
-from weights import checkpoint
 from weights.checkpoint import Checkpoint
 from weights.quantized import pack_
 
@@ -28,7 +28,7 @@ def pair(tiny_checkpoint):
 
     @functools.cache
     def make(family: str, dtype: torch.dtype = torch.float32):
-        ours = checkpoint.load_model(tiny_checkpoint(family), dtype=dtype)
+        ours = load_model(tiny_checkpoint(family), dtype=dtype)
         if ours.config.rope.kind == "longrope":
             ours.rotary.build("cpu", 80)  # its original length, as a context of that length does
         return build_hf(family).to(dtype), ours
@@ -106,7 +106,7 @@ def test_greedy_tokens_equal_transformers(pair, tiny_checkpoint, family, mode):
     hf, ours = pair(family) if mode == "cpu" else pair(family, torch.float64)
     prompts, found, logits = tokens_of(9, seed=1, batch=3), [], []
     if mode == "cpu":
-        ours = checkpoint.load_model(tiny_checkpoint(family), dtype=torch.float32)
+        ours = load_model(tiny_checkpoint(family), dtype=torch.float32)
         ours.rotary.build("cpu", 80)
     layers = fused_parts().layers if mode == "cpu" else None
     with kernels.KernelBackend(mode, "cpu").active(), torch.inference_mode():
@@ -202,7 +202,7 @@ def test_taps_are_the_states_entering_layers(pair, family):
 @pytest.mark.parametrize("family", ["llama", "mixtral", "mistral", "gemma2", "gemma4", "gemma4-moe", "gpt_oss"])
 def test_a_branch_of_nan_changes_nothing_else(tiny_checkpoint, family):
     """A rejected branch that overflows must not reach its siblings through masked attention or experts (0 x NaN)."""
-    model = checkpoint.load_model(tiny_checkpoint(family), dtype=torch.float64)
+    model = load_model(tiny_checkpoint(family), dtype=torch.float64)
     n, N, bad = 11, 8, 2
     ancestors = torch.eye(N, dtype=torch.bool)
     ancestors[:, 0] = True

@@ -18,7 +18,7 @@ from loading.drafting import (
     find_tuned_tree,
     resolve,
     tree_shape,
-    tuned_tree_path,
+    tuned_path,
     with_tree,
     with_window,
 )
@@ -136,7 +136,7 @@ IGNORED = [
     (dict(draft_noise=False), "--draft-noise off is about a draft head"),
     (dict(draft_window="64", draft_checkpoint="d"), "--draft-window is about a draft head"),
     *(
-        (dict(draft_window=bad, eagle="e"), f"--draft-window is {bad!r}; allowed: auto, full, or 16 tokens or more")
+        (dict(draft_window=bad, eagle="e"), f"--draft-window is {bad!r}; allowed: auto, full, 16 or more")
         for bad in ("15", "-3", "", "wide", "2.5")
     ),
     (dict(draft_window=0, eagle="e"), "--draft-window is '0'"),
@@ -265,8 +265,8 @@ def test_the_tuned_tree_is_found_or_the_command_that_makes_it(tmp_path, monkeypa
     rounded = replace(asked, quant="int4", threads=2)
     with pytest.raises(UsageError, match="--quant int4 --threads 2$"):
         resolve(rounded, rounded.open_checkpoint(), head)
-    path = tuned_tree_path(asked, checkpoint, head)
-    assert path.is_relative_to(tmp_path) and path != tuned_tree_path(more, checkpoint, head)
+    path = tuned_path(asked, checkpoint, head)
+    assert path.is_relative_to(tmp_path) and path != tuned_path(more, checkpoint, head)
     path.parent.mkdir(parents=True)
     path.write_text("[[0]]")
     assert resolve(asked, checkpoint, head).tree == str(path)

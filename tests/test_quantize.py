@@ -15,7 +15,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from test_checkpoint import cached, one_line
-from tiny import held, skip_without_kernels
+from tiny import held, load_config, load_model, skip_without_kernels
 
 import generate
 import kernels
@@ -398,7 +398,7 @@ def test_receipts_are_true(tmp_path, config, options, capsys):
     assert run("--checkpoint", source, "--out", out, *options) == 0, capsys.readouterr().err
     receipt = json.loads((out / "receipt.json").read_text())
     text = texts.token_windows([], None, 192, quantize.EVALUATION_WINDOWS, 40)
-    before, after = checkpoint.load_model(source), checkpoint.load_model(out, dtype=torch.float32)
+    before, after = load_model(source), load_model(out, dtype=torch.float32)
     again = measure(before, after, text)
     for key in ("perplexity_before", "perplexity_after", "mean_kl"):
         assert receipt[key] == pytest.approx(again[key], rel=2e-3, abs=1e-6), key
@@ -455,7 +455,7 @@ def test_loading_keeps_codes_and_scales_whatever_the_dtype(tmp_path):
     assert model.rotary.length == 40 and stored["embed_tokens.weight"].dtype == torch.float16
     found = checkpoint.Checkpoint.open(out)
     assert (found.kind, found.quantization, model.quant) == ("eaglet", "int4", "int4")
-    assert checkpoint.load_model(out).dtype == torch.float16
+    assert load_model(out).dtype == torch.float16
 
 
 def test_broken_quantized_directories_give_one_line(tmp_path):
@@ -467,7 +467,7 @@ def test_broken_quantized_directories_give_one_line(tmp_path):
     def fails(words, tensors=None, quant=None):
         save_file(tensors or good, out / "model.safetensors")
         (out / "config.json").write_text(json.dumps(config | {"eaglet_quant": config["eaglet_quant"] | (quant or {})}))
-        one_line(lambda: checkpoint.load_model(out), words)
+        one_line(lambda: load_model(out), words)
 
     fails("missing tensor 'layers.0.attention.qkv.scales'", {k: v for k, v in good.items() if k != name})
     fails("unexpected tensor 'extra'", good | {"extra": torch.zeros(1)})
@@ -625,7 +625,7 @@ def test_gptq_says_what_it_calibrates_on_and_renders_chats(tmp_path, monkeypatch
     source, chats = saved(tmp_path / "m", CONFIG), tmp_path / "chats.jsonl"
     monkeypatch.setattr(quantize, "load_tokenizer", lambda *_: Chatting())
     monkeypatch.setattr(quantize, "stdlib_texts", lambda held_out: ["x"])
-    config = checkpoint.load_config(source)
+    config = load_config(source)
     argv = ["--checkpoint", str(source), "--algorithm", "gptq"]
     quantize._texts(quantize.build_parser().parse_args(argv), source, config)
     note = capsys.readouterr().err
@@ -791,7 +791,7 @@ def test_published_checkpoints_load_to_the_exact_matrices(tmp_path, kind, option
     scales of another group where groups are wider than ours."""
     config = options.get("config", UNTIED)
     matrices = published(tmp_path / "m", kind, **options)
-    model = checkpoint.load_model(tmp_path / "m")
+    model = load_model(tmp_path / "m")
     found = checkpoint.Checkpoint.open(tmp_path / "m")
     method = {"ct": "compressed-tensors", "int8": "compressed-tensors", "bnb": "bitsandbytes"}.get(kind, kind)
     name = f"int{options.get('bits', 4)} ({options.get('quant_method', method)})"
@@ -811,7 +811,7 @@ def test_published_checkpoints_load_to_the_exact_matrices(tmp_path, kind, option
     plain = any(c.zeros is None for c in model.modules() if isinstance(c, QuantLinear))
     assert plain == options.get("symmetric", True)  # symmetric ones must not carry zero points
     x = tokens(1, 9)
-    wide = checkpoint.load_model(tmp_path / "m", dtype=torch.float32)
+    wide = load_model(tmp_path / "m", dtype=torch.float32)
     got, want = (m.logits(m.forward_train(x)[0]) for m in (wide, floats))
     torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
 
@@ -824,7 +824,7 @@ def test_scales_that_fp16_cannot_hold_stay_exact(tmp_path):
     name = "model.layers.0.self_attn.o_proj.weight_scale"
     tensors[name] = tensors[name].bfloat16() * 1e-5
     save_file(tensors, file)
-    linear = checkpoint.load_model(tmp_path / "m").layers[0].attention.o
+    linear = load_model(tmp_path / "m").layers[0].attention.o
     assert linear.scales.dtype == torch.float32
     assert torch.equal(linear.scales, tensors[name].T.float())
 
@@ -861,7 +861,7 @@ def test_unsupported_published_checkpoints_give_one_line(tmp_path):
         published(tmp_path / "m", kind, **options)
         tensors = load_file(file) | changes
         save_file({k: v for k, v in tensors.items() if v is not None}, file)
-        one_line(lambda: checkpoint.load_model(tmp_path / "m"), words)
+        one_line(lambda: load_model(tmp_path / "m"), words)
 
 
 # ---- rounding while a model loads --------------------------------------------------------------------------
@@ -877,7 +877,7 @@ def test_rounding_at_load_gives_the_model_that_the_tool_writes(tmp_path, config,
     opened, seen = checkpoint.Checkpoint.open(source).rounded(mode), []
     for dtype in (None, torch.float32):
         ours = opened.load(dtype=dtype, progress=lambda done, total, name: seen.append((done, total))).state_dict()
-        theirs = checkpoint.load_model(out, dtype=dtype).state_dict()
+        theirs = load_model(out, dtype=dtype).state_dict()
         assert ours.keys() == theirs.keys() == opened.kept.keys() and seen[-1][0] == seen[-1][1] > 0
         assert all(ours[name].dtype == theirs[name].dtype and torch.equal(ours[name], theirs[name]) for name in ours)
     emitted = []
@@ -1084,7 +1084,7 @@ def test_a_head_alone_is_rounded_to_nearest_or_for_what_it_drafts(tmp_path, caps
     assert run(*argv, "--algorithm", "gptq", "--calibration", text, "--out", tmp_path / "half") == 0
     wide, half = (read_eagle(tmp_path / name, UNTIED).floats() for name in ("gptq", "half"))
     assert all((half[name] - tensor).norm() <= 0.1 * tensor.norm() for name, tensor in wide.items())
-    model, ids = checkpoint.load_model(source), tokens(8, 39, seed=3)
+    model, ids = load_model(source), tokens(8, 39, seed=3)
     heads = [float_head(tmp_path / name, model) for name in ("head", "rtn", "gptq")]
     hidden_states, taps = model.forward_train(ids, heads[0].config.taps)
     drafts = []
@@ -1108,7 +1108,7 @@ def test_gptq_pairs_features_with_the_tokens_of_an_unshifted_head(tmp_path, monk
     """Prevents such a head from being calibrated on pairs that it never sees when it drafts."""
     head, windows = tiny_head(tmp_path / "head", UNTIED, 1), tokens(2, 20)
     file = read_eagle(head, UNTIED)
-    model = checkpoint.load_model(saved(tmp_path / "m", UNTIED))
+    model = load_model(saved(tmp_path / "m", UNTIED))
     seen = []
     forward = EagleHead.forward_train
 
@@ -1173,7 +1173,7 @@ def test_a_model_too_large_to_measure_is_still_quantized(tmp_path, capsys, monke
     notes = [line for line in out.splitlines() if line.startswith("note")]
     assert "the head was rounded to nearest" in notes[0] and "tau_before was not measured" in notes[1]
     assert kind != "plan" or "free 1 GB" in notes[1]
-    assert checkpoint.load_model(tmp_path / "q").quant == "int4"
+    assert load_model(tmp_path / "q").quant == "int4"
     errors[kind] = ValueError("the head is damaged")
     assert run(*argv, "--out", tmp_path / "other", "--device", "cpu") == 3  # any other failure stays one
     assert "the head is damaged" in capsys.readouterr().err and not (tmp_path / "other").exists()

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from test_drafters import table_model
-from tiny import V
+from tiny import V, load_config
 
 from scripts import train_block, train_draft, train_eagle, train_medusa
 from support.errors import UsageError
@@ -20,7 +20,6 @@ from training.distillation import DraftModelTraining, MedusaTraining
 from training.drafters import train
 from training.eagle import EagleTraining
 from weights.block_heads import read_head
-from weights.checkpoint import load_config
 from weights.hf import save_hf
 
 BLOCK = "--layers 1 --slots 5 --rank 32 --anchor-share 0.25 --taps 0 --side-lr 0.004".split()

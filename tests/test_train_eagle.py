@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from test_train_drafters import common_options, saved, stopped_after
-from tiny import one_line
+from tiny import load_config, load_model, one_line
 
 from decoding.params import SamplingParams
 from engine import load
@@ -36,7 +36,6 @@ from training.drafters import Evaluation, train
 from training.eagle import FEATURE_NOISE, INPUTS, TrainHead
 from training.loop import Muon, World
 from training.losses import KeptFeatures, TargetRows, loss_eagle, loss_eagle1, soft_loss, target_rows
-from weights.checkpoint import load_config, load_model
 from weights.heads import read_eagle, save_eagle, save_quantized
 from weights.hf import save_hf
 from weights.quantized import QuantSpec, lm_head_rows

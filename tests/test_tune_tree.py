@@ -125,7 +125,7 @@ def test_the_key_tells_apart_what_changes_the_best_tree(checkpoint, monkeypatch,
     opened = Checkpoint.open(checkpoint)
     one, two = (read_eagle(checkpoint / f"eagle{i}", opened.config) for i in (1, 2))
     opts = options.LoadOptions(str(checkpoint), device="cpu")
-    path = drafting.tuned_tree_path
+    path = drafting.tuned_path
     (tmp_path / "int4").mkdir()
     raw = json.loads((checkpoint / "config.json").read_text()) | {"eaglet_quant": {"mode": "int4"}}
     (tmp_path / "int4" / "config.json").write_text(json.dumps(raw))

@@ -23,6 +23,7 @@ from families.config import ModelConfig, RopeConfig
 from kernels import INTERPRETED, cpu
 from model import Transformer
 from support.texts import read_source, stdlib_files
+from weights.checkpoint import Checkpoint
 from weights.gguf_types import BY_NAME
 from weights.heads import EagleConfig
 from weights.quantized import QuantLinear
@@ -301,3 +302,15 @@ def questions_file(folder: Path, count: int) -> str:
     file = folder / "question.jsonl"
     file.write_text("".join(json.dumps({"turns": [f"What is {n} times {n}, and why?"]}) + "\n" for n in range(count)))
     return str(file)
+
+
+def load_config(directory: str | Path) -> ModelConfig:
+    """The geometry of the model in a directory of any format."""
+    return Checkpoint.open(directory).config
+
+
+def load_model(
+    directory: str | Path, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
+) -> Transformer:
+    """The model in a directory of any format. The arguments are those of `Checkpoint.load`."""
+    return Checkpoint.open(directory).load(device, dtype)

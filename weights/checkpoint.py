@@ -324,15 +324,3 @@ class Checkpoint:
         for file in files:
             if file.is_file():
                 shutil.copyfile(file, destination / file.name)
-
-
-def load_config(directory: str | Path) -> ModelConfig:
-    """The geometry of the model in a directory of any format (`Checkpoint.open`)."""
-    return Checkpoint.open(directory).config
-
-
-def load_model(
-    directory: str | Path, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
-) -> Transformer:
-    """The model in a directory of any format. The arguments are those of `Checkpoint.load`."""
-    return Checkpoint.open(directory).load(device, dtype)

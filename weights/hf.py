@@ -422,7 +422,7 @@ def as_stored(views: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Ten
 
 
 def save_hf(model: Transformer, directory: str | Path) -> None:
-    """Write a model directory with Hugging Face names, for transformers and `load_model`. Weights keep their dtype."""
+    """Write a model directory with Hugging Face names, for transformers and for us. Weights keep their dtype."""
     dtype = str(model.dtype).removeprefix("torch.")
     config = config_to_hf(replace(model.config, dtype=dtype))
     write_directory(directory, as_stored(hf_views(model), model.config), config)

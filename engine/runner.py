@@ -143,15 +143,18 @@ class Pacer:
     lets PLAIN steps pass, and then tries again: until drafting has lost TRY, or won as much and stays. Each time that a
     try fails, the next one waits twice as long.
 
-    What a plain step takes is known from CHECK of them, which follow each other after LOOK seconds of drafting, at the
-    beginning of a text after as long a rest, and wherever decoding becomes plain. So neither a machine that has become
-    faster or slower decides, nor one that was disturbed while the engine timed its steps.
+    What a plain step takes is known from the last of CHECK of them, which follow each other after LOOK seconds of
+    drafting, at the beginning of a text after as long a rest, and wherever decoding becomes plain. So neither a machine
+    that has become faster or slower decides, nor one that was disturbed while the engine timed its steps.
     """
 
     LOSS, TRY = 5.0, 2.0  # plain steps
     PLAIN, LONGEST = 64, 512  # plain steps between two tries
     RECENT = 16  # drafted steps whose times say which ones are hiccups
-    CHECK = 8  # plain steps of which the last ones, behind those that caches slow down, say how fast the machine is now
+    CHECK = (
+        16  # plain steps of which the last ones say how fast the machine is; behind drafts the first ones are slower
+    )
+    LAST = 4  # of these
     LOOK = 3.0  # seconds
 
     def __init__(self, break_even: float, plain_seconds: float = 0.0):
@@ -166,17 +169,22 @@ class Pacer:
         self.counts: list[float] = []  # the tokens that recent drafted steps emitted
         self.drafted = 0.0  # tokens per second of the last drafted steps
         self.drift = 1.0  # what a plain step takes, as a share of `plain_seconds`
-        self.since = math.inf  # seconds since that is known
+        self.since = 0.0  # seconds since that is known
         self.looking = False  # whether plain steps run for that alone
         self.plain = 0
         self.pause = self.PLAIN
 
     def for_another_text(self, rest: float = 0.0) -> Pacer:
-        """What one text is like says little of the next one. But where drafting did not pay, that begins with a try.
+        """What one text is like says little of the next one. But where drafting did not pay, it goes on plainly for the
+        rest of the pause, and then with a try, because each try costs as much as a short answer may lose.
         rest: seconds since the last step."""
         pacer = Pacer(self.break_even, self.plain_seconds)
-        pacer.trying = not (self.speculating or self.looking) or self.trying
         pacer.drift, pacer.since = self.drift, self.since + rest
+        failed = not (self.speculating or self.looking)
+        pacer.looking = not failed and self.plain_seconds > 0 and pacer.since > self.LOOK
+        pacer.speculating = not (failed or pacer.looking)
+        if failed or self.trying:
+            pacer.trying, pacer.pause, pacer.plain = True, self.pause, self.plain * failed
         return pacer
 
     def take(self, speculative: bool, counts: Sequence[int], seconds: float) -> None:
@@ -211,13 +219,13 @@ class Pacer:
 
     def _take_plain(self, seconds: float) -> None:
         self.plain += 1
-        if self.plain_seconds and self.plain <= self.CHECK:
-            self.seconds = [*self.seconds, seconds]  # a copy of a pacer shares the list
         resumes = self.plain >= self.pause
-        if self.plain_seconds and self.plain == self.CHECK:
-            now = statistics.median(self.seconds[self.CHECK // 2 :])
-            self.drift, self.since = now / self.plain_seconds, 0.0
-            resumes = self.looking or self.drafted * now > 1  # then it was the machine that had become slower
+        if self.plain_seconds and len(self.seconds) < self.CHECK:
+            self.seconds = [*self.seconds, seconds]  # a copy of a pacer shares the list
+            if len(self.seconds) == self.CHECK:
+                now = statistics.median(self.seconds[-self.LAST :])
+                self.drift, self.since = now / self.plain_seconds, 0.0
+                resumes = resumes or self.looking or self.drafted * now > 1  # the machine had become slower
         if resumes:
             self.speculating = True
             if not self.looking:

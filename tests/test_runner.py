@@ -537,16 +537,15 @@ def test_pacer_follows_a_machine_whose_speed_changes():
                     if pacer.speculating:
                         pacer.take(True, [count], 0.0015 * now)
                     else:
-                        pacer.take(False, [1], (0.0012 if plain % pacer.CHECK < 3 else 0.001) * now)
+                        pacer.take(False, [1], (0.0012 if plain % pacer.CHECK < 11 else 0.001) * now)
                         plain += 1
             drafted = sum(speculating) / len(speculating)
             assert drafted > 0.95 if wins else drafted < 0.15, (now, count, drafted)
     pacer = timed_pacer().for_another_text(60.0)
-    pacer.take(True, [2], 0.0015)
     for _ in range(3):
         pacer.take(False, [1], 0.009)
     other = copy.copy(pacer)  # that of more rows begins as one
-    for _ in range(5):
+    for _ in range(pacer.CHECK - 3):
         pacer.take(False, [1], 0.009)
         other.take(False, [1], 0.001)
     assert (pacer.drift, other.drift) == (pytest.approx(9.0), pytest.approx(1.0))
@@ -556,6 +555,22 @@ def test_pacer_follows_a_machine_whose_speed_changes():
         looks += not pacer.speculating
         pacer.take(pacer.speculating, [2], 0.0015 if pacer.speculating else 0.001)
     assert looks == 3 * pacer.CHECK  # in twelve seconds
+
+
+def test_a_pause_goes_on_in_the_next_text():
+    """A try at the beginning of each short answer, which costs more than such an answer may lose; a pause that no text
+    ends; and one that begins although drafting paid."""
+    pacer = timed_pacer()
+    assert not stays(pacer, 9, True, [1], 0.002)
+    assert stays(pacer, 40, False, [1], 0.001)
+    pacer = pacer.for_another_text(1.0)
+    assert not pacer.speculating and stays(pacer, 23, False, [1], 0.001) and not stays(pacer, 1, False, [1], 0.001)
+    pacer = pacer.for_another_text(1.0)  # in the middle of a try
+    assert stays(pacer, 1, True, [1], 0.002) and not stays(pacer, 2, True, [1], 0.002)
+    assert stays(pacer, 127, False, [1], 0.001) and not stays(pacer, 1, False, [1], 0.001)
+    assert stays(pacer, 30, True, [3], 0.001)
+    pacer = pacer.for_another_text(1.0)
+    assert pacer.speculating and not pacer.trying and pacer.pause == pacer.PLAIN
 
 
 @pytest.mark.parametrize("rows, steps", [(1, 5), (2, 4), (8, 2), (16, 2)])
@@ -602,7 +617,8 @@ def test_plain_steps_while_speculation_does_not_pay(shifts, lag):
         assert set(sizes[69 + 2 * lag : -1]) == {5}
     else:  # right, then wrong, which is noticed
         assert sizes[:8] == [5] * 8 and result.plain_tokens >= 40 and set(sizes[30:]) == {1}
-    assert engine.generate(PROMPT, params).run()[0].tokens_per_step == result.tokens_per_step  # per request
+    again = engine.generate(PROMPT, params).run()[0].tokens_per_step  # where it paid at the end it begins anew
+    assert (again == result.tokens_per_step) == (shifts == (1, 0))
 
 
 def drafter_of(kind: str, batch_size: int) -> Drafter | None:

@@ -392,7 +392,8 @@ def test_noise_loss_is_about_shared_noise():
     p = logits.softmax(-1)
 
     def loss(z: torch.Tensor) -> float:
-        return (losses.noise_loss(z, p, torch.Generator().manual_seed(3)) / len(p)).item()
+        draws = losses.gumbel_draws(p, torch.Generator().manual_seed(3))
+        return (losses.noise_loss(losses.Rows(None, z, None, p, None, *draws)) / len(p)).item()
 
     uniform = torch.empty_like(logits).uniform_(1e-12, 1, generator=torch.Generator().manual_seed(3))
     noise = -(-uniform.log()).log()

@@ -24,7 +24,7 @@ from model import Attention, Transformer
 from training.data import Batch, TokenData
 from training.drafters import HeadTraining, check_shares, check_taps
 from training.loop import Recipe, init_weights, recipe_with
-from training.losses import Rows, TargetRows, in_chunks, soft_loss, with_noise
+from training.losses import Rows, TargetRows, gumbel_draws, in_chunks, soft_loss, with_noise
 from weights.block_heads import MARKOV, BlockConfig, save_block
 from weights.heads import layers_like
 from weights.quantized import lm_head_rows
@@ -128,9 +128,7 @@ class TrainBlockHead(BlockHead):
         return x if config.slot0 else x[:, :, 1:]
 
 
-def slot_loss(
-    kind: str, head: TrainBlockHead, labels: Tensor, noise_share: float, generator: torch.Generator
-) -> Callable[[Rows], Tensor]:
+def slot_loss(kind: str, head: TrainBlockHead, labels: Tensor, noise_share: float) -> Callable[[Rows], Tensor]:
     """The loss of a kind, summed over rows. labels [M]: the token of the text that is to be predicted, of every row.
 
     DFlash: the cross-entropy with the text. JetSpec: with the target's distribution. DSpark: 0.1 of the first, 0.9 of the
@@ -152,7 +150,7 @@ def slot_loss(
             elif head.confidence is not None:
                 accepted = 1 - distance.detach() / 2
                 total = total + F.binary_cross_entropy_with_logits(confidence[:, 0], accepted, reduction="sum")
-        return with_noise(total, rows, noise_share, generator)
+        return with_noise(total, rows, noise_share)
 
     return loss
 
@@ -203,10 +201,11 @@ def loss_blocks(
         row = torch.arange(len(tokens), device=tokens.device)[:, None] * T + places[..., d - 1]
         outputs.append((rows[:, :, d - 1][counted], row[counted]))
     labels = tokens.roll(-1, 1).flatten()
-    loss = slot_loss(args.kind, head, labels, args.noise_share, generator)
+    loss = slot_loss(args.kind, head, labels, args.noise_share)
     best = None if target.best is None else target.best.flatten()
     decay = math.exp(-1 / args.gamma)
-    total, hits = in_chunks(head, outputs, target.hidden_states.flatten(0, 1), best, loss, True, decay)
+    draws = partial(gumbel_draws, generator=generator) if args.noise_share else None
+    total, hits = in_chunks(head, outputs, target.hidden_states.flatten(0, 1), best, loss, True, decay, draws)
     weights, count = sum(decay**d for d in range(depth)), count * args.anchor_share
     return total / (count * weights), hits / count
 

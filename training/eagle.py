@@ -189,10 +189,11 @@ def head_loss(
     def loss(judged: Rows) -> Tensor:
         if first:
             return loss_eagle1(judged, (args.feature_weight, args.token_weight))
-        return with_noise(soft_loss(judged), judged, args.noise_share, generator)
+        return with_noise(soft_loss(judged), judged, args.noise_share)
 
     batch = batch._replace(tokens=head.shown(batch.tokens))
-    return loss_eagle(head, batch, rows, args.ttt_steps, count, loss, noise, args.row_share, generator)
+    drawn = args.row_share, generator, args.noise_share > 0
+    return loss_eagle(head, batch, rows, args.ttt_steps, count, loss, noise, *drawn)
 
 
 def recipe_for(args: argparse.Namespace) -> Recipe:

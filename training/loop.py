@@ -287,7 +287,7 @@ def optimizers(module: nn.Module, recipe: Recipe, half: bool = False) -> list[to
     """The optimizers of all parameters of `module` that are not frozen, at their peak rates. `half` is Muon's."""
 
     def adamw(parameters: list[nn.Parameter], lr: float, decay: float) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(parameters, lr, (0.9, 0.95), weight_decay=decay, foreach=False)
+        return torch.optim.AdamW(parameters, lr, (0.9, 0.95), weight_decay=decay, fused=True)
 
     named = {name: p for name, p in module.named_parameters() if p.requires_grad}
     if recipe.optimizer == "adamw":

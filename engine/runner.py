@@ -169,7 +169,7 @@ class Pacer:
         self.counts: list[float] = []  # the tokens that recent drafted steps emitted
         self.drafted = 0.0  # tokens per second of the last drafted steps
         self.drift = 1.0  # what a plain step takes, as a share of `plain_seconds`
-        self.since = 0.0  # seconds since that is known
+        self.since = math.inf  # seconds since that is known; those that the engine timed ran behind other steps
         self.looking = False  # whether plain steps run for that alone
         self.plain = 0
         self.pause = self.PLAIN

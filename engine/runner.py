@@ -151,10 +151,8 @@ class Pacer:
     LOSS, TRY = 5.0, 2.0  # plain steps
     PLAIN, LONGEST = 64, 512  # plain steps between two tries
     RECENT = 16  # drafted steps whose times say which ones are hiccups
-    CHECK = (
-        16  # plain steps of which the last ones say how fast the machine is; behind drafts the first ones are slower
-    )
-    LAST = 4  # of these
+    CHECK = 16  # plain steps that say how fast the machine is
+    LAST = 4  # of these, which count, because behind drafts the first ones are slower
     LOOK = 3.0  # seconds
 
     def __init__(self, break_even: float, plain_seconds: float = 0.0):

@@ -258,13 +258,10 @@ def in_chunks(
             judged.append((part, which))
         logits = head.predict(torch.cat([part for part, _ in judged])).split([len(part) for part, _ in judged])
         for s, ((part, which), own) in enumerate(zip(judged, logits, strict=True)):
-            known = (picked(values, which) for values in (truth[rows], distribution, *noise))
-            truths, p, *drawn = known
+            truths, p, *drawn = (picked(values, which) for values in (truth[rows], distribution, *noise))
             total = total + decay**s * loss(Rows(part, own, truths, p, which + rows.start, *drawn))
-            best_drafts = own.gather(1, wanted[which, None].clamp(min=0))[:, 0] == own.amax(
-                1
-            )  # argmax takes five times as long
-            hits[s] += (best_drafts & (wanted[which] >= 0)).sum()
+            first = own.gather(1, wanted[which, None].clamp(min=0))[:, 0] == own.amax(1)  # quicker than argmax
+            hits[s] += (first & (wanted[which] >= 0)).sum()
         return total
 
     ends = [ends for _, _, ends in steps]

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import io
+import math
 import re
 import runpy
 import shlex
@@ -15,6 +16,7 @@ import torch
 from test_layering import ORDER, SOURCES, graph_of, room
 
 import generate
+from engine.runner import Pacer
 from scripts import measured, serve
 from serving.app import ABOUT
 from support.files import read_json_lines
@@ -96,6 +98,7 @@ def test_the_examples_run_and_keep_the_promise(capsys, monkeypatch):
     README's Python prints the text of its result, and accepts drafted tokens."""
     monkeypatch.chdir(ROOT)
     torch.set_num_threads(1)
+    monkeypatch.setattr(Pacer, "LOSS", math.inf)  # drafting goes on where it does not pay on this machine
 
     def run(page: str) -> tuple[dict, str]:
         """The names that the Python of a page defines, and what it prints."""

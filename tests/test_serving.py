@@ -25,7 +25,7 @@ CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory):
-    made = instruct_engine(tmp_path_factory, drafter="ngram")
+    made = instruct_engine(tmp_path_factory, drafter="ngram", eagle_always=True)
     made.keep_prompts(PromptCache(64))
     return made
 

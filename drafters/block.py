@@ -278,7 +278,7 @@ class BlockDrafter(HeadDrafter):
         fed = features.shape[1]
         where = self._place(inputs, self.block_depth, fed)
         _, slots, cos, sin = (column.narrow(1, 0, fed) for column in where[:4])
-        self.head.absorb(inputs.tokens, features, cos, sin, slots, self.cache)
+        self.head.absorb(where[4], features, cos, sin, slots, self.cache)
         positions, slots, cos, sin = (column.narrow(1, fed, self.block_depth.shape[1]) for column in where[:4])
         B = inputs.n.shape[0]
         seen = (mask.expand(B, -1, -1) for mask in (self.visible, self.visible_window))

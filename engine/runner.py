@@ -167,7 +167,7 @@ class Pacer:
         self.counts: list[float] = []  # the tokens that recent drafted steps emitted
         self.drafted = 0.0  # tokens per second of the last drafted steps
         self.drift = 1.0  # what a plain step takes, as a share of `plain_seconds`
-        self.since = math.inf  # seconds since that is known; those that the engine timed ran behind other steps
+        self.since = math.inf  # seconds since that was looked at; the steps timed at the start ran behind slower ones
         self.looking = False  # whether plain steps run for that alone
         self.plain = 0
         self.pause = self.PLAIN
@@ -182,7 +182,7 @@ class Pacer:
         pacer.looking = not failed and self.plain_seconds > 0 and pacer.since > self.LOOK
         pacer.speculating = not (failed or pacer.looking)
         if failed or self.trying:
-            pacer.trying, pacer.pause, pacer.plain = True, self.pause, self.plain * failed
+            pacer.trying, pacer.pause, pacer.plain = True, self.pause, self.plain if failed else 0
         return pacer
 
     def take(self, speculative: bool, counts: Sequence[int], seconds: float) -> None:

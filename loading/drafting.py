@@ -54,7 +54,8 @@ def resolve(asked: LoadOptions, checkpoint: Checkpoint, head: EagleFile | BlockF
         raise UsageError(f"--ctx is {options.ctx:,}; this model's limit is {longest:,}.")
     if asked.tree == "auto":
         options = replace(options, tree=find_tuned_tree(asked, checkpoint, head))
-    tuned = cache.fetch(tuned_path(asked, checkpoint, head, "window")) if head else None
+    looked_up = head and options.draft_window == "auto"
+    tuned = cache.fetch(tuned_path(asked, checkpoint, head, "window")) if looked_up else None
     options = with_window(options, head.config if head else None, tuned and tuned.about["window"])
     return with_tree(options, checkpoint.quantization, head.config if head else None)
 
@@ -160,8 +161,9 @@ def with_window(options: LoadOptions, head: EagleConfig | BlockConfig | None, me
         if measured not in (None, "full") and not (is_a(measured, int) and measured >= LEAST_WINDOW):
             problem = f"window is {measured!r:.40}; allowed: full, or {LEAST_WINDOW} or more."
             raise refusal(f"{options.eagle} (CARD.json, or what scripts.tune_tree wrote)", problem)
-        free = isinstance(head, EagleConfig) and head.mtp
-        asked = "full" if own or free and not measured else measured or max(64, head.layer.max_position_embeddings // 8)
+        with_target = isinstance(head, EagleConfig) and head.mtp
+        default = "full" if with_target else max(64, head.layer.max_position_embeddings // 8)
+        asked = "full" if own else measured or default
     wanted = 0 if asked == "full" else int(asked)
     window = min(own, wanted) or max(own, wanted)
     return replace(options, draft_window=str(window) if 0 < window < options.ctx else "full")

@@ -2,6 +2,7 @@
 
 import argparse
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from support.errors import UsageError, bad_files
 from training.data import Batch, TokenData, padded
 from training.drafters import HeadTraining, check_shares, check_taps
 from training.loop import Recipe, recipe_with
-from training.losses import Rows, TargetRows, loss_eagle, loss_eagle1, soft_loss, with_noise
+from training.losses import Rows, TargetRows, gumbel_draws, loss_eagle, loss_eagle1, soft_loss, with_noise
 from weights.heads import EagleConfig, EagleFile, default_taps, layers_like, read_card, read_eagle, save_eagle
 from weights.quantized import QuantLinear, lm_head_rows
 from weights.quantizer import digest
@@ -192,8 +193,8 @@ def head_loss(
         return with_noise(soft_loss(judged), judged, args.noise_share)
 
     batch = batch._replace(tokens=head.shown(batch.tokens))
-    drawn = args.row_share, generator, args.noise_share > 0
-    return loss_eagle(head, batch, rows, args.ttt_steps, count, loss, noise, *drawn)
+    draws = partial(gumbel_draws, generator=generator) if args.noise_share else None
+    return loss_eagle(head, batch, rows, args.ttt_steps, count, loss, noise, args.row_share, generator, draws)
 
 
 def recipe_for(args: argparse.Namespace) -> Recipe:

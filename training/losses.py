@@ -8,7 +8,6 @@ and its gradients are computed together, and the logits of one chunk exist at a 
 import shutil
 import zlib
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -116,7 +115,7 @@ class Rows(NamedTuple):
 def loss_eagle(
     head: EagleHead, batch: Batch, target: TargetRows, steps: int, count: float, loss: Callable[[Rows], Tensor],
     noise: Tensor | None = None, row_share: float = 1.0, generator: torch.Generator | None = None,
-    draws: bool = False,
+    draws: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The loss of a head that runs on the target's features and then, in more than one step, on its own outputs.
 
@@ -132,8 +131,8 @@ def loss_eagle(
         loss: of the rows of a chunk, summed.
         noise: [B, T, H], added to the features that the head sees, or None.
         row_share: of the rows, which are drawn at random, whose logits are computed. They stand for all rows.
-        generator: of the random numbers for `row_share` and `draws`.
-        draws: whether the loss needs what the target draws.
+        generator: of the random numbers for `row_share`.
+        draws: as for `in_chunks`.
 
     Returns:
         The loss, and by step [steps] the share of rows that agree with the target's most likely token. A token outside
@@ -148,8 +147,7 @@ def loss_eagle(
     memory = None if first and steps == 1 else []
     outputs = [*_on_own_outputs(head, batch.tokens, head.fuse(features[:, :-1]), keep, steps, memory)]
     best = None if target.best is None else target.best[:, 1:][keep]
-    drawing = partial(gumbel_draws, generator=generator) if draws else None
-    total, hits = in_chunks(head, outputs, target.hidden_states[:, 1:][keep], best, loss, first, draws=drawing)
+    total, hits = in_chunks(head, outputs, target.hidden_states[:, 1:][keep], best, loss, first, draws=draws)
     return total / count, hits / count
 
 
@@ -260,8 +258,8 @@ def in_chunks(
         for s, ((part, which), own) in enumerate(zip(judged, logits, strict=True)):
             truths, p, *drawn = (picked(values, which) for values in (truth[rows], distribution, *noise))
             total = total + decay**s * loss(Rows(part, own, truths, p, which + rows.start, *drawn))
-            first = own.gather(1, wanted[which, None].clamp(min=0))[:, 0] == own.amax(1)  # quicker than argmax
-            hits[s] += (first & (wanted[which] >= 0)).sum()
+            agreed = own.gather(1, wanted[which, None].clamp(min=0))[:, 0] == own.amax(1)  # quicker than argmax
+            hits[s] += (agreed & (wanted[which] >= 0)).sum()
         return total
 
     ends = [ends for _, _, ends in steps]

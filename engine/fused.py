@@ -167,7 +167,7 @@ def linear_weights(linear: nn.Module) -> records.LinearWeights | None:
 def head_weights(head: EagleHead) -> records.HeadWeights | None:
     """The weights of a head, or None if the C++ kernels do not have such a head."""
     config, layer, target = head.config, head.layer, head.target
-    if config.extra_norms or config.layer.hidden_size % 8:
+    if not config.in_cpp or config.layer.hidden_size % 8:
         return None
     scaled = target.config.logits_multiplier != 1 or target.config.logits_cap
     if scaled and not config.has_lm_head:
@@ -184,7 +184,8 @@ def head_weights(head: EagleHead) -> records.HeadWeights | None:
     ids = torch.arange(target.config.vocab_size) if head.draft_ids is None else head.draft_ids
     rotary = records.Rotary(head.rotary.cos, head.rotary.sin)
     norms = (norm and norm.weight for norm in (*norms, head.norm))
-    return records.HeadWeights(*weights, *norms, rotary, head.draft_ids, sampling.hash_ids(ids))
+    fc_norms = head.fc_norms and torch.stack([norm.weight for norm in head.fc_norms])
+    return records.HeadWeights(*weights, *norms, fc_norms, rotary, head.draft_ids, sampling.hash_ids(ids))
 
 
 def static_draft(drafter: TreeDrafter) -> Tensor | None:
@@ -198,7 +199,7 @@ def static_draft(drafter: TreeDrafter) -> Tensor | None:
     children = max(tables.max_children, 1)
     nodes = records.TreeNodes(tables.source_row * children + tables.rank, tables.parent, tables.depth, tables.valid)
     tree, levels = ([t.contiguous() for t in records.flat(found)] for found in (nodes, tables.levels))
-    layer = head.layer
-    noisy = drafter.scoring == "noisy"
-    numbers = children, layer.post_norm.eps, layer.attention.scale, head.config.norm_before_residual, noisy
+    layer, config = head.layer, head.config
+    flags = config.norm_before_residual, config.norm_output, drafter.scoring == "noisy"
+    numbers = children, layer.post_norm.eps, layer.attention.scale, *flags
     return torch.ops.eaglet_cpu.tree_draft.default(records.flat(weights), tree, levels, *numbers)

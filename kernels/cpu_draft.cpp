@@ -30,22 +30,22 @@ struct TreeDraft {
   const Layer layer;
   const Linear fc, lm_head;
   std::optional<Linear> embedding;  // a packed one; else `table` [V,H]
-  const float *table = nullptr, *token_norm, *feature_norm, *output_norm, *cos, *sin;
+  const float *table = nullptr, *token_norm, *feature_norm, *output_norm, *fc_norms, *cos, *sin;
   const int64_t *draft_ids, *hashes;  // of the draft vocabulary
-  const int64_t H, half, positions, children;
+  const int64_t H, tapped, half, positions, children;  // tapped: the width of a row of fc_norms
   const float eps, scale;
-  const bool keep_normed, noisy;  // noisy: scores are those of the noisy logits (`TreeDrafter.scoring`)
+  const bool keep_normed, feeds_normed, noisy;  // feeds_normed: the next level reads the normed output; noisy: scores are those of the noisy logits (`TreeDrafter.scoring`)
   const int64_t N, *candidate, *parent, *depth;  // [B,N]; candidate: where a node's token is found among those of all rows
   const bool* valid;                             // [B,N]
   std::vector<Level> levels;
 
   TreeDraft(const tensors::HeadWeights& head, const tensors::TreeNodes& tree, int64_t children, double eps, double scale,
-            bool keep_normed, bool noisy)
+            bool keep_normed, bool feeds_normed, bool noisy)
       : layer(head.layer), fc(head.fc), lm_head(head.lm_head), token_norm(values_or_null(head.token_norm)),
-        feature_norm(values_or_null(head.feature_norm)), output_norm(values_or_null(head.output_norm)), cos(floats(head.rotary.cos)),
-        sin(floats(head.rotary.sin)), draft_ids(head.draft_ids.numel() ? integers(head.draft_ids) : nullptr),
-        hashes(integers(head.hashes)), H(layer.o.n), half(head.rotary.cos.size(1)), positions(head.rotary.cos.size(0)), children(children),
-        eps((float)eps), scale((float)scale), keep_normed(keep_normed), noisy(noisy), N(tree.parent.size(1)),
+        feature_norm(values_or_null(head.feature_norm)), output_norm(values_or_null(head.output_norm)),
+        fc_norms(values_or_null(head.fc_norms)), cos(floats(head.rotary.cos)), sin(floats(head.rotary.sin)), draft_ids(head.draft_ids.numel() ? integers(head.draft_ids) : nullptr),
+        hashes(integers(head.hashes)), H(layer.o.n), tapped(fc_norms ? head.fc_norms.size(1) : 0), half(head.rotary.cos.size(1)), positions(head.rotary.cos.size(0)), children(children),
+        eps((float)eps), scale((float)scale), keep_normed(keep_normed), feeds_normed(feeds_normed), noisy(noisy), N(tree.parent.size(1)),
         candidate(integers(tree.candidate)), parent(integers(tree.parent)), depth(integers(tree.depth)),
         valid(booleans(tree.valid)) {
     if (head.embedding.codes.dim() == 2) table = floats(head.embedding.codes);
@@ -54,9 +54,9 @@ struct TreeDraft {
 };
 
 Tensor tree_draft(std::vector<Tensor> head, std::vector<Tensor> tree, std::vector<Tensor> levels, int64_t children, double eps,
-                  double scale, bool keep_normed, bool noisy) {
+                  double scale, bool keep_normed, bool feeds_normed, bool noisy) {
   auto draft = std::make_unique<TreeDraft>(record<tensors::HeadWeights>(head), record<tensors::TreeNodes>(tree), children, eps,
-                                           scale, keep_normed, noisy);
+                                           scale, keep_normed, feeds_normed, noisy);
   for (size_t at = 0; at < levels.size(); at += tensors::Level::TENSORS) {
     const tensors::Level t(&levels[at]);
     draft->levels.push_back({t.node.size(1), integers(t.source), integers(t.place), booleans(t.visible), integers(t.node),
@@ -119,15 +119,19 @@ struct Drafting {
   }
 
   // The second half; out [B,width,H].
-  void finish(const Nodes& nodes, float* out) { d.layer.finish(nodes, residual.data(), d.scale, round, buffer, out); }
+  void finish(const Nodes& nodes, float* out) {
+    d.layer.finish(nodes, residual.data(), d.scale, round, buffer, out);
+    if (d.feeds_normed) norm_rows(out, d.output_norm, B * nodes.T, d.H, d.eps, out);
+  }
 
   // The best children of each row of output [B,width,H]: places and scores [B,width,children]. The children of row b stand at
   // positions[b], and the target draws them with seed[b]. bias [B,n], or null, is added to the logits.
   void propose(const float* output, int64_t width, const int64_t* seed, const int64_t* positions, const float* temperature,
                const float* bias, int64_t* places, float* scores) {
     const int64_t M = B * width, size = d.lm_head.n;
-    if (d.output_norm) norm_rows(output, d.output_norm, M, d.H, d.eps, normed.data());
-    d.lm_head(d.output_norm ? normed.data() : output, M, nullptr, false, round, logits.get());
+    const bool norms = d.output_norm && !d.feeds_normed;
+    if (norms) norm_rows(output, d.output_norm, M, d.H, d.eps, normed.data());
+    d.lm_head(norms ? normed.data() : output, M, nullptr, false, round, logits.get());
     const int64_t PART = 2048, parts = (size + PART - 1) / PART;  // of a row of noise
     parallel_for(0, shared_noise ? B * parts : 0, 2, [&](int64_t first, int64_t last) {
       for (int64_t part = first; part < last; ++part) {
@@ -264,6 +268,8 @@ Draft::Fields draft_tree(const Tensor& drafts, std::vector<Tensor> list, bool sh
       known[row] = r < integers(text.count)[b];
     }
   }
+  for (int64_t at = 0; d.fc_norms && at < B * fed * F; at += d.tapped)
+    norm_rows(&given[at], d.fc_norms + at % F, 1, d.tapped, d.eps, &given[at]);
   if (d.token_norm) d.fc(given.data(), B * fed, nullptr, false, round, fused.data());
   Nodes roots = drafting.write(rows, fed, start.data(), known.get(), fed);
   if (prune && ngram_nodes) {
@@ -469,6 +475,6 @@ EAGLET_OPERATOR(CPU, slot_tree, "(Tensor scores, Tensor places, Tensor? draft_id
                 "Tensor? successor, Tensor? predecessor, Tensor? mixed, bool soft, int N, int count, float p_min) "
                 "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
 EAGLET_OPERATOR(CPU, tree_draft, "(Tensor[] head, Tensor[] tree, Tensor[] levels, int children, float eps, float scale, "
-                "bool keep_normed, bool noisy) -> Tensor");
+                "bool keep_normed, bool feeds_normed, bool noisy) -> Tensor");
 EAGLET_OPERATOR(CPU, draft_tree, "(Tensor drafts, Tensor[] text, bool shared_noise, Tensor(a!) kv, bool round, float p_min, "
                 "float p_more, float p_forward, int ngram_nodes, int window, bool ring) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");

@@ -126,6 +126,7 @@ class HeadWeights(NamedTuple):
     token_norm: Tensor | None  # [H], of embeddings
     feature_norm: Tensor | None  # [H]
     output_norm: Tensor | None  # [H]
+    fc_norms: Tensor | None  # [taps, target's H], of what `fc` reads
     rotary: Rotary
     draft_ids: Tensor | None  # [Vd] the target's ids of a trimmed draft vocabulary
     hashes: Tensor  # [Vd] of these ids, for the noise

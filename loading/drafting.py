@@ -132,7 +132,7 @@ def with_tree(options: LoadOptions, quantization: str | None, head: EagleConfig 
     if block and prune and ngram_nodes:
         raise UsageError("--prune and --ngram-nodes do not go together for a head that drafts blocks; leave one out.")
     # the CPU kernels do not draft with these heads, which plain steps replace while they do not pay
-    other = isinstance(head, AssistantConfig) or isinstance(head, EagleConfig) and (head.extra_norms or head.unshifted)
+    other = isinstance(head, AssistantConfig) or isinstance(head, EagleConfig) and not head.in_cpp
     by_default = tree is None and options.can_prune and not (other or block and ngram_nodes)
     if ngram_nodes is None:
         ngram_nodes = NGRAM_NODES if by_default and prune is None and not block else 0

@@ -20,12 +20,14 @@ from typing import Any
 from support.errors import at_least
 from training.drafters import head_parser, parsed, run_training, tap_list
 from training.eagle import FEATURE_NOISE, INPUTS, EagleTraining
+from training.losses import LOSSES
 
 # Options of one generation of heads: which one, and their defaults.
 ONE_VERSION: dict[str, tuple[int, Any]] = {
     "noise": (1, FEATURE_NOISE),
     "feature_weight": (1, 1.0),
     "token_weight": (1, 0.1),
+    "loss": (3, "kl"),
     "noise_share": (3, 0.0),
     "row_share": (3, 1.0),
     "taps": (3, None),
@@ -38,7 +40,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     """The options of the command line."""
     p = head_parser("scripts.train_eagle", __doc__)
     add = p.add_argument
-    add("--version", type=int, choices=(1, 3), required=True)
+    add("--version", type=float, choices=(1, 3, 3.1), required=True, help="generation; 3.1 has more norms than 3")
     add("--start", metavar="HEAD", help="go on from the weights of a head; it keeps its shape")
     add("--average", type=float, default=0.0, help="share of --start in the written weights; 0.5 often beats both")
     add("--recipe", choices=("small", "paper"), default="small", help="defaults of the optimizer's options")
@@ -48,6 +50,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--noise", type=float, help=f"version 1: noise on features, its width at 512 tokens (default: {FEATURE_NOISE})")
     add("--feature-weight", type=float, help="version 1: weight of smooth L1 (default: 1)")
     add("--token-weight", type=float, help="version 1: weight of soft cross-entropy (default: 0.1)")
+    add("--loss", choices=LOSSES, help="version 3: how the head becomes like the target (default: kl, as published)")
     add("--noise-share", type=float, help="version 3: weight of the loss with shared noise (default: 0, as published)")
     add("--row-share", type=float, help="version 3: share of the rows that are judged, at random (default: 1)")
     add("--ttt-steps", type=at_least(1), help="steps on the head's own outputs (default: 7, and 1 for version 1)")
@@ -65,7 +68,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     for name, (version, default) in ONE_VERSION.items():
         if vars(args)[name] is None:
             vars(args)[name] = default
-        elif version != args.version:
+        elif version != int(args.version):
             p.error(f"--{name.replace('_', '-')} is for --version {version}; leave it out.")
     args.ttt_steps = args.ttt_steps or (1 if args.version == 1 else 7)
     args.norm_before_residual = args.norm_before_residual or ("off" if args.recipe == "paper" else "on")

@@ -628,7 +628,7 @@ def test_specforge_layout(tmp_path):
     config["eagle_config"] = {AUX: [1, 3, 7], "use_aux_hidden_state": True}
     read = read_eagle(write_head(tmp_path / "h", source, config, "model.safetensors"), TARGET)
     assert read.config.taps == (2, 4, 8) and "outputs" in read.notes[0]
-    assert read.config.fc_norm and not read.config.has_embed and not read.config.norm_output
+    assert read.config.kind == "EAGLE-3.1" and read.config.norm_output and not read.config.has_embed
     assert (read.config.layer.head_dim, read.config.layer.rope.theta) == (32, 7e5)
     assert torch.equal(read.tensors["fc_norms.2.weight"], source["fc_norm.2.weight"])
     config["rope_scaling"] = config["rope_parameters"] = {
@@ -638,7 +638,13 @@ def test_specforge_layout(tmp_path):
     rope = read_eagle(write_head(tmp_path / "h", source, config, "model.safetensors"), TARGET).config.layer.rope
     assert (rope.kind, rope.original_max_positions, rope.theta) == ("llama3", 4096, 6e5)
     config["norm_output"] = False
-    one_line(lambda: read_eagle(write_head(tmp_path / "h", source, config), TARGET), "norm_output")
+    assert not read_eagle(write_head(tmp_path / "h", source, config), TARGET).config.norm_output
+    # SpecForge's files of plain EAGLE-3 heads say norm_output, too
+    plain = {name: tensor for name, tensor in source.items() if "fc_norm" not in name}
+    folder = write_head(tmp_path / "i", plain, config | {"norm_output": True})
+    read = read_eagle(folder, TARGET)
+    assert not read.config.norm_output and "norm_output=true" in read.notes[-1]
+    assert read_eagle(folder, TARGET, {"norm_output": "true"}).config.norm_output
 
 
 def speculators(**changes) -> dict:

@@ -518,14 +518,16 @@ def test_a_layer_in_one_call_has_the_bits_of_its_parts(mode, shape):
 
 
 @needs_kernels
-@pytest.mark.parametrize("version", [1, 3])
+@pytest.mark.parametrize("version", [1, 3, 3.1])
 @pytest.mark.parametrize("mode", ["float32", "int4"])
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_draft_in_one_call_has_the_bits_of_its_parts(version, mode, tied):
     """Catches a row of the wrong parent, level, slot or candidate, noise of another depth, a norm of the other
     generation, and a window that one of them lacks. The sequences have trees and lengths of their own."""
     model = quantized_model(mode, tie_word_embeddings=tied)
-    head = tiny_head(model, version=version, head_dim=16, hidden_size=64)
+    norms = {"fc_norm": True, "norm_output": True} if version == 3.1 else {}
+    version = int(version)
+    head = tiny_head(model, version=version, head_dim=16, hidden_size=64, **norms)
     shapes = [trees.parse_tree("paper25"), trees.chain(4)]
     parts = fused_parts()
     with torch.inference_mode(), backend().active():

@@ -190,6 +190,7 @@ HEADS = {
     "eagle3 residual after norm, fc_norm": dict(
         version=3, vocab=DRAFT_VOCAB, norm_before_residual=True, fc_norm=True, fc_bias=True
     ),
+    "eagle3.1": dict(version=3, vocab=DRAFT_VOCAB, norm_before_residual=True, fc_norm=True, norm_output=True),
     "eagle3 norm_before_fc, norm_output, own embedding": dict(
         version=3, norm_before_fc=True, norm_output=True, has_embed=True, qkv_bias=True, head_dim=16
     ),

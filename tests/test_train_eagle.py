@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
 from test_train_drafters import common_options, saved, stopped_after
 from tiny import load_config, load_model, one_line
 
@@ -101,13 +102,17 @@ def rows_of(head, length, share=1.0):
 def trained(files):
     """version -> (folder of a head after a real short training, its card)."""
     heads = {}
-    for version, more in ((1, []), (3, ["--ttt-steps", "3", "--noise-share", "0.25"])):
+    for version, more in (
+        (1, []),
+        (3, ["--ttt-steps", "3", "--noise-share", "0.25"]),
+        (3.1, "--ttt-steps 3 --loss lambda --norm-before-residual off".split()),
+    ):
         out = files / f"head{version}"
         heads[version] = out, run(files, out, "--draft-vocab", "60", *more, version=version, steps=110)
     return heads
 
 
-@pytest.mark.parametrize("version, tau", [(1, 2.5), (3, 1.5)])
+@pytest.mark.parametrize("version, tau", [(1, 2.5), (3, 1.5), (3.1, 1.5)])
 def test_training_from_scratch_drafts_well(trained, version, tau):
     """A loss, pairing or update that is wrong in any way: tau after 110 steps reaches its floor."""
     out, card = trained[version]
@@ -202,7 +207,7 @@ def chain_runs(head, tokens, K):
     return runs[0].tolist()
 
 
-@pytest.mark.parametrize("version", [1, 3])
+@pytest.mark.parametrize("version", [1, 3, 3.1])
 def test_exported_head_drafts_the_same(files, trained, version):
     """An export that loses or permutes a tensor, rounds differently from what was measured, or misses a config key; a
     draft vocabulary of EAGLE-1 that is lost in the file or drafts ids that are not its own; draft rows, positions or
@@ -222,6 +227,29 @@ def test_exported_head_drafts_the_same(files, trained, version):
     measured = tau_of(out, files, target, "--tree", "chain:5")["tau"]
     assert measured > 1.2
     assert chain_tau(out, files) == pytest.approx(measured, abs=0.02)
+
+
+@pytest.mark.parametrize("layout", ["plain", "speculators"])
+def test_eagle_3_1_of_others_drafts_the_same(files, trained, tmp_path, layout):
+    """A flag of the layouts of vLLM, SGLang, TorchSpec and NeMo, or of speculators, that is read and then not used: the
+    head would draft from the wrong state, and only tau would show it."""
+    target, source = load_model(files / "target", dtype=torch.float32), trained[3.1][0]
+    wanted = tau_of(source, files, target)
+    config, tensors = json.loads((source / "config.json").read_text()), load_file(source / "model.safetensors")
+    assert config.pop("eaglet_eagle") and config["fc_norm"] and config["norm_output"]
+    if layout == "speculators":
+        tensors = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
+        flags = ("fc_norm", "norm_output", "norm_before_residual", "draft_vocab_size")
+        outer = {"speculators_model_type": "eagle3", "transformer_layer_config": config} | config.pop("eagle_config")
+        config = outer | {name: config.pop(name) for name in flags}
+    taus = {}
+    for fed in (True, False):
+        folder = tmp_path / f"{fed}"
+        folder.mkdir()
+        save_file(tensors, folder / "model.safetensors")
+        (folder / "config.json").write_text(json.dumps(config | {"norm_output": fed}))
+        taus[fed] = tau_of(folder, files, target)
+    assert taus[True] == wanted and taus[False] != wanted
 
 
 @pytest.mark.parametrize("version, rounded", [(1, False), (3, True)])
@@ -403,6 +431,31 @@ def test_noise_loss_is_about_shared_noise():
     assert loss(logits) == pytest.approx(F.cross_entropy(logits + noise, drawn).item(), rel=1e-12)
     entropy = -(p[0] * p[0].log()).sum().item()
     assert loss(logits) < 0.6 * entropy and loss(logits) < loss(logits * 0.3) < loss(-logits)  # the noise says the rest
+
+
+@pytest.mark.parametrize("kind", ["alpha", "lambda"])
+def test_losses_of_acceptance(kind):
+    """A loss that is not the acceptance of a drawn token, or whose weight has gradients or the wrong sign."""
+    generator = torch.Generator().manual_seed(4)
+    logits, other = (torch.randn(5, 7, dtype=torch.float64, generator=generator) for _ in range(2))
+    logits.requires_grad_()
+    p = other.softmax(-1)
+    total = losses.LOSSES[kind](losses.Rows(None, logits, None, p, None))
+    wanted, gradients = 0.0, torch.zeros_like(logits)
+    for row in range(5):
+        q = logits[row].detach().softmax(-1)
+        accepted = sum(min(a, b) for a, b in zip(p[row].tolist(), q.tolist(), strict=True))
+        below = torch.where(q < p[row], q, 0.0)
+        slope = below - q * below.sum()  # of the acceptance, by the logits
+        if kind == "alpha":
+            wanted -= math.log(accepted)
+            gradients[row] = -slope / accepted
+        else:
+            weight = math.exp(-3 * accepted)
+            wanted += weight * -(p[row] * q.log()).sum().item() + (1 - weight) * (1 - accepted)
+            gradients[row] = weight * (q - p[row]) - (1 - weight) * slope
+    assert total.item() == pytest.approx(wanted, rel=1e-9)
+    torch.testing.assert_close(torch.autograd.grad(total, logits)[0], gradients)
 
 
 def test_noise_share_weighs_two_losses(files):
@@ -682,7 +735,9 @@ def one_error(capsys) -> str:
 
 UNUSABLE = [
     (1, "--noise-share 0.5", "--noise-share is for --version 3"), (3, "--noise 0", "--noise is for --version 1"),
-    (3, "--inputs token", "--inputs is for --version 1"), (3, "--noise-share 1.5", "allowed: 0 to 1"),
+    (3, "--inputs token", "--inputs is for --version 1"),
+    (1, "--loss alpha", "--loss is for --version 3"), (3.1, "--start {head}", "is an EAGLE-3 head"),
+    (3, "--noise-share 1.5", "allowed: 0 to 1"),
     (3, "--row-share 0", "allowed: 0 to 1"), (3, "--average 2", "allowed: 0 to 1"), (3, "--average 0.5", "add --start"),
     (1, "--recipe paper --side-lr 1", "--side-lr does not go with --recipe paper"),
     (3, "--recipe paper --side-lr 1", "--side-lr does not go with --recipe paper"), (3, "--taps 2,3,3", "distinct"),

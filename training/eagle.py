@@ -19,7 +19,7 @@ from support.errors import UsageError, bad_files
 from training.data import Batch, TokenData, padded
 from training.drafters import HeadTraining, check_shares, check_taps
 from training.loop import Recipe, recipe_with
-from training.losses import Rows, TargetRows, gumbel_draws, loss_eagle, loss_eagle1, soft_loss, with_noise
+from training.losses import LOSSES, Rows, TargetRows, gumbel_draws, loss_eagle, loss_eagle1, with_noise
 from weights.heads import EagleConfig, EagleFile, default_taps, layers_like, read_card, read_eagle, save_eagle
 from weights.quantized import QuantLinear, lm_head_rows
 from weights.quantizer import digest
@@ -79,7 +79,8 @@ def head_config(target: ModelConfig, args: argparse.Namespace) -> EagleConfig:
     layer = layers_like(target, "llama", 1, size, args.max_positions or args.length, **shape)
     how = {"fc_bias": first, "has_lm_head": not first, "unshifted": args.inputs == "feature+unshifted-token"}
     how |= {"norm_before_residual": not first and args.norm_before_residual == "on"}
-    return EagleConfig(args.version, layer, target.hidden_size, taps, target_vocab_size=target.vocab_size, **how)
+    how |= dict.fromkeys(("fc_norm", "norm_output"), args.version == 3.1)
+    return EagleConfig(int(args.version), layer, target.hidden_size, taps, target_vocab_size=target.vocab_size, **how)
 
 
 def start_config(file: EagleFile, args: argparse.Namespace, held: int) -> EagleConfig:
@@ -88,8 +89,8 @@ def start_config(file: EagleFile, args: argparse.Namespace, held: int) -> EagleC
     held: the size of its own. Raises UsageError for options that would give it another shape, or a smaller one.
     """
     config, layer = file.config, file.config.layer
-    if config.version != args.version:
-        raise UsageError(f"--start {args.start} is an EAGLE-{config.version} head, and --version is {args.version}.")
+    if config.kind != f"EAGLE-{args.version:g}":
+        raise UsageError(f"--start {args.start} is an {config.kind} head, and --version is {args.version:g}.")
     if config.unshifted != (args.inputs == "feature+unshifted-token"):
         raise UsageError(f"--start {args.start} was not trained with --inputs {args.inputs}.")
     if args.taps is not None:
@@ -190,7 +191,7 @@ def head_loss(
     def loss(judged: Rows) -> Tensor:
         if first:
             return loss_eagle1(judged, (args.feature_weight, args.token_weight))
-        return with_noise(soft_loss(judged), judged, args.noise_share)
+        return with_noise(LOSSES[args.loss](judged), judged, args.noise_share)
 
     batch = batch._replace(tokens=head.shown(batch.tokens))
     draws = partial(gumbel_draws, generator=generator) if args.noise_share else None
@@ -279,6 +280,7 @@ class EagleTraining(HeadTraining):
             "draft_vocab": self.draft_vocab,
             "started_from": earlier_card(Path(args.start)) if args.start else None,
             "recipe": asdict(self.recipe),
+            "loss": None if first else args.loss,
             "loss_weights": [args.feature_weight, args.token_weight] if first else None,
             "noise": args.noise if first else None,
             "noise_share": None if first else args.noise_share,

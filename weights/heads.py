@@ -60,25 +60,31 @@ class EagleConfig:
     @property
     def kind(self) -> str:
         """What it is called in reports."""
-        return "MTP" if self.mtp else f"EAGLE-{self.version}"
+        return "MTP" if self.mtp else f"EAGLE-{self.version}" + ".1" * self.post_normed
 
     @property
-    def extra_norms(self) -> bool:
-        """Whether it has norms that heads in SafeAILab's layout do not have, and that the C++ kernels lack."""
-        return self.fc_norm or self.norm_before_fc or self.norm_output
+    def post_normed(self) -> bool:
+        """Whether it is of generation 3.1: norms in front of `fc`, and the output behind its norm is fed back."""
+        return self.version == 3 and self.fc_norm and self.norm_output
+
+    @property
+    def in_cpp(self) -> bool:
+        """Whether the C++ kernels can draft with such a head."""
+        return not (self.mtp or self.unshifted or self.norm_before_fc)
 
     def layout(self, layers: int) -> str:
         """What `save_eagle` writes for a target of that many layers, and which programs read it correctly."""
         names = f"{self.kind}, SafeAILab tensor names; "
-        if self.unshifted or self.extra_norms:
+        if not self.in_cpp or self.fc_norm != self.norm_output:
             return names + "only eaglet reads this layout correctly"
-        beyond = ["norm_before_residual = true"] if self.norm_before_residual else []
+        beyond = ["fc_norm and norm_output = true"] if self.post_normed else []
+        beyond += ["norm_before_residual = true"] if self.norm_before_residual else []
         if self.version == 3 and self.taps != (2, layers // 2, layers - 3):
             beyond.append(f"aux layers {', '.join(map(str, self.taps))}")
         if beyond:
             said = f"{' and '.join(beyond)} in config.json"
             return f"{names}{said}: vLLM reads that, SafeAILab's own code does not"
-        return f"EAGLE-{self.version} (SafeAILab layout)"
+        return f"{self.kind} (SafeAILab layout)"
 
 
 class HeadFile(NamedTuple, Generic[Config]):
@@ -229,6 +235,7 @@ def save_eagle(config: EagleConfig, tensors: Mapping[str, Tensor], directory: st
         taps = {AUX: list(config.taps)}
         keys |= {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": layer.vocab_size}
         keys |= {"norm_before_residual": config.norm_before_residual, "eagle_config": taps}
+        keys |= {"fc_norm": True, "norm_output": True} if config.post_normed else {}
         # The published layouts are ambiguous about both of these. Here ids name the layers that the states enter, and
         # norm_output says what is fed back.
         keys["eaglet_eagle"] = taps | {"norm_output": config.norm_output}
@@ -505,8 +512,6 @@ class _EagleReader(HeadReader):
         draft_ids = self.draft_ids(wide)
         layer = self._layer(taps)
         own_embed = self.speculators or self.ours or layer.hidden_size != self.target.hidden_size
-        if wide and not self.speculators and not self.ours and not flags.boolean("norm_output", True):
-            self.fail("norm_output = false (an LM head without its norm) is not implemented.")
         config = EagleConfig(
             version=3 if wide else 1,
             layer=layer,
@@ -516,7 +521,7 @@ class _EagleReader(HeadReader):
             norm_before_residual=wide and flags.boolean("norm_before_residual", self.speculators),
             fc_norm="fc_norm.0.weight" in self.entries,
             norm_before_fc="input_norm.weight" in self.entries,
-            norm_output=(self.speculators or self.ours) and flags.boolean("norm_output", False),
+            norm_output=wide and self._feeds_back_normed(),
             # An embedding of the target's width is a copy of the target's, unless the layout allows another one.
             has_embed=wide and own_embed and "embed_tokens.weight" in self.entries,
             has_lm_head=wide and "lm_head.weight" in self.entries,
@@ -530,6 +535,19 @@ class _EagleReader(HeadReader):
         rows = {"embed_tokens.weight": self.target.vocab_size, "lm_head.weight": layer.vocab_size}
         copies = {name: (n, layer.hidden_size) for name, n in rows.items() if name in self.entries}
         return EagleFile(config, self.tensors(head_tensors(config), copies, draft_ids), self.notes)
+
+    def _feeds_back_normed(self) -> bool:
+        """Whether the output behind its norm is fed back, which norm_output = true says (vLLM, SGLang, TorchSpec, NeMo).
+
+        SpecForge wrote it as the default of plain EAGLE-3 heads, too, until September 2026. So without the other norms of
+        EAGLE 3.1 it is only believed where the layout or the user says it.
+        """
+        sure = self.speculators or self.ours or "norm_output" in self.given
+        sure = sure or not self.entries.keys().isdisjoint(("fc_norm.0.weight", "input_norm.weight"))
+        if self.flags.boolean("norm_output", False) and not sure:
+            advice = "--eagle-config norm_output=true feeds back the normed output"
+            self.notes.append(f"norm_output without fc_norm is read as the norm of the LM head's input ({advice})")
+        return sure and self.flags.boolean("norm_output", False)
 
     def _shape(self, name: str) -> tuple[int, int]:
         entry = self.entries.get(name)

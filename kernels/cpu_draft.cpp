@@ -34,7 +34,8 @@ struct TreeDraft {
   const int64_t *draft_ids, *hashes;  // of the draft vocabulary
   const int64_t H, tapped, half, positions, children;  // tapped: the width of a row of fc_norms
   const float eps, scale;
-  const bool keep_normed, feeds_normed, noisy;  // feeds_normed: the next level reads the normed output; noisy: scores are those of the noisy logits (`TreeDrafter.scoring`)
+  const bool keep_normed, noisy;  // noisy: scores are those of the noisy logits (`TreeDrafter.scoring`)
+  const bool feeds_normed;        // the next level reads the output behind its norm
   const int64_t N, *candidate, *parent, *depth;  // [B,N]; candidate: where a node's token is found among those of all rows
   const bool* valid;                             // [B,N]
   std::vector<Level> levels;
@@ -43,9 +44,12 @@ struct TreeDraft {
             bool keep_normed, bool feeds_normed, bool noisy)
       : layer(head.layer), fc(head.fc), lm_head(head.lm_head), token_norm(values_or_null(head.token_norm)),
         feature_norm(values_or_null(head.feature_norm)), output_norm(values_or_null(head.output_norm)),
-        fc_norms(values_or_null(head.fc_norms)), cos(floats(head.rotary.cos)), sin(floats(head.rotary.sin)), draft_ids(head.draft_ids.numel() ? integers(head.draft_ids) : nullptr),
-        hashes(integers(head.hashes)), H(layer.o.n), tapped(fc_norms ? head.fc_norms.size(1) : 0), half(head.rotary.cos.size(1)), positions(head.rotary.cos.size(0)), children(children),
-        eps((float)eps), scale((float)scale), keep_normed(keep_normed), feeds_normed(feeds_normed), noisy(noisy), N(tree.parent.size(1)),
+        fc_norms(values_or_null(head.fc_norms)), cos(floats(head.rotary.cos)), sin(floats(head.rotary.sin)),
+        draft_ids(head.draft_ids.numel() ? integers(head.draft_ids) : nullptr),
+        hashes(integers(head.hashes)), H(layer.o.n), tapped(fc_norms ? head.fc_norms.size(1) : 0),
+        half(head.rotary.cos.size(1)), positions(head.rotary.cos.size(0)), children(children),
+        eps((float)eps), scale((float)scale), keep_normed(keep_normed), noisy(noisy), feeds_normed(feeds_normed),
+        N(tree.parent.size(1)),
         candidate(integers(tree.candidate)), parent(integers(tree.parent)), depth(integers(tree.depth)),
         valid(booleans(tree.valid)) {
     if (head.embedding.codes.dim() == 2) table = floats(head.embedding.codes);

@@ -24,7 +24,7 @@ from model import Attention, Transformer
 from training.data import Batch, TokenData
 from training.drafters import HeadTraining, check_shares, check_taps
 from training.loop import Recipe, init_weights, recipe_with
-from training.losses import Rows, TargetRows, gumbel_draws, in_chunks, soft_loss, with_noise
+from training.losses import Rows, TargetRows, gumbel_draws, in_chunks, overlap, soft_loss, with_noise
 from weights.block_heads import MARKOV, BlockConfig, save_block
 from weights.heads import layers_like
 from weights.quantized import lm_head_rows
@@ -143,13 +143,12 @@ def slot_loss(kind: str, head: TrainBlockHead, labels: Tensor, noise_share: floa
         else:
             total = F.cross_entropy(rows.logits, label, reduction="sum")
         if kind in ("dspark", "dflash2"):
-            distance = (rows.logits.softmax(-1) - rows.distribution).abs().sum(-1)
-            total = 0.1 * total + 0.9 * distance.sum()
+            accepted = overlap(rows)  # the distance is 2 - 2 * accepted
+            total = 0.1 * total + 1.8 * (1 - accepted).sum()
             if kind == "dflash2":
                 total = total + selector_loss(rows.logits, factor, head, label)
             elif head.confidence is not None:
-                accepted = 1 - distance.detach() / 2
-                total = total + F.binary_cross_entropy_with_logits(confidence[:, 0], accepted, reduction="sum")
+                total = total + F.binary_cross_entropy_with_logits(confidence[:, 0], accepted.detach(), reduction="sum")
         return with_noise(total, rows, noise_share)
 
     return loss

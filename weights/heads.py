@@ -75,7 +75,7 @@ class EagleConfig:
     def layout(self, layers: int) -> str:
         """What `save_eagle` writes for a target of that many layers, and which programs read it correctly."""
         names = f"{self.kind}, SafeAILab tensor names; "
-        if not self.in_cpp or self.fc_norm != self.norm_output:
+        if self.unshifted or self.norm_before_fc or self.fc_norm != self.norm_output:
             return names + "only eaglet reads this layout correctly"
         beyond = ["fc_norm and norm_output = true"] if self.post_normed else []
         beyond += ["norm_before_residual = true"] if self.norm_before_residual else []
@@ -539,15 +539,17 @@ class _EagleReader(HeadReader):
     def _feeds_back_normed(self) -> bool:
         """Whether the output behind its norm is fed back, which norm_output = true says (vLLM, SGLang, TorchSpec, NeMo).
 
-        SpecForge wrote it as the default of plain EAGLE-3 heads, too, until September 2026. So without the other norms of
-        EAGLE 3.1 it is only believed where the layout or the user says it.
+        Until September 2026 SpecForge also wrote it for plain EAGLE-3 heads, where it means the norm before the LM head.
+        So without another norm of EAGLE 3.1 it counts only if the layout is clear about it, or the user gave it.
         """
-        sure = self.speculators or self.ours or "norm_output" in self.given
-        sure = sure or not self.entries.keys().isdisjoint(("fc_norm.0.weight", "input_norm.weight"))
-        if self.flags.boolean("norm_output", False) and not sure:
-            advice = "--eagle-config norm_output=true feeds back the normed output"
-            self.notes.append(f"norm_output without fc_norm is read as the norm of the LM head's input ({advice})")
-        return sure and self.flags.boolean("norm_output", False)
+        if not self.flags.boolean("norm_output", False):
+            return False
+        more_norms = not self.entries.keys().isdisjoint(("fc_norm.0.weight", "input_norm.weight"))
+        if self.speculators or self.ours or more_norms or "norm_output" in self.given:
+            return True
+        advice = "--eagle-config norm_output=true feeds back the normed output"
+        self.notes.append(f"norm_output without fc_norm is read as the norm of the LM head's input ({advice})")
+        return False
 
     def _shape(self, name: str) -> tuple[int, int]:
         entry = self.entries.get(name)

@@ -39,6 +39,7 @@ from training.loop import World
 from weights.files import local_path
 
 ROLES = {"human": "user", "user": "user", "system": "system"}
+LEAST_FULL = 0.75  # share of a row of a micro-batch that is no padding
 ROLES |= dict.fromkeys(("gpt", "assistant", "chatgpt", "bing", "bard", "model"), "assistant")
 
 
@@ -149,16 +150,26 @@ def padded(rows: Sequence[Tensor], length: int) -> Tensor:
 def step_batches(data: TokenData, step: int, world: World, args: argparse.Namespace) -> tuple[list[Batch], float]:
     """This process's micro-batches of a step, and how many tokens count in the whole step (all processes, at least 1).
 
-    The step's rows depend on (seed, step) and on their total number alone, however they are dealt out.
+    The step's rows depend on (seed, step) and on their total number alone, however they are dealt out. Every process gets
+    about as many tokens as the others. A micro-batch has at most --batch rows, of like length.
     """
     total = args.batch * args.accumulate * world.size
     rows = [(k, data.sample(args.seed, k, args.length)) for k in range(step * total, (step + 1) * total)]
     count = float(sum(data.mask[place][1:].sum() for _, place in rows))
-    rows.sort(key=lambda row: (row[1].start - row[1].stop, row[0]))  # rows of like length together: less padding
+    rows.sort(key=lambda row: (row[1].start - row[1].stop, row[0]))  # the longest first
+    dealt: list[list[tuple[int, slice]]] = [[] for _ in range(world.size)]
+    tokens_of = [0] * world.size
+    for row in rows:
+        least = tokens_of.index(min(tokens_of))
+        dealt[least].append(row)
+        tokens_of[least] += row[1].stop - row[1].start
     batches = []
-    for a in range(world.rank, args.accumulate * world.size, world.size):
-        numbers, places = zip(*rows[a * args.batch : (a + 1) * args.batch], strict=True)
-        longest = max(2, *(place.stop - place.start for place in places))
+    own = dealt[world.rank]
+    while own:
+        longest = max(2, own[0][1].stop - own[0][1].start)
+        taken = [row for row in own[: args.batch] if row[1].stop - row[1].start >= LEAST_FULL * longest] or own[:1]
+        own = own[len(taken) :]
+        numbers, places = zip(*taken, strict=True)
         parts = ([torch.from_numpy(part[place]) for place in places] for part in (data.ids, data.mask))
         tokens, mask = (padded(rows_of, longest).to(world.device) for rows_of in parts)
         batches.append(Batch(tokens.long(), mask, numbers, places))

@@ -7,11 +7,14 @@ An instruct model that is given only the opening of a user turn continues it wit
 data set is needed, and the text is what the model itself is likely to read and write. Half of the questions begin with
 words that are given, such as "Write a Python function that", so that all kinds of tasks occur. Half of the answers are
 the most likely ones and half are sampled at T = 1. What is empty, repeats itself, or (a question) does not end is left
-out. After an interruption the same command goes on where it was.
+out. A model without a chat template writes texts: their beginnings at T = 1, and how they go on in place of answers.
+After an interruption the same command goes on where it was.
 """
 
 import argparse
+import math
 import sys
+import time
 from dataclasses import replace
 from os.path import commonprefix  # it takes lists, too
 from pathlib import Path
@@ -20,7 +23,7 @@ from decoding.params import SamplingParams
 from engine.engine import Engine
 from engine.load import load
 from loading.options import add_options, options_from
-from support.errors import UsageError, at_least, command_parser, run_parsed
+from support.errors import UsageError, above_zero, at_least, command_parser, run_parsed
 from support.files import append_json_lines, read_json_lines
 from text.tokenizer import Tokenizer
 from training.data import groups
@@ -44,7 +47,9 @@ What are the ethical implications of|How did the invention of|Give me five ideas
 How can I improve my|What should I consider when|I feel|Compare the advantages and disadvantages of|Tell me about
 """
 OPENINGS = _OPENINGS.strip().replace("\n", "|").split("|")
-MESSAGE = {"role": str, "content": str}  # of a line that was written earlier
+# A line that was written earlier: a conversation, or a text and how it begins.
+LINE = {"messages?": [{"role": str, "content": str}], "begins?": str}
+BLOCK = 8  # groups of questions that are written before they are answered
 NGRAM = 4
 LEAST_DISTINCT = 0.5  # of the 4-grams of a text that is kept
 
@@ -68,29 +73,45 @@ def user_turn(tokenizer: Tokenizer) -> tuple[list[int], tuple[int, ...], tuple[s
     return opening, tuple(tokenizer.eos_ids), (words[0],)
 
 
+def before_text(tokenizer: Tokenizer) -> list[int]:
+    """The token that stands before a text: BOS, or else the one that ends the text before, or a line."""
+    bos = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
+    return bos or [*tokenizer.eos_ids][:1] or tokenizer.encode("\n", add_bos=False)[:1]
+
+
 def repeats_itself(ids: list[int]) -> bool:
     """Whether less than half of the 4-grams of a text are distinct."""
     grams = [tuple(ids[i : i + NGRAM]) for i in range(len(ids) - NGRAM + 1)]
     return len(set(grams)) < LEAST_DISTINCT * len(grams)
 
 
+def asked_in(path: Path | None) -> set[str]:
+    """The questions, or beginnings of texts, of a file that this command wrote."""
+    records = read_json_lines(path, LINE) if path else []
+    return {record.get("begins") or record["messages"][0]["content"] for record in records}
+
+
 def write_questions(engine: Engine, tokenizer: Tokenizer, path: Path, args: argparse.Namespace) -> list[str]:
-    """Questions that the model asks, sampled at T = 1: those that `path` has already, and new ones up to args.count.
+    """Questions that the model asks, sampled at T = 1: those that `path` has already, and new ones up to args.count, or
+    up to the time args.until. Without a chat template they are the beginnings of texts.
 
     Questions 1, 3, 5, ... begin with the OPENINGS in turn. Every question that was tried is one line of the file; a bad
-    one is null there. A question is bad if it is empty, did not end by itself, repeats itself, or was asked before.
+    one is null there. A question is bad if it is empty, did not end by itself, repeats itself, or was asked before, also
+    in the file args.apart.
     """
-    opening, stop_ids, stop = user_turn(tokenizer)
+    chats = bool(tokenizer.chat_template_source)
+    opening, stop_ids, stop = user_turn(tokenizer) if chats else (before_text(tokenizer), tuple(tokenizer.eos_ids), ())
     params = SamplingParams(1.0, max_new_tokens=args.question_tokens, stop_ids=stop_ids, stop=stop)
     tried = [record["question"] for record in read_json_lines(path, {"question": (str, None)})]
-    seen = set(tried)
-    for numbers in groups(args.count, engine.batch_size, "questions", len(tried)):
+    seen = set(tried) | asked_in(args.apart)
+    for numbers in groups(args.count, engine.batch_size, "questions", len(tried), args.until):
         request = replace(params, seed=args.seed + numbers.start)
-        begun = [OPENINGS[n // 2 % len(OPENINGS)] if n % 2 else "" for n in numbers]
+        begun = [OPENINGS[n // 2 % len(OPENINGS)] if n % 2 and chats else "" for n in numbers]
         prompts = [opening + tokenizer.encode(words, add_bos=False) for words in begun]
         for words, result in zip(begun, engine.generate_batch(prompts, request).run(), strict=True):
             text = (words + result.text).strip()
-            bad = text == words or result.stop_reason == "length" or repeats_itself(result.token_ids) or text in seen
+            endless = chats and result.stop_reason == "length"
+            bad = text == words or endless or repeats_itself(result.token_ids) or text in seen
             seen.add(text)
             tried.append(None if bad else text)
         append_json_lines(path, *({"question": text} for text in tried[numbers.start :]))
@@ -100,26 +121,31 @@ def write_questions(engine: Engine, tokenizer: Tokenizer, path: Path, args: argp
 def write_answers(
     engine: Engine, tokenizer: Tokenizer, questions: list[str], path: Path, args: argparse.Namespace
 ) -> int:
-    """Append a conversation to `path` for every question that it does not have yet. Returns how many there are then.
+    """Append a conversation to `path` for every question that it does not have yet, up to the time args.until. Returns
+    how many there are then. Without a chat template the model continues the beginning of a text.
 
     The groups of questions are answered in turn by the model's most likely answer and by one sampled at T = 1. An answer
     that is empty or repeats itself is left out.
     """
-    done = {m["content"] for record in read_json_lines(path, {"messages": [MESSAGE]}) for m in record["messages"][:1]}
+    chats = bool(tokenizer.chat_template_source)
+    done = asked_in(path)
     size = engine.batch_size
     reached = max((i // size + 1 for i, question in enumerate(questions) if question in done), default=0) * size
-    for numbers in groups(len(questions), size, "answers", reached):
+    for numbers in groups(len(questions), size, "answers", reached, args.until):
         asked = [[{"role": "user", "content": questions[i]}] for i in numbers]
+        begun = [before_text(tokenizer) + tokenizer.encode(questions[i], add_bos=False) for i in numbers]
         temperature = float(numbers.start // size % 2)
         params = SamplingParams(temperature, max_new_tokens=args.answer_tokens, seed=args.seed + numbers.start)
-        results = engine.generate_batch([tokenizer.encode_chat(messages) for messages in asked], params).run()
+        prompts = [tokenizer.encode_chat(messages) for messages in asked] if chats else begun
         records = []
-        for messages, result in zip(asked, results, strict=True):
-            if result.text.strip() and not repeats_itself(result.token_ids):
-                messages.append({"role": "assistant", "content": result.text.strip()})
-                records.append({"messages": messages, "temperature": temperature})
+        for i, messages, result in zip(numbers, asked, engine.generate_batch(prompts, params).run(), strict=True):
+            if not result.text.strip() or repeats_itself(result.token_ids):
+                continue
+            messages.append({"role": "assistant", "content": result.text.strip()})
+            text = {"begins": questions[i], "text": questions[i] + result.text}
+            records.append(({"messages": messages} if chats else text) | {"temperature": temperature})
+            done.add(questions[i])
         append_json_lines(path, *records)
-        done.update(record["messages"][0]["content"] for record in records)
     return len(done)
 
 
@@ -129,9 +155,19 @@ def run(args: argparse.Namespace) -> None:
     if engine.tokenizer is None:
         raise UsageError(f"--checkpoint {args.checkpoint}: it has no tokenizer, so it cannot chat.")
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    questions = write_questions(engine, engine.tokenizer, args.out.with_suffix(".questions.jsonl"), args)
-    count = write_answers(engine, engine.tokenizer, questions, args.out, args)
-    out = f"{args.count - count:,} of {args.count:,} questions gave none that is whole, new and free of repetition"
+    args.until = time.monotonic() + 3600 * args.hours
+    file, size = args.out.with_suffix(".questions.jsonl"), engine.batch_size
+    block = BLOCK * size if args.hours < math.inf else args.count
+    begun = min(args.count, len(read_json_lines(file)) // block * block)
+    for end in range(max(begun, block), args.count + block, block):
+        part = argparse.Namespace(**vars(args) | {"count": min(end, args.count)})
+        questions = write_questions(engine, engine.tokenizer, file, part)
+        whole = len(questions) if end >= args.count else len(questions) // size * size
+        count = write_answers(engine, engine.tokenizer, questions[:whole], args.out, part)
+        if time.monotonic() > args.until:
+            break
+    tried = len(read_json_lines(file))
+    out = f"{tried - count:,} of {tried:,} questions gave none that is whole, new, free of repetition and in time"
     print(f"{count:,} conversations in {args.out}; {out}", file=sys.stderr)
 
 
@@ -142,6 +178,8 @@ def main(argv: list[str] | None = None) -> int:
     add = parser.add_argument
     add("--out", type=Path, required=True, metavar="FILE", help="JSON lines to write; the questions are kept beside it")
     add("--count", type=at_least(1), default=4000, help="questions to try (default: 4000)")
+    add("--hours", type=above_zero, default=math.inf, metavar="H", help="stop after so long")
+    add("--apart", type=Path, metavar="FILE", help="ask no question of this file, which the same command wrote")
     add("--question-tokens", type=at_least(8), default=128, help="most tokens of a question (default: 128)")
     add("--answer-tokens", type=at_least(8), default=256, help="most tokens of an answer (default: 256)")
     add("--seed", type=at_least(0), default=0)

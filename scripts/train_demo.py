@@ -134,13 +134,13 @@ def train(args: argparse.Namespace) -> None:
         hidden_states, _ = model.forward_train(tokens[:, :-1])
         loss = F.cross_entropy(model.logits(hidden_states).flatten(0, 1), tokens[:, 1:].flatten())
         loss.backward()
-        update(optims, RECIPE.factor(step, args.steps))
+        update(optims, RECIPE.factor(step, run.share))
         return float(loss.detach()), [], args.batch_tokens
 
     identity = {"--steps": args.steps, "--seed": args.seed, "--batch-tokens": args.batch_tokens, "model": repr(CONFIG)}
     identity["corpus"] = hashlib.sha256(corpus.tobytes()).hexdigest()  # another Python has another library
-    run = Run(model, optims, identity, work / "train_state.pt", World(0, 1, torch.device("cpu")))
-    run.fit(train_step, args.steps, SAVE_EVERY)
+    run = Run(model, optims, identity, work / "train_state.pt", World(0, 1, torch.device("cpu")), args.steps)
+    run.fit(train_step, SAVE_EVERY)
     export(model, run, args)
 
 

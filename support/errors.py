@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import difflib
+import math
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -116,6 +117,14 @@ def at_least(low: int) -> Callable[[str], int]:
         raise argparse.ArgumentTypeError(f"{text!r:.40}; allowed: {low} or more.")
 
     return integer
+
+
+def above_zero(text: str) -> float:
+    """An argparse type: a finite number above 0."""
+    with contextlib.suppress(ValueError):
+        if 0 < (value := float(text)) < math.inf:
+            return value
+    raise argparse.ArgumentTypeError(f"{text!r:.40}; allowed: any number above 0.")
 
 
 def run_command(body: Callable[[], int | None], debug: bool = False, interrupted: str = "interrupted") -> int:

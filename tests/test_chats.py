@@ -1,5 +1,7 @@
 """scripts.make_chats: what a model writes by itself, what is left out, and going on after an interruption."""
 
+import itertools
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -7,7 +9,7 @@ import pytest
 from engine.results import GenerationResult
 from loading.options import DEMO
 from scripts import make_chats as chats
-from support.files import read_json_lines
+from support.files import append_json_lines, read_json_lines
 from text.tokenizer import load_tokenizer
 from training.data import read_records
 
@@ -40,7 +42,9 @@ def tokenizer():
 
 
 def arguments(**given):
-    return SimpleNamespace(**dict(count=6, question_tokens=9, answer_tokens=50, seed=100) | given)
+    return SimpleNamespace(
+        **dict(count=6, question_tokens=9, answer_tokens=50, seed=100, until=math.inf, apart=None) | given
+    )
 
 
 def test_a_user_turn_is_read_off_the_template(tokenizer):
@@ -85,3 +89,52 @@ def test_answers_are_greedy_and_sampled_in_turn_and_go_on_where_they_stopped(tok
     assert [record["temperature"] for record in records] == [0.0, 1.0, 1.0, 0.0]
     conversations, texts, left_out = read_records(str(file))
     assert len(conversations) == 4 and not texts and not left_out
+
+
+def test_a_model_without_a_template_writes_texts(tmp_path):
+    """A base model that is refused, or asked like a chat model; texts that are written again, or lose their beginning."""
+    tokenizer = load_tokenizer(DEMO)
+    assert not tokenizer.chat_template_source
+    file, out = tmp_path / "q.jsonl", tmp_path / "texts.jsonl"
+    begins = chats.write_questions(ScriptedEngine(["def a(...", "x = 1"]), tokenizer, file, arguments(count=2))
+    assert begins == ["def a(...", "x = 1"], "a beginning need not end"
+    engine = ScriptedEngine(["b): pass", " + 2"])
+    assert chats.write_answers(engine, tokenizer, begins, out, arguments()) == 2
+    assert engine.requests[0][0][1] == chats.before_text(tokenizer) + tokenizer.encode("x = 1", add_bos=False)
+    assert read_records(str(out))[1] == ["def a(...b): pass", "x = 1 + 2"]
+    assert chats.write_answers(ScriptedEngine([]), tokenizer, begins, out, arguments()) == 2
+
+
+def test_nothing_is_asked_that_another_file_asks_or_after_the_time(tokenizer, tmp_path):
+    """Held-out questions among those for training, and a run that goes on when its time is over."""
+    other = tmp_path / "held.jsonl"
+    append_json_lines(other, {"messages": [{"role": "user", "content": "why?"}]}, {"begins": "how?", "text": "how? so"})
+    engine = ScriptedEngine(["why?", "", "how?", " so?"])
+    given = arguments(count=4, apart=other)
+    assert chats.write_questions(engine, tokenizer, tmp_path / "q.jsonl", given)[0].endswith("so?")
+    late = arguments(until=0.0)
+    assert not chats.write_questions(ScriptedEngine([]), tokenizer, tmp_path / "late.jsonl", late)
+    assert chats.write_answers(ScriptedEngine([]), tokenizer, ["why?"], tmp_path / "late.jsonl", late) == 0
+
+
+def test_blocks_of_a_run_by_time_write_what_one_block_writes(tokenizer, tmp_path, monkeypatch):
+    """Questions of a group that was cut by the end of a block, and are never answered; other questions than without a
+    time. A run that was interrupted between questions and answers gives the answers."""
+    monkeypatch.setattr(chats, "BLOCK", 1)
+    texts = ["a?", "b?", "", "c?", "d?", "e?"]
+    for name, hours in (("whole", math.inf), ("timed", 9.0)):
+        asked, answers = iter(texts), itertools.count()
+        engine = ScriptedEngine([])
+        engine.tokenizer = tokenizer
+
+        def generate(prompts, params, asked=asked, answers=answers):
+            new = [next(asked) if params.max_new_tokens == 9 else f"answer {next(answers)}" for _ in prompts]
+            return ScriptedEngine(new).generate_batch(prompts, params)
+
+        engine.generate_batch = generate
+        monkeypatch.setattr(chats, "load", lambda engine=engine, **options: engine)
+        monkeypatch.setattr(chats, "options_from", lambda *args: {})
+        monkeypatch.setattr(chats, "OPENINGS", [""])
+        chats.run(arguments(hours=hours, out=tmp_path / f"{name}.jsonl"))
+    whole, timed = (read_json_lines(tmp_path / f"{name}.jsonl") for name in ("whole", "timed"))
+    assert timed == whole and len(whole) == 5

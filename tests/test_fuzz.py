@@ -215,7 +215,9 @@ def state_of(folder: Path) -> Run:
     module = torch.nn.Linear(4, 4, bias=False)
     torch.nn.init.constant_(module.weight, 0.5)
     optims = optimizers(module, Recipe("adamw"))
-    return Run(module, optims, {"--seed": 0}, folder / "s.pt", World(0, 1, torch.device("cpu")), [2.5, 1.5], 3.0)
+    return Run(
+        module, optims, {"--seed": 0}, folder / "s.pt", World(0, 1, torch.device("cpu")), 4, None, [2.5, 1.5], 3.0
+    )
 
 
 def resumed(folder: Path) -> Any:

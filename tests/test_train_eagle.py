@@ -677,7 +677,7 @@ def test_every_row_is_dealt_out_once_per_epoch():
 
 
 def test_processes_share_the_tokens():
-    """A process with all long rows, for which the others wait, and short rows that are padded to the length of a long one."""
+    """A process with all long rows, for which the others wait, and short rows padded to the length of a long one."""
     lengths = [40, 9, 9, 9, 9, 8, 8, 8]
     data = TokenData.from_rows([([1] * length, [True] * length) for length in lengths])
     args = SimpleNamespace(batch=2, accumulate=2, seed=0, length=64)
@@ -738,6 +738,25 @@ def test_kept_features_are_the_targets(files, tmp_path, monkeypatch, version, dr
     again = KeptFeatures(path, dialogues, 32, 32 * len(head.config.taps)).of(batch, head)
     assert torch.equal(again.features, good) and len(calls) == sum(news) + 1
     assert values[::2] == pytest.approx(values[1::2], rel=0.01), "bfloat16 may change a few most likely tokens"
+
+
+def test_kept_features_grow_with_the_data(files, tmp_path, monkeypatch):
+    """A target that runs again for rows that it has read, or features of other tokens at the same place."""
+    head, _ = tiny_head(files, 3, draft_vocab=20)
+    rows = [([2 + i] * 9, [True] * 9) for i in range(4)]
+    changed = [*rows[:1], ([11] * 9, [True] * 9), *rows[2:]]
+    calls = []
+    monkeypatch.setattr(losses, "target_rows", lambda *args: calls.append(1) or target_rows(*args))
+    for data, runs in ((rows[:2], 2), (rows, 2), (changed, 1), (changed, 0)):
+        data = TokenData.from_rows(data)
+        kept = KeptFeatures(tmp_path / "kept.bin", data, 32, 32 * len(head.config.taps))
+        calls.clear()
+        for k in range(data.rows):
+            batch = Batch(torch.from_numpy(data.row(k, 9)[0]).long()[None], torch.ones(1, 9), [k], [data.place(k, 9)])
+            torch.testing.assert_close(
+                kept.of(batch, head)[1], target_rows(head, batch.tokens)[1].float(), atol=0.02, rtol=0.01
+            )
+        assert len(calls) == runs
 
 
 # ------------------------------------------------------------------------------------------------ command line

@@ -11,8 +11,10 @@ import argparse
 import contextlib
 import hashlib
 import itertools
+import math
 import re
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -287,10 +289,14 @@ def tokenise(tokenizer: Tokenizer, conversations: list, texts: list[str]) -> tup
     return TokenData.from_rows(rows), left_out
 
 
-def groups(count: int, size: int, title: str = "regenerated", first: int = 0) -> Iterator[range]:
-    """The numbers from `first` up to `count` in groups of `size`, with a progress bar."""
+def groups(
+    count: int, size: int, title: str = "regenerated", first: int = 0, until: float = math.inf
+) -> Iterator[range]:
+    """The numbers from `first` up to `count` in groups of `size`, with a progress bar. None after the time `until`."""
     with contextlib.closing(Progress()) as progress:
         for start in range(first, count, size):
+            if time.monotonic() > until:
+                break
             progress(start / count, f"{title} {start} of {count}")
             yield range(start, min(start + size, count))
 
@@ -355,13 +361,15 @@ def load_data(
     return data, _read_data(args.held_out or args.data, "--held-out", tokenizer, args)
 
 
-def fingerprint(args: argparse.Namespace) -> str:
-    """A hash of everything that may decide the tokenised data: options, and the files with their times."""
+def fingerprint(args: argparse.Namespace, data: bool = True) -> str:
+    """A hash of everything that may decide the tokenised data: options, and the files with their times. Without `data` it
+    is one of the model alone."""
     names = "data regenerate chat_template seed length prompt_length regenerate_tokens regenerate_temperature"
     checkpoint = local_path(args.checkpoint).resolve()
-    key = [checkpoint, *(vars(args)[name] for name in names.split())]
-    data = Path(args.data)
-    files = sorted(data.rglob("*")) if data.is_dir() else [data]
+    key = [checkpoint, *(vars(args)[name] for name in names.split() if data)]
+    source = Path(args.data)
+    files = sorted(source.rglob("*")) if source.is_dir() else [source]
+    files = files if data else []
     files += sorted(checkpoint.glob("*")) if checkpoint.is_dir() else [checkpoint]
     for file in (file for file in files if file.is_file()):
         key += [file, file.stat().st_size, file.stat().st_mtime_ns]

@@ -26,7 +26,7 @@ from families.config import DTYPES
 from loading.drafting import build_drafter, build_head, read_drafter
 from loading.options import LoadOptions
 from model import Transformer
-from support.errors import UsageError, UserError, at_least, bad_files
+from support.errors import UsageError, UserError, above_zero, at_least, bad_files
 from support.files import clean_up, directory_written_whole, write_json
 from support.machine import describe_device
 from text.tokenizer import Tokenizer, load_tokenizer
@@ -36,7 +36,7 @@ from training.losses import KeptFeatures, TargetRows, target_rows
 from weights.quantized import pack_
 
 # Options that do not decide the weights. A state is not resumed with other values of the others.
-FREE = """out work eval_every eval_prompts eval_tokens prompt_length tree save_every device dtype threads debug
+FREE = """out work hours eval_every eval_prompts eval_tokens prompt_length tree save_every device dtype threads debug
     force autocast max_positions average""".split()
 CARD_OPTIONS = "steps length seed tree eval_prompts eval_tokens".split()
 LABELS = {"tau_greedy": "tau", "tau_t1": "tau at T = 1"}
@@ -104,7 +104,7 @@ class HeadTraining(DrafterTraining):
         """The head on the target's device, and a store for the features that it reads."""
         if self.args.keep_features:
             size, taps = self.target.config.hidden_size, self.config.taps
-            name = "-".join(map(str, ("features", fingerprint(self.args), *taps)))
+            name = "-".join(map(str, ("features", fingerprint(self.args, data=False), *taps)))
             self.kept = KeptFeatures(Path(self.args.work) / f"{name}.bin", data, size, size * len(taps))
         head.to(self.target.device)
         head.rotary.build(self.target.device, self.target.rotary.length)
@@ -193,10 +193,11 @@ def train(kind: type[DrafterTraining], args: argparse.Namespace) -> dict[str, An
         identity = {f"--{name.replace('_', '-')}": value for name, value in vars(args).items() if name not in FREE}
         identity |= {"autocast": training.autocast, "processes": world.size} | training.identity()
         optims = optimizers(module, training.recipe, training.autocast)
-        course = Run(module, optims, identity, work / "train_state.pt", world)
-        course.fit(functools.partial(train_step, training, course, data), args.steps, args.save_every, after_step)
+        course = Run(module, optims, identity, work / "train_state.pt", world, args.steps, args.hours)
+        course.fit(functools.partial(train_step, training, course, data), args.save_every, after_step)
         if evaluation is not None:
-            card |= {"minutes": round(course.seconds / 60, 1), "last_loss": float(np.mean(course.curve[-50:]))}
+            card |= {"steps": len(course.curve), "minutes": round(course.seconds / 60, 1)}
+            card |= {"last_loss": float(np.mean(course.curve[-50:]))}
             card |= measure(training, module, evaluation, export)
             world.say(f"{summary(card)} (tree {args.tree})")
             old_tau = evaluation.tau(training, out)["tau"] if old else 0.0
@@ -258,7 +259,7 @@ def train_step(training: DrafterTraining, course: Run, data: TokenData, step: in
     world.sum_([*(p.grad for p in parameters), value, hits])
     clip = nn.utils.clip_grad_value_ if training.clip_by_value else nn.utils.clip_grad_norm_
     clip(parameters, recipe.clip, foreach=False)
-    update(course.optims, recipe.factor(step, args.steps))
+    update(course.optims, recipe.factor(step, course.share))
     return float(value), hits.tolist(), sum(batch.tokens.numel() for batch in batches) * world.size
 
 
@@ -328,6 +329,7 @@ def drafter_parser(name: str, doc: str, steps: int, length: int, eval_every: int
     add("--held-out", help="the same kinds (default: 5 %% of --data; of stdlib, the modules held out)")
     add("--out", required=True, help="folder to write")
     add("--work", help="tokenised data and training state (default: in runs/, by the names of command and --out)")
+    add("--hours", type=above_zero, metavar="H", help="train for so long, with as many --steps as there are in it")
     add("--batch", type=at_least(1), default=8, help="most sequences of a micro-batch, per process")
     add("--accumulate", type=at_least(1), default=1, help="full micro-batches per optimizer step")
     add("--length", type=at_least(8), default=length, help="tokens of a training window")

@@ -1,7 +1,8 @@
 """The training loop that all commands share: processes, progress, saved states, Ctrl-C, optimizers, and their options.
 
-A run is deterministic: every step depends on the saved state and on its own number alone. A run that was interrupted and
-resumed therefore ends in the same weights as one that was not.
+A run of so many steps is deterministic: every step depends on the saved state and on its own number alone. A run that
+was interrupted and resumed therefore ends in the same weights as one that was not. A run of so many hours depends on the
+speed of the machine.
 """
 
 from __future__ import annotations
@@ -77,6 +78,14 @@ class World(NamedTuple):
         for tensor in tensors if self.size > 1 else ():
             dist.all_reduce(tensor)
 
+    def mean(self, value: float) -> float:
+        """The mean of a number over all processes, the same on each of them. Waits for them."""
+        if self.size == 1:
+            return value
+        total = torch.tensor([value], device=self.device)
+        self.sum_([total])
+        return total.item() / self.size
+
     def barrier(self) -> None:
         if self.size > 1:
             dist.barrier()
@@ -91,14 +100,21 @@ class Run:
     identity: dict[str, Any]  # by name, what makes this run this one
     path: Path  # of the state
     world: World
+    steps: int  # how long the run is
+    hours: float | None = None  # how long it is instead, if given
     curve: list[float] = field(default_factory=list)  # the loss of every step so far
     seconds: float = 0.0  # that the steps took
 
+    @property
+    def share(self) -> float:
+        """Which share of the run is done, by steps or by time. The same on all processes."""
+        return self.seconds / (3600 * self.hours) if self.hours else len(self.curve) / self.steps
+
     def fit(
-        self, train_step: Callable[[int], tuple[float, list[float], int]], steps: int, save_every: int,
+        self, train_step: Callable[[int], tuple[float, list[float], int]], save_every: int,
         after_step: Callable[[int], None] | None = None,
     ) -> None:  # fmt: skip
-        """Train up to step number `steps`, going on from the saved state if there is one.
+        """Train to the end of the run, going on from the saved state if there is one.
 
         Args:
             train_step: called with the number of the step, makes the update and returns (loss, accuracies, tokens).
@@ -116,27 +132,29 @@ class Run:
         defer = deferred_interrupt() if self.world.size == 1 else contextlib.nullcontext(lambda: False)
         recent: deque[tuple[float, ...]] = deque(maxlen=20)
         with defer as interrupted, contextlib.closing(Progress(quiet=not self.world.chief)) as bar:
-            for step in range(len(self.curve), steps):
+            while self.share < 1:
+                step = len(self.curve)
                 started = time.perf_counter()
                 loss, accuracies, tokens = train_step(step)
-                spent = time.perf_counter() - started
+                spent = self.world.mean(time.perf_counter() - started)
                 self.seconds += spent
                 self.curve.append(loss)
                 recent.append((spent, tokens, loss, *accuracies))
                 done = step + 1
-                if done % 10 == 0 or done == steps:
-                    text = averages(done, steps, recent)
-                    bar(done / steps, text)
+                over = self.share >= 1
+                if done % 10 == 0 or over:
+                    text = averages(f"{done}" if self.hours else f"{done}/{self.steps}", recent)
+                    bar(min(1.0, self.share), text)
                     if done % 100 == 0:
                         self.world.say(text)
                 stop = interrupted()
-                if self.world.chief and (stop or done % save_every == 0 or done == steps):
+                if self.world.chief and (stop or done % save_every == 0 or over):
                     self.save()
                 if stop:
                     interrupt = KeyboardInterrupt()
                     interrupt.add_note(f"(after step {done}; {self.path})")
                     raise interrupt
-                if after_step is not None and done < steps:
+                if after_step is not None and not over:
                     after_step(done)
                 self.world.barrier()
 
@@ -180,10 +198,10 @@ class Run:
             )
 
 
-def averages(done: int, steps: int, recent: Iterable[tuple[float, ...]]) -> str:
-    """The last steps on average. `recent` holds (seconds, tokens, loss, accuracies) of each."""
+def averages(done: str, recent: Iterable[tuple[float, ...]]) -> str:
+    """The last steps on average, after the steps `done`. `recent` holds (seconds, tokens, loss, accuracies) of each."""
     seconds, tokens, loss, *accuracies = map(fmean, zip(*recent, strict=True))
-    text = f"step {done}/{steps}  loss {loss:.3f}  "
+    text = f"step {done}  loss {loss:.3f}  "
     if accuracies:
         ends = accuracies[:: max(1, len(accuracies) - 1)]  # those of the first and the last draft step
         text += f"top-1 {' to '.join(f'{accuracy:.3f}' for accuracy in ends)}  "
@@ -230,9 +248,9 @@ class Recipe:
     weight_decay: float = 0.01
     clip: float = 0.5  # of the gradients, for drafters
 
-    def factor(self, step: int, steps: int) -> float:
-        """The factor on the peak rates: linear warm-up, flat, then linear to zero."""
-        cool = (steps - step) / (self.cooldown * steps) if self.cooldown > 0 else 1.0
+    def factor(self, step: int, share: float) -> float:
+        """The factor on the peak rates: linear warm-up, flat, then linear to zero. share: of the run that is done."""
+        cool = (1 - share) / self.cooldown if self.cooldown > 0 else 1.0
         return min(1.0, (step + 1) / max(1, self.warmup)) * min(1.0, cool)
 
 

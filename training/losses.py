@@ -40,11 +40,18 @@ def target_rows(head: DraftHead, tokens: Tensor) -> TargetRows:
     return TargetRows(hidden_states, (hidden_states if taps is None else taps).to(head.fc.weight.dtype))
 
 
+def _file_tensor(path: Path, count: int, dtype: torch.dtype) -> Tensor:
+    """A tensor that lives in a file. What the file lacks are zeros."""
+    with open(path, "ab") as file:  # torch itself would overwrite the first byte of a file that has to grow
+        file.truncate(max(path.stat().st_size, count * dtype.itemsize))
+    return torch.from_file(str(path), True, count, dtype=dtype)
+
+
 class KeptFeatures:
     """Hidden states and features in bfloat16, and the most likely next tokens, for every token of the training data.
 
-    A row is filled when a batch needs it for the first time. Files of an interrupted run are used further, as far as the
-    checksum of a row says that it is what was written.
+    A row is filled when a batch needs it for the first time. Files of an earlier run are used further, as far as the
+    checksum of a row says that it is what was written, for the same tokens. So data may grow at its end.
     """
 
     def __init__(self, path: Path, data: TokenData, hidden_size: int, taps_size: int):
@@ -55,20 +62,23 @@ class KeptFeatures:
         if data.stream:
             raise ValueError("--keep-features needs conversations: windows of plain text are never the same again.")
         tokens, width = len(data.ids), hidden_size + taps_size
-        needed, free = tokens * (2 * width + 12), shutil.disk_usage(path.parent).free
-        if not path.exists() and needed > free:
+        held = path.stat().st_blocks * 512 if path.exists() else 0
+        needed, free = tokens * (2 * width + 12) - held, shutil.disk_usage(path.parent).free
+        if needed > free:
             where = f"{size_text(needed)} in {path.parent}, where {size_text(free)} are free"
             raise ValueError(f"--keep-features needs {where}; train without it, or with less --data.")
         self.hidden_size = hidden_size
-        self.values = torch.from_file(str(path), True, tokens * width, dtype=torch.bfloat16).view(tokens, width)
-        self.best = torch.from_file(str(path.with_suffix(".ids")), True, tokens, dtype=torch.int32)
+        self.tokens = data.ids
+        self.values = _file_tensor(path, tokens * width, torch.bfloat16).view(tokens, width)
+        self.best = _file_tensor(path.with_suffix(".ids"), tokens, torch.int32)
         # A row's checksum lies where its first token does. A new file is all zeros: nothing is filled yet.
-        self.sums = torch.from_file(str(path.with_suffix(".sums")), True, tokens, dtype=torch.int64)
+        self.sums = _file_tensor(path.with_suffix(".sums"), tokens, torch.int64)
         self.filled: set[int] = set()  # first tokens of the rows that were filled or compared by this process
 
     def _checksum(self, place: slice) -> int:
         """Of a filled row; never zero."""
-        first = zlib.crc32(self.values[place].view(torch.uint8).numpy())
+        first = zlib.crc32(self.tokens[place].tobytes())
+        first = zlib.crc32(self.values[place].view(torch.uint8).numpy(), first)
         return 1 << 32 | zlib.crc32(self.best[place].view(torch.uint8).numpy(), first)
 
     def _has(self, place: slice) -> bool:

@@ -823,7 +823,7 @@ Tensor linear(const Tensor& x, const Tensor& codes, const std::optional<Tensor>&
               const std::optional<Tensor>& bias, const std::optional<Tensor>& residual, int64_t gated, bool round) {
   const Linear layer(codes, scales ? &*scales : nullptr, mins ? &*mins : nullptr, floats(bias));
   Tensor out = torch::stable::new_empty(x, {x.size(0), gated ? layer.n / 2 : layer.n});
-  layer(floats(x), x.size(0), floats(residual), gated, round, floats(out));
+  if (x.size(0) > 0) layer(floats(x), x.size(0), floats(residual), gated, round, floats(out));
   return out;
 }
 

@@ -49,7 +49,7 @@ How can I improve my|What should I consider when|I feel|Compare the advantages a
 OPENINGS = _OPENINGS.strip().replace("\n", "|").split("|")
 # A line that was written earlier: a conversation, or a text and how it begins.
 LINE = {"messages?": [{"role": str, "content": str}], "begins?": str}
-BLOCK = 8  # groups of questions that are written before they are answered
+BLOCK = 2  # groups of questions that are written before they are answered
 NGRAM = 4
 LEAST_DISTINCT = 0.5  # of the 4-grams of a text that is kept
 

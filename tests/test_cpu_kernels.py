@@ -330,6 +330,13 @@ def test_tiles_may_take_the_place_of_the_codes(form):
 
 
 @needs_kernels
+def test_no_rows_have_no_product():
+    """A crash of the whole process: training calls an LM head without rows where none of them counts."""
+    with backend().active():
+        assert kernels.packed_linear(torch.zeros(0, 256), tiles(weight(next(iter(FORMS))))).shape == (0, 96)
+
+
+@needs_kernels
 @pytest.mark.parametrize("form", FORMS)
 def test_other_dtypes_of_activations_are_computed_in_float32(form):
     """Halves that are read as floats, past the end of the memory: torch.autocast makes such activations."""

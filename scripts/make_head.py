@@ -42,9 +42,9 @@ SLACK = 1200  # tokens of context that a question behind such a chat needs besid
 LEAST_WRITING = 10.0  # seconds
 GIB = 1 << 30
 # Options of scripts.train_eagle, as they trained the heads of SmolLM2 (docs/training.md).
-TRAINING = {
-    1: ["--ttt-steps", 2, "--feature-weight", 0.3, "--token-weight", 1, "--lr", 0.01, "--side-lr", 0.001],
-    3: ["--ttt-steps", 3, "--row-share", 0.33, "--noise-share", 0.5, "--lr", 0.02, "--side-lr", 0.001],
+TRAINING: dict[int, dict[str, object]] = {
+    1: {"ttt_steps": 2, "feature_weight": 0.3, "token_weight": 1, "lr": 0.01, "side_lr": 0.001},
+    3: {"ttt_steps": 3, "row_share": 0.33, "noise_share": 0.5, "lr": 0.02, "side_lr": 0.001},
 }
 
 
@@ -53,8 +53,7 @@ class Maker:
 
     def __init__(self, args: argparse.Namespace):
         """Raises UsageError or ValueError in one line for what cannot work."""
-        self.args = args
-        self.out, self.work = Path(args.out), Path(args.work)
+        self.args, self.out, self.work = args, Path(args.out), Path(args.work)
         names = ("text", "held_out", "questions")
         self.text, self.held_out, self.questions = (self.work / f"{name}.jsonl" for name in names)
         self.options = LoadOptions(args.checkpoint, device=args.device)
@@ -65,14 +64,13 @@ class Maker:
             raise UsageError(f"--checkpoint {args.checkpoint}: it has no tokenizer, so it cannot write text.")
         self.chats = bool(self.tokenizer.chat_template_source)
         self.processes = self._processes()
-        identity = {"--version": args.version, "--seed": args.seed, "--device": args.device, "--out": str(self.out)}
-        identity["--checkpoint"] = str(Path(args.checkpoint).resolve())
+        identity = {f"--{name}": vars(args)[name] for name in ("version", "seed", "device", "start", "text")}
+        identity |= {"--checkpoint": str(Path(args.checkpoint).resolve()), "--out": str(self.out)}
         self.stages = Stages(self.work, args.hours, identity)
         if not self.stages.kept("free", lambda: args.force or not self.out.exists()):
             raise UsageError(f"--out {self.out} exists; choose another name, or --force to replace it.")
         if args.text and not self.text.exists():
             shutil.copy(args.text, self.text)
-        self.common = ["--checkpoint", args.checkpoint, "--device", args.device]
 
     def _processes(self) -> int:
         """How many processes train. Raises UsageError where the memory is too small for one."""
@@ -84,29 +82,42 @@ class Maker:
             raise UsageError(f"this takes at least {size_text(each)} of memory, and {size_text(free)} are free.")
         return 2 if default_threads() > 1 and 2 * each < free else 1
 
-    def _write(self, name: str, title: str, file: Path, hours: float, *more: object) -> None:
+    def _stage(self, name: str, title: str, script: str, processes: int = 1, **options: object) -> None:
+        """Run a script with these options, of which None or False are left out. An exit code of 1 is a finding."""
+        command: list[object] = [script]
+        for option, value in {"checkpoint": self.args.checkpoint, "device": self.args.device, **options}.items():
+            if value is not None and value is not False:
+                command += [f"--{option.replace('_', '-')}", *([] if value is True else [value])]
+        self.stages.run(name, title, command, processes, fine=(0, 1) if processes == 1 else (0,))
+
+    def _write(self, name: str, title: str, out: Path, hours: float, **more: object) -> None:
         """A stage in which the model writes text."""
         ctx = min(1024, self.config.max_positions)
         begin, rest = (128, 256) if self.chats else (32, 224)
-        lengths = ["--ctx", ctx, "--question-tokens", min(begin, ctx // 4), "--answer-tokens", min(rest, ctx // 2)]
-        command = ["scripts.make_chats", *self.common, "--out", file, "--hours", hours, *lengths, *more]
-        self.stages.run(name, title, command)
+        lengths = {"ctx": ctx, "question_tokens": min(begin, ctx // 4), "answer_tokens": min(rest, ctx // 2)}
+        self._stage(name, title, "scripts.make_chats", out=out, hours=hours, **lengths, **more)
 
-    def _train(self, name: str, title: str, data: Path, vocabulary: int, *more: object) -> None:
+    def _train(self, name: str, title: str, data: Path, out: Path, **more: object) -> None:
         """A stage of training."""
-        args, length = self.args, min(2048, self.config.max_positions)
+        length, work = min(2048, self.config.max_positions), self.work / "training"
         if not self.stages.spent(name):
-            (self.work / "training" / "train_state.pt").unlink(missing_ok=True)  # of the stage before
-        command = ["scripts.train_eagle", *self.common, "--version", args.version, *TRAINING[int(args.version)]]
-        command += ["--batch", 4, "--accumulate", max(1, 4 // self.processes), "--length", length, "--seed", args.seed]
-        command += ["--data", data, "--held-out", self.held_out, "--work", self.work / "training", "--force"]
-        command += ["--max-positions", length, "--eval-every", 0, "--save-every", 20]
-        command += ["--draft-vocab", max(8, vocabulary)] if vocabulary else []
-        if args.device == "cpu" and {"amx_bf16", "avx512_bf16"} & cpu_flags():
-            command += ["--autocast", "on"]
-        if self.chats and self._feature_bytes(self._tokens(data)) < shutil.disk_usage(self.work).free - GIB:
-            command += ["--keep-features"]
-        self.stages.run(name, title, [*command, *more], self.processes)
+            (work / "train_state.pt").unlink(missing_ok=True)  # of the stage before
+        room = shutil.disk_usage(self.work).free - GIB
+        half = self.args.device == "cpu" and bool({"amx_bf16", "avx512_bf16"} & cpu_flags())
+        more |= TRAINING[int(self.args.version)] | {"version": self.args.version, "seed": self.args.seed}
+        self._stage(
+            name, title, "scripts.train_eagle", self.processes, data=data, out=out, held_out=self.held_out, work=work,
+            batch=4, accumulate=max(1, 4 // self.processes), length=length, max_positions=length, eval_every=0,
+            save_every=20, autocast="on" if half else "auto", force=True,
+            keep_features=self.chats and self._feature_bytes(self._tokens(data)) < room, **more,
+        )  # fmt: skip
+
+    def _measure(self, name: str, title: str, head: Path, **more: object) -> list[dict[str, Any]]:
+        """A stage that measures a head beside plain decoding. Returns the rows of the table."""
+        found = self.work / f"{name}.jsonl"
+        more |= {"eagle": head, "questions": self.questions, "reps": 1, "quiet": True, "json": found}
+        self._stage(name, title, "scripts.bench", **more)
+        return read_json_lines(found)[-1]["rows"]
 
     def _tokens(self, file: Path) -> float:
         """About how many tokens a file of texts has."""
@@ -121,46 +132,23 @@ class Maker:
     def prepare(self) -> None:
         """Text that is only measured on, and a rehearsal: what cannot work is refused here, in the first minutes."""
         stages, args, first = self.stages, self.args, self.work / "try"
-        seed = args.seed + 10**6
-        self._write(
-            "held out",
-            "first texts",
-            self.held_out,
-            max(0.05 * args.hours, 1 / 60),
-            "--count",
-            HELD_OUT,
-            "--seed",
-            seed,
-        )
-        records = read_json_lines(self.held_out)
+        least = max(0.05 * args.hours, 1 / 60)
+        self._write("held out", "first texts", self.held_out, least, count=HELD_OUT, seed=args.seed + 10**6)
+        records, took = read_json_lines(self.held_out), stages.spent("held out")
         if len(records) < FEWEST:
-            wrote = (
-                f"in {stages.spent('held out'):.0f} s the model wrote {len(records)} texts that end and do not repeat"
-            )
-            raise UsageError(
-                f"{wrote}; needed are {FEWEST}. Give more --hours, or see docs/training.md for other data."
-            )
+            wrote = f"in {took:.0f} s the model wrote {len(records)} texts that end and do not repeat"
+            raise UsageError(f"{wrote}; needed are {FEWEST}. Give more --hours, or train on other data.")
         if not self.questions.exists():
             turns = [record.get("begins") or record["messages"][0]["content"] for record in records]
             append_json_lines(self.questions, *({"question_id": n, "turns": [turn]} for n, turn in enumerate(turns)))
-        few = ["--steps", 2, "--eval-prompts", 1, "--eval-tokens", 4]
-        self._train("try", "first try", self.held_out, 8, *few, "--out", first)
-        self._measure("speed", "first try", first, "--limit", 2, "--max-new-tokens", 32, "--temperature", 0)
-        plain = self._rows("speed")[0]
+        few = {"steps": 2, "eval_prompts": 1, "eval_tokens": 4, "draft_vocab": 8}
+        self._train("try", "first try", self.held_out, first, **few)
+        plain = self._measure("speed", "first try", first, limit=2, max_new_tokens=32, temperature=0)[0]
         self.end = WHOLE_END / (plain["tokens_per_second"] or plain["request_tokens_per_second"])
-        rate = self._tokens(self.held_out) / stages.spent("held out")
-        disk = self._feature_bytes(rate * WRITING * stages.total) * self.chats + GIB
+        disk = self._feature_bytes(self._tokens(self.held_out) / took * WRITING * stages.total) * self.chats + GIB
         disk = min(disk, shutil.disk_usage(self.work).free)
         over = f"{stages.seconds / 3600:.2f} hours are over"
         say(f"this takes {args.hours:g} hours and up to {size_text(disk)} of disk in {self.work}; {over}")
-
-    def _measure(self, name: str, title: str, head: Path, *more: object) -> None:
-        """A stage that measures a head beside plain decoding."""
-        command = ["scripts.bench", *self.common, "--eagle", head, "--questions", self.questions, "--reps", 1, "-q"]
-        self.stages.run(name, title, [*command, "--json", self.work / f"{name}.jsonl", *more], fine=(0, 1))
-
-    def _rows(self, name: str) -> list[dict[str, Any]]:
-        return read_json_lines(self.work / f"{name}.jsonl")[-1]["rows"]
 
     def rounds(self) -> int:
         """Write and train in turns while there is time, and publish the best head. Returns the number of rounds."""
@@ -176,26 +164,23 @@ class Maker:
             share = 2 ** max(1, rounds - number + 1) - 1  # this round is one of so many equal parts of what is left
             seconds = stages.kept(f"round {number}", lambda left=left, share=share: left / share)
             writing = max(LEAST_WRITING, WRITING * seconds - stages.spent(f"text {number}"))
-            more = ["--count", 10**7, "--seed", self.args.seed, "--apart", self.held_out]
-            self._write(f"text {number}", f"round {number}, text", self.text, writing / 3600, *more)
+            more = {"count": 10**7, "seed": self.args.seed, "apart": self.held_out}
+            self._write(f"text {number}", f"round {number}, text", self.text, writing / 3600, **more)
             if not self.text.exists():
                 raise UsageError(f"the model wrote no text that can be used in {writing:.0f} s; give more --hours.")
             seconds -= stages.spent(f"text {number}")
             hours = stages.kept(f"train {number}", lambda seconds=seconds: max(seconds - beside, 0.3 * seconds) / 3600)
-            self._round(number, hours, share == 1)
+            self._round(number, hours, number / max(rounds, number))
 
-    def _round(self, number: int, hours: float, last: bool) -> None:
-        """The training of a round. The head is published if it is the best one."""
+    def _round(self, number: int, hours: float, share: float) -> None:
+        """The training of a round, with this share of the vocabulary. The head is published if it is the best one."""
         kept, vocab, out = self.stages.kept, self.config.vocab_size, self.work / f"head{number}"
         before = self.stages.state["kept"].get(f"best {number - 1}")
-        start = before or self.args.start
-        most = vocab if vocab < 8192 else min(vocab // 2, 32768)
-        size = kept(f"vocabulary {number}", lambda: most if last else most * number // ROUNDS)
-        more = ["--start", start, "--average", 0.5] if start else []
-        size = 0 if self.args.start else size
-        self._train(
-            f"train {number}", f"round {number}, training", self.text, size, *more, "--hours", hours, "--out", out
-        )
+        size = max(8, round(share * (vocab if vocab < 8192 else min(vocab // 2, 32768))))
+        more: dict[str, object] = {"hours": hours, "draft_vocab": None if self.args.start else size}
+        if start := before or self.args.start:
+            more |= {"start": start, "average": 0.5}
+        self._train(f"train {number}", f"round {number}, training", self.text, out, **more)
         cards = {head: read_json(Path(head) / "CARD.json") for head in (before, str(out)) if head}
         taus = {head: card["tau_greedy"] + card["tau_t1"] for head, card in cards.items()}
         if kept(f"best {number}", lambda: max(taus, key=taus.get)) == str(out):
@@ -208,57 +193,55 @@ class Maker:
             write_json(unfinished / "CARD.json", read_json(head / "CARD.json") | card)
 
     def finish(self, number: int) -> str:
-        """Round the head as its model is, measure it, and find its tree and window. Returns what people want to know."""
-        head, quantization = Path(self.stages.state["kept"][f"best {number}"]), self.checkpoint.quantization
+        """Round the head as its model is, measure it, and find its tree and window. Returns three lines about these."""
+        args, head, quantization = (
+            self.args,
+            Path(self.stages.state["kept"][f"best {number}"]),
+            self.checkpoint.quantization,
+        )
         if quantization:
             fits = self.config.hidden_size % 32 == self.config.intermediate_size % 32 == 0
-            mode = "int4" if "int4" in quantization and fits and self.args.version != 1 else "int8"
-            head, given = self.work / f"rounded{number}", head
+            mode = "int4" if "int4" in quantization and fits and args.version != 1 else "int8"
+            given, head = head, self.work / f"rounded{number}"
             if f"rounded {number}" not in self.stages.state["done"]:
                 shutil.rmtree(head, ignore_errors=True)
-            how = ["--head-only", "--mode", mode, "--lm-head", mode, "--group-size", 32, "--algorithm", "gptq"]
-            how += ["--calibration", self.text, "--eagle", given, "--out", head]
-            self.stages.run(f"rounded {number}", "rounding", ["quantize", *self.common, *how])
+            how = {"mode": mode, "lm_head": mode, "group_size": 32, "algorithm": "gptq", "calibration": self.text}
+            self._stage(f"rounded {number}", "rounding", "quantize", eagle=given, out=head, head_only=True, **how)
         self._publish(head)
         effort = min(1.0, END * self.stages.total / self.end)
-        few, tokens = max(1, round(4 * effort)), max(16, round(64 * effort))
+        few, some = max(1, round(4 * effort)), {"max_new_tokens": max(16, round(64 * effort))}
         room = self.config.max_positions - SLACK if self.chats and effort > 0.5 else 0
         fitting = [length for length in BEHIND if length <= room]
-        lengths = ["--behind", ",".join(map(str, (0, *fitting)))] if fitting else []
-        name, some = f"measured {number}", ["--limit", few, "--max-new-tokens", tokens]
-        self._measure(name, "measuring", self.out, *some, *lengths)
-        command = ["scripts.tune_tree", *self.common, "--eagle", self.out, "--questions", self.questions, "-q"]
-        command += ["--reps", 1, "--prompts", few, "--max-new-tokens", tokens, "--behind", max(fitting, default=0)]
-        command += ["--trees", "chain:3", "dynamic:8,3,4", "paper25"] if effort < 0.5 else []
-        self.stages.run(f"tuned {number}", "tree and window", command, fine=(0, 1))
-        options = LoadOptions(self.args.checkpoint, eagle=str(self.out), device=self.args.device)
+        behind = ",".join(map(str, (0, *fitting))) if fitting else None
+        rows = self._measure(f"measured {number}", "measuring", self.out, limit=few, behind=behind, **some)
+        some |= {
+            "questions": self.questions,
+            "prompts": few,
+            "reps": 1,
+            "behind": max(fitting, default=0),
+            "quiet": True,
+        }
+        self._stage(f"tuned {number}", "tree and window", "scripts.tune_tree", eagle=self.out, **some)
+        options = LoadOptions(args.checkpoint, eagle=str(self.out), device=args.device)
         read = read_drafter(options, self.config, None).head
-        window = cache.fetch(tuned_path(options, self.checkpoint, read, "window"))
-        tree = tuned_path(options, self.checkpoint, read)
+        tree, window = (tuned_path(options, self.checkpoint, read, kind) for kind in ("json", "window"))
+        windows = cache.fetch(window)
+        found = {"window": windows.about["window"]} if windows else {}
         keys = ("suite", "temperature", "tau", "accepted_by_depth", "speedup")
-        rows = [{key: row[key] for key in keys} for row in self._rows(name) if row["tau"] and row["accepted_by_depth"]]
-        found = {"window": window.about["window"]} if window else {}
+        rows = [{key: row[key] for key in keys} for row in rows if row["accepted_by_depth"]]
         self._publish(head, measured=rows, **found)
-        return self._result(
-            rows, found, f"--tree auto: {read_json(tree)['winner']}" if tree.exists() else "the default"
-        )
-
-    def _result(self, rows: list[dict[str, Any]], found: dict[str, Any], tree: str) -> str:
-        """Three lines: what the head gains, what is best for this machine, and how it is used."""
         gains = [
-            f"tau {row['tau']:.2f} at T = {row['temperature']:g}, {row['suite']}"
+            f"tau {row['tau']:.2f} at T = {row['temperature']:g} {row['suite']}"
             + (f" ({row['speedup']['median']:.2f}x of plain decoding)" if row["speedup"] else "")
             for row in rows
         ]
-        size = size_text(sum(file.stat().st_size for file in self.out.glob("*.safetensors")))
-        window, hours = found.get("window", "the default"), self.stages.seconds / 3600
-        lines = [
-            f"{self.out}: {size}; {'; '.join(gains) or 'it drafts nothing that is accepted'}",
-            f"best on this machine: tree {tree}, window {window}; it took {hours:.2f} hours",
-            f"python generate.py --checkpoint {self.args.checkpoint} --eagle {self.out}"
-            + " --tree auto" * ("auto" in tree),
-        ]
-        return "\n".join(lines)
+        winner = read_json(tree)["winner"] if tree.exists() else "the default"
+        best = f"tree {winner}, window {found.get('window', 'the default')}"
+        return (
+            f"{self.out}: {', '.join(gains) or 'nothing that it drafts is accepted'}\n"
+            f"best on this machine: {best}; it took {self.stages.seconds / 3600:.2f} hours\n"
+            f"python generate.py --checkpoint {args.checkpoint} --eagle {self.out}{' --tree auto' * tree.exists()}"
+        )
 
 
 def run(args: argparse.Namespace) -> None:
@@ -278,9 +261,7 @@ def main(argv: list[str] | None = None) -> int:
     add("--hours", type=above_zero, default=8.0, metavar="H", help="what all of it may take (default: 8)")
     add("--version", type=float, choices=(1, 3, 3.1), default=3, help="generation of EAGLE (default: 3)")
     add("--out", metavar="HEAD", help="folder to write (default: heads/NAME-eagleVERSION)")
-    add(
-        "--work", metavar="DIR", help="everything that an interrupted run needs (default: runs/make_head/NAME of --out)"
-    )
+    add("--work", metavar="DIR", help="what an interrupted run needs (default: runs/make_head/NAME of --out)")
     add("--device", choices=("cpu", "cuda"), default=default_device())
     add("--start", metavar="HEAD", help="go on from the weights of a head of the same --version")
     add("--text", metavar="FILE", help="conversations that scripts.make_chats wrote with this model, to begin with")

@@ -14,7 +14,9 @@ log.txt in --work.
 
 import argparse
 import shutil
+import sys
 from pathlib import Path
+from resource import RUSAGE_CHILDREN, getrusage
 from typing import Any
 
 import torch
@@ -23,7 +25,7 @@ from loading.drafting import read_drafter, tuned_path
 from loading.memory import model_bytes
 from loading.options import LoadOptions
 from support import cache
-from support.errors import UsageError, above_zero, at_least, command_parser, run_parsed
+from support.errors import UsageError, above_zero, at_least, command_parser, run_command
 from support.files import append_json_lines, directory_written_whole, read_json, read_json_lines, write_json
 from support.machine import cpu_flags, default_device, default_threads, free_memory, size_text
 from support.progress import say
@@ -62,6 +64,7 @@ class Maker:
         self.tokenizer = load_tokenizer(self.checkpoint.tokenizer_source, self.config.vocab_size)
         if self.tokenizer is None:
             raise UsageError(f"--checkpoint {args.checkpoint}: it has no tokenizer, so it cannot write text.")
+        self.compiled = args.device == "cuda"  # when it is measured
         self.chats = bool(self.tokenizer.chat_template_source)
         self.processes = self._processes()
         identity = {f"--{name}": vars(args)[name] for name in ("version", "seed", "device", "start", "text")}
@@ -116,6 +119,7 @@ class Maker:
         """A stage that measures a head beside plain decoding. Returns the rows of the table."""
         found = self.work / f"{name}.jsonl"
         more |= {"eagle": head, "questions": self.questions, "reps": 1, "quiet": True, "json": found}
+        more |= {"compile": self.compiled}
         self._stage(name, title, "scripts.bench", **more)
         return read_json_lines(found)[-1]["rows"]
 
@@ -147,8 +151,10 @@ class Maker:
         self.end = WHOLE_END / (plain["tokens_per_second"] or plain["request_tokens_per_second"])
         disk = self._feature_bytes(self._tokens(self.held_out) / took * WRITING * stages.total) * self.chats + GIB
         disk = min(disk, shutil.disk_usage(self.work).free)
-        over = f"{stages.seconds / 3600:.2f} hours are over"
-        say(f"this takes {args.hours:g} hours and up to {size_text(disk)} of disk in {self.work}; {over}")
+        unit = 1 if sys.platform == "darwin" else 1024  # bytes
+        most = stages.kept("memory", lambda: getrusage(RUSAGE_CHILDREN).ru_maxrss * unit * self.processes)
+        takes = f"up to {size_text(disk)} of disk in {self.work}, and about {size_text(most)} of memory"
+        say(f"this takes {args.hours:g} hours ({stages.seconds / 3600:.2f} are over), {takes}")
 
     def rounds(self) -> int:
         """Write and train in turns while there is time, and publish the best head. Returns the number of rounds."""
@@ -221,8 +227,10 @@ class Maker:
             "behind": max(fitting, default=0),
             "quiet": True,
         }
-        self._stage(f"tuned {number}", "tree and window", "scripts.tune_tree", eagle=self.out, **some)
-        options = LoadOptions(args.checkpoint, eagle=str(self.out), device=args.device)
+        self._stage(
+            f"tuned {number}", "tree and window", "scripts.tune_tree", eagle=self.out, compile=self.compiled, **some
+        )
+        options = LoadOptions(args.checkpoint, eagle=str(self.out), device=args.device, compile=self.compiled)
         read = read_drafter(options, self.config, None).head
         tree, window = (tuned_path(options, self.checkpoint, read, kind) for kind in ("json", "window"))
         windows = cache.fetch(window)
@@ -240,7 +248,9 @@ class Maker:
         return (
             f"{self.out}: {', '.join(gains) or 'nothing that it drafts is accepted'}\n"
             f"best on this machine: {best}; it took {self.stages.seconds / 3600:.2f} hours\n"
-            f"python generate.py --checkpoint {args.checkpoint} --eagle {self.out}{' --tree auto' * tree.exists()}"
+            f"python generate.py --checkpoint {args.checkpoint} --eagle {self.out}"
+            + " --compile" * self.compiled
+            + " --tree auto" * tree.exists()
         )
 
 
@@ -267,7 +277,8 @@ def main(argv: list[str] | None = None) -> int:
     add("--text", metavar="FILE", help="conversations that scripts.make_chats wrote with this model, to begin with")
     add("--seed", type=at_least(0), default=0)
     add("--force", action="store_true", help="replace what is at --out")
-    return run_parsed(parser, run, argv)
+    args = parser.parse_args(argv)
+    return run_command(lambda: run(args), args.debug, "interrupted; the same command goes on where it was")
 
 
 if __name__ == "__main__":

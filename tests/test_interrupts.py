@@ -45,6 +45,7 @@ COMMANDS = {
     "train_medusa": f"-m scripts.train_medusa --tree chain:3 {DRAFTER}".replace("{out}", "medusa"),
     "train_demo": "-m scripts.train_demo --steps 4 --batch-tokens 1024 --out {m}/demo --work {m}/demo-work",
     "make_chats": "-m scripts.make_chats --checkpoint {m}/chat --out {new} --count 64 --answer-tokens 8",
+    "make_head": "-m scripts.make_head --checkpoint {m}/chat --out {new} --work {new}-work --hours 1",
     "convert": "-m scripts.convert demo {new}",
     "bench": f"-m scripts.bench --only n-gram {BRIEF}",
     "tune_tree": "-m scripts.tune_tree --prompts 4 --max-new-tokens 12 --reps 1 --trees chain:1 --out {m}/tree.json",

@@ -93,7 +93,7 @@ def killed_in(folder: Path, *stages: str) -> None:
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_killed_in_every_stage(chat_model, stage):
-    """A stage that runs twice, or not at all, after a kill; a command of a killed run that goes on writing. These tests
+    """A stage that runs twice, or not at all, after a kill or Ctrl-C; a command that goes on writing. The tests of
     one model stand in the order of its stages."""
     state = chat_model / "work" / "state.json"
     process = started(chat_model)
@@ -103,8 +103,12 @@ def test_killed_in_every_stage(chat_model, stage):
         assert time.monotonic() < until, f"{stage} did not begin"
         time.sleep(0.05)
     time.sleep(0.3)
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
+    process.send_signal(signal.SIGINT if stage == "text 1" else signal.SIGKILL)
+    said = process.communicate()[1]
+    if stage == "text 1":
+        assert process.returncode == 130 and said.endswith(b"interrupted; the same command goes on where it was\n"), (
+            said
+        )
     left = read_json(state)
     assert sorted(left["spent"]) == sorted([*left["done"], stage]), "each stage once"
 

@@ -26,7 +26,7 @@ from loading.memory import model_bytes
 from loading.options import LoadOptions
 from support import cache
 from support.errors import UsageError, above_zero, at_least, command_parser, run_command
-from support.files import append_json_lines, directory_written_whole, read_json, read_json_lines, write_json
+from support.files import append_json_lines, directory_written_whole, read_json, read_json_lines, write_json, write_text
 from support.machine import cpu_flags, default_device, default_threads, free_memory, size_text
 from support.progress import say
 from support.stages import Stages
@@ -36,7 +36,9 @@ ROUNDS = 3  # at most; each one takes twice the time of the one before
 LEAST_ROUND = 20  # times what a training takes besides its steps
 WRITING = 0.4  # share of a round in which the model writes; the head learns in the rest
 END = 0.08  # share of all the time that rounding and measuring may take
+ROUNDING = 0.4  # share of the end in which it is rounded
 WHOLE_END = 43_000  # tokens of plain decoding that take about as long as everything that is measured at the end
+WHOLE_CALIBRATION = 65_536  # tokens of text that GPTQ sees at most
 HELD_OUT = 96  # questions that are tried for the text that is only measured on
 FEWEST = 8  # of the texts among these
 BEHIND = (500, 4000)  # tokens of the chats that the head is measured behind
@@ -123,6 +125,19 @@ class Maker:
         self._stage(name, title, "scripts.bench", **more)
         return read_json_lines(found)[-1]["rows"]
 
+    def _round_head(self, name: str, title: str, head: Path, text: Path, tokens: float) -> Path:
+        """A stage that rounds a head as its model is, by GPTQ along so many tokens of a text. Returns where it lies."""
+        fits = self.config.hidden_size % 32 == self.config.intermediate_size % 32 == 0
+        mode = "int4" if "int4" in self.checkpoint.quantization and fits and self.args.version != 1 else "int8"
+        out, calibration = self.work / name.replace(" ", ""), self.work / f"calibration-{text.name}"
+        if name not in self.stages.state["done"]:
+            shutil.rmtree(out, ignore_errors=True)
+            lines = text.read_text().splitlines(keepends=True)
+            write_text(calibration, "".join(lines[: max(4, round(tokens / self._tokens(text) * len(lines)))]))
+        how = {"mode": mode, "lm_head": mode, "group_size": 32, "algorithm": "gptq", "calibration": calibration}
+        self._stage(name, title, "quantize", eagle=head, out=out, head_only=True, **how)
+        return out
+
     def _tokens(self, file: Path) -> float:
         """About how many tokens a file of texts has."""
         lines = file.read_text().splitlines()[:HELD_OUT]
@@ -148,7 +163,11 @@ class Maker:
         few = {"steps": 2, "eval_prompts": 1, "eval_tokens": 4, "draft_vocab": 8}
         self._train("try", "first try", self.held_out, first, **few)
         plain = self._measure("speed", "first try", first, limit=2, max_new_tokens=32, temperature=0)[0]
-        self.end = WHOLE_END / (plain["tokens_per_second"] or plain["request_tokens_per_second"])
+        self.measuring = WHOLE_END / (plain["tokens_per_second"] or plain["request_tokens_per_second"])
+        self.rounding = 0.0
+        if self.checkpoint.quantization:
+            self._round_head("rounded", "first try", first, self.held_out, WHOLE_CALIBRATION / 16)
+            self.rounding = 16 * stages.spent("rounded")
         disk = self._feature_bytes(self._tokens(self.held_out) / took * WRITING * stages.total) * self.chats + GIB
         disk = min(disk, shutil.disk_usage(self.work).free)
         unit = 1 if sys.platform == "darwin" else 1024  # bytes
@@ -161,7 +180,7 @@ class Maker:
         stages, number = self.stages, 0
         beside = stages.kept("beside", lambda: stages.spent("try"))  # what a training takes besides its steps
         while True:
-            left = stages.total - stages.seconds - min(self.end, END * stages.total)
+            left = stages.total - stages.seconds - min(self.measuring + self.rounding, END * stages.total)
             if number and f"round {number + 1}" not in stages.state["kept"] and left < 0.1 * stages.total:
                 return number
             number += 1
@@ -200,36 +219,23 @@ class Maker:
 
     def finish(self, number: int) -> str:
         """Round the head as its model is, measure it, and find its tree and window. Returns three lines about these."""
-        args, head, quantization = (
-            self.args,
-            Path(self.stages.state["kept"][f"best {number}"]),
-            self.checkpoint.quantization,
-        )
-        if quantization:
-            fits = self.config.hidden_size % 32 == self.config.intermediate_size % 32 == 0
-            mode = "int4" if "int4" in quantization and fits and args.version != 1 else "int8"
-            given, head = head, self.work / f"rounded{number}"
-            if f"rounded {number}" not in self.stages.state["done"]:
-                shutil.rmtree(head, ignore_errors=True)
-            how = {"mode": mode, "lm_head": mode, "group_size": 32, "algorithm": "gptq", "calibration": self.text}
-            self._stage(f"rounded {number}", "rounding", "quantize", eagle=given, out=head, head_only=True, **how)
+        args, head = self.args, Path(self.stages.state["kept"][f"best {number}"])
+        if self.checkpoint.quantization:
+            part = min(1.0, ROUNDING * END * self.stages.total / self.rounding)  # of the text that GPTQ may see
+            head = self._round_head(f"rounded {number}", "rounding", head, self.text, part * WHOLE_CALIBRATION)
         self._publish(head)
-        effort = min(1.0, END * self.stages.total / self.end)
-        few, some = max(1, round(4 * effort)), {"max_new_tokens": max(16, round(64 * effort))}
+        effort = min(1.0, (1 - ROUNDING) * END * self.stages.total / self.measuring)
+        few = {"max_new_tokens": max(16, round(64 * effort))}
+        limit = max(1, round(4 * effort))
+        rows = self._measure(f"measured {number}", "measuring", self.out, limit=limit, **few)
         room = self.config.max_positions - SLACK if self.chats and effort > 0.5 else 0
         fitting = [length for length in BEHIND if length <= room]
-        behind = ",".join(map(str, (0, *fitting))) if fitting else None
-        rows = self._measure(f"measured {number}", "measuring", self.out, limit=few, behind=behind, **some)
-        some |= {
-            "questions": self.questions,
-            "prompts": few,
-            "reps": 1,
-            "behind": max(fitting, default=0),
-            "quiet": True,
-        }
-        self._stage(
-            f"tuned {number}", "tree and window", "scripts.tune_tree", eagle=self.out, compile=self.compiled, **some
-        )
+        if fitting:
+            behind = ",".join(map(str, fitting))
+            rows += self._measure(f"behind {number}", "measuring", self.out, limit=limit, behind=behind, **few)
+        few |= {"questions": self.questions, "prompts": limit, "reps": 1, "quiet": True, "compile": self.compiled}
+        few |= {"eagle": self.out, "behind": max(fitting, default=0)}
+        self._stage(f"tuned {number}", "tree and window", "scripts.tune_tree", **few)
         options = LoadOptions(args.checkpoint, eagle=str(self.out), device=args.device, compile=self.compiled)
         read = read_drafter(options, self.config, None).head
         tree, window = (tuned_path(options, self.checkpoint, read, kind) for kind in ("json", "window"))

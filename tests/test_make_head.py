@@ -32,7 +32,7 @@ ROOT = Path(__file__).resolve().parent.parent
 TEMPLATE = "{% for m in messages %}<s>{{ m['role'] }}: {{ m['content'] }}</s>{% endfor %}"
 TEMPLATE += "{% if add_generation_prompt %}<s>assistant:{% endif %}"
 HOURS = 0.012
-STAGES = ["held out", "try", "speed", "text 1", "train 1", "rounded 1", "measured 1", "tuned 1"]
+STAGES = ["held out", "try", "speed", "rounded", "text 1", "train 1", "rounded 1", "measured 1", "tuned 1"]
 
 
 @pytest.fixture(scope="module")
@@ -181,7 +181,7 @@ def test_hours_are_kept(tmp_path, monkeypatch, hours, rounds):
     for number, more in ((rounds, hours), (rounds + 1, 2 * hours)):
         made = maker(tmp_path, hours=more)
         made.text.touch()
-        made.end = 30.0
+        made.measuring, made.rounding = 20.0, 10.0
         made.stages.state["spent"]["try"] = 6.0
         assert made.rounds() == number
         assert made.stages.seconds == pytest.approx(3600 * more - min(30.0, 0.08 * 3600 * more), rel=0.1)

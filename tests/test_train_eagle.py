@@ -1,5 +1,6 @@
 """Training of EAGLE heads on a tiny random target, and the training losses in training/losses.py."""
 
+import itertools
 import json
 import math
 import os
@@ -31,7 +32,7 @@ from support import texts as texts_of
 from support.errors import BadFileError
 from text.tokenizer import load_tokenizer
 from training import data as training_data
-from training import eagle, losses
+from training import drafters, eagle, loop, losses
 from training.data import Batch, TokenData, chat_row, read_messages, step_batches
 from training.drafters import Evaluation, train
 from training.eagle import FEATURE_NOISE, INPUTS, TrainHead
@@ -135,6 +136,23 @@ def test_accumulation_equals_a_bigger_batch(files, tmp_path, version, more):
     big = run(files, tmp_path / "a", *more, version=version, batch=6)["loss_curve"]
     small = run(files, tmp_path / "b", *more, version=version, batch=2, accumulate=3)["loss_curve"]
     assert small == pytest.approx(big, rel=1e-4)
+
+
+def test_a_run_ends_by_time(files, tmp_path, monkeypatch):
+    """Hours that end after other steps than fit in, a rate that does not fall with the time, or no step at all where
+    reading the data took all of it."""
+    rates: list[float] = []
+    monkeypatch.setattr(drafters, "update", lambda optims, factor: rates.append(factor) or loop.update(optims, factor))
+    for slow, steps in ((0.0, 40), (1000.0, 1)):
+        seconds = itertools.count()
+        monkeypatch.setattr(loop, "time", SimpleNamespace(perf_counter=lambda s=seconds: float(next(s))))
+        began = iter((0.0, slow))
+        monkeypatch.setattr(drafters, "time", SimpleNamespace(perf_counter=lambda b=began: next(b)))
+        rates.clear()
+        card = run(files, tmp_path / f"{steps}", "--hours", 40 / 3600, steps=7)
+        assert card["steps"] == len(card["loss_curve"]) == len(rates) == steps
+        if steps > 1:
+            assert max(rates) > 0.7 and rates[-1] == pytest.approx(1 / 40 / 0.6, rel=0.01), "each step took a second"
 
 
 def test_two_processes_equal_one_with_the_doubled_batch(files, tmp_path):

@@ -7,6 +7,7 @@
 import argparse
 import contextlib
 import functools
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
@@ -160,7 +161,7 @@ def train(kind: type[DrafterTraining], args: argparse.Namespace) -> dict[str, An
         ValueError: one line, for input that cannot be used.
         WorseHead: the drafter at args.out is better. It stays.
     """
-    work = Path(args.work)
+    begun, work = time.perf_counter(), Path(args.work)
     work.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as stack:
         world = stack.enter_context(World.start(args.device))
@@ -193,7 +194,8 @@ def train(kind: type[DrafterTraining], args: argparse.Namespace) -> dict[str, An
         identity = {f"--{name.replace('_', '-')}": value for name, value in vars(args).items() if name not in FREE}
         identity |= {"autocast": training.autocast, "processes": world.size} | training.identity()
         optims = optimizers(module, training.recipe, training.autocast)
-        course = Run(module, optims, identity, work / "train_state.pt", world, args.steps, args.hours)
+        before = time.perf_counter() - begun if args.hours else 0.0  # --hours has room for reading the data, too
+        course = Run(module, optims, identity, work / "train_state.pt", world, args.steps, args.hours, seconds=before)
         course.fit(functools.partial(train_step, training, course, data), args.save_every, after_step)
         if evaluation is not None:
             card |= {"steps": len(course.curve), "minutes": round(course.seconds / 60, 1)}
@@ -329,7 +331,12 @@ def drafter_parser(name: str, doc: str, steps: int, length: int, eval_every: int
     add("--held-out", help="the same kinds (default: 5 %% of --data; of stdlib, the modules held out)")
     add("--out", required=True, help="folder to write")
     add("--work", help="tokenised data and training state (default: in runs/, by the names of command and --out)")
-    add("--hours", type=above_zero, metavar="H", help="train for so long, with as many --steps as there are in it")
+    add(
+        "--hours",
+        type=above_zero,
+        metavar="H",
+        help="train for so long, reading the data included; --steps does not count",
+    )
     add("--batch", type=at_least(1), default=8, help="most sequences of a micro-batch, per process")
     add("--accumulate", type=at_least(1), default=1, help="full micro-batches per optimizer step")
     add("--length", type=at_least(8), default=length, help="tokens of a training window")

@@ -103,7 +103,7 @@ class Run:
     steps: int  # how long the run is
     hours: float | None = None  # how long it is instead, if given
     curve: list[float] = field(default_factory=list)  # the loss of every step so far
-    seconds: float = 0.0  # that the steps took
+    seconds: float = 0.0  # that the steps took, and what counts beside them
 
     @property
     def share(self) -> float:
@@ -132,7 +132,8 @@ class Run:
         defer = deferred_interrupt() if self.world.size == 1 else contextlib.nullcontext(lambda: False)
         recent: deque[tuple[float, ...]] = deque(maxlen=20)
         with defer as interrupted, contextlib.closing(Progress(quiet=not self.world.chief)) as bar:
-            while self.share < 1:
+            self.seconds = self.world.mean(self.seconds)
+            while not self.curve or self.share < 1:
                 step = len(self.curve)
                 started = time.perf_counter()
                 loss, accuracies, tokens = train_step(step)

@@ -266,7 +266,9 @@ def run(args: argparse.Namespace) -> None:
     args.work = args.work or f"runs/make_head/{Path(args.out).name}"
     maker = Maker(args)
     maker.prepare()
-    print(maker.finish(maker.rounds()))
+    said = maker.finish(maker.rounds())
+    maker.stages.progress.close()
+    print(said)
 
 
 def main(argv: list[str] | None = None) -> int:

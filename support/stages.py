@@ -56,8 +56,8 @@ class Stages:
         with contextlib.suppress(BlockingIOError):
             return fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         self.lock.seek(0)
-        first, *commands = map(int, self.lock.read().split())
-        if runs(first):
+        first, *commands = map(int, self.lock.read().split() or ["0"])
+        if first == 0 or runs(first):  # 0: it has just begun
             raise UsageError(f"process {first} works in {self.folder} already. Wait for it, or give another --work.")
         for process in commands:
             with contextlib.suppress(ProcessLookupError):

@@ -368,8 +368,7 @@ def fingerprint(args: argparse.Namespace, data: bool = True) -> str:
     checkpoint = local_path(args.checkpoint).resolve()
     key = [checkpoint, *(vars(args)[name] for name in names.split() if data)]
     source = Path(args.data)
-    files = sorted(source.rglob("*")) if source.is_dir() else [source]
-    files = files if data else []
+    files = [source, *sorted(source.rglob("*"))] if data else []
     files += sorted(checkpoint.glob("*")) if checkpoint.is_dir() else [checkpoint]
     for file in (file for file in files if file.is_file()):
         key += [file, file.stat().st_size, file.stat().st_mtime_ns]

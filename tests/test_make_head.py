@@ -141,12 +141,18 @@ def test_it_ends_with_a_head_and_what_it_gains(chat_model):
     assert other.returncode == 2 and b"--seed 0, here 5" in other.stderr
 
 
+@pytest.fixture
+def memory(monkeypatch):
+    """A machine that always has room."""
+    monkeypatch.setattr(make_head, "free_memory", lambda device: 10**12)
+
+
 def maker(folder: Path, **given) -> make_head.Maker:
     options = dict(checkpoint=DEMO, out=folder / "head", work=folder / "work", device="cpu", hours=8.0, version=3)
     return make_head.Maker(SimpleNamespace(**options | dict(seed=0, force=False, start=None, text=None) | given))
 
 
-def test_what_cannot_work_is_refused_at_once(tmp_path, monkeypatch):
+def test_what_cannot_work_is_refused_at_once(tmp_path, monkeypatch, memory):
     """Hours of work before a line that could have been said at the start."""
     bare = tmp_path / "bare"
     shutil.copytree(DEMO, bare, ignore=shutil.ignore_patterns("tokenizer*", "eagle*", "draft", "medusa"))
@@ -161,7 +167,7 @@ def test_what_cannot_work_is_refused_at_once(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("hours, rounds", [(0.05, 1), (0.17, 2), (8.0, 3)])
-def test_hours_are_kept(tmp_path, monkeypatch, hours, rounds):
+def test_hours_are_kept(tmp_path, monkeypatch, memory, hours, rounds):
     """More or fewer rounds than the time has room for, rounds that do not grow, or more than 10 % beside the hours; with
     more hours, an end that is not measured again."""
 

@@ -68,10 +68,12 @@ class Maker:
             raise UsageError(f"--checkpoint {args.checkpoint}: it has no tokenizer, so it cannot write text.")
         self.compiled = args.device == "cuda"  # when it is measured
         self.chats = bool(self.tokenizer.chat_template_source)
-        self.processes = self._processes()
+        processes = self._processes()
         identity = {f"--{name}": vars(args)[name] for name in ("version", "seed", "device", "start", "text")}
         identity |= {"--checkpoint": str(Path(args.checkpoint).resolve()), "--out": str(self.out)}
         self.stages = Stages(self.work, args.hours, identity)
+        # A training that was interrupted goes on only with the same processes and features as before.
+        self.processes = self.stages.kept("processes", lambda: processes)
         if not self.stages.kept("free", lambda: args.force or not self.out.exists()):
             raise UsageError(f"--out {self.out} exists; choose another name, or --force to replace it.")
         if args.text and not self.text.exists():
@@ -108,13 +110,14 @@ class Maker:
         if not self.stages.spent(name):
             (work / "train_state.pt").unlink(missing_ok=True)  # of the stage before
         room = shutil.disk_usage(self.work).free - GIB
+        keep = self.stages.kept(f"{name} keeps", lambda: self.chats and self._feature_bytes(self._tokens(data)) < room)
         half = self.args.device == "cpu" and bool({"amx_bf16", "avx512_bf16"} & cpu_flags())
         more |= TRAINING[int(self.args.version)] | {"version": self.args.version, "seed": self.args.seed}
         self._stage(
             name, title, "scripts.train_eagle", self.processes, data=data, out=out, held_out=self.held_out, work=work,
             batch=4, accumulate=max(1, 4 // self.processes), length=length, max_positions=length, eval_every=0,
             save_every=20, autocast="on" if half else "auto", force=True,
-            keep_features=self.chats and self._feature_bytes(self._tokens(data)) < room, **more,
+            keep_features=keep, **more,
         )  # fmt: skip
 
     def _measure(self, name: str, title: str, head: Path, **more: object) -> list[dict[str, Any]]:

@@ -197,6 +197,24 @@ def test_hours_are_kept(tmp_path, monkeypatch, memory, hours, rounds):
     assert trained == sorted(trained)
 
 
+def test_what_was_decided_holds_after_an_interruption(tmp_path, monkeypatch, memory):
+    """A saved training that is refused, since the disk or the memory has less room than when it began."""
+    commands = []
+    monkeypatch.setattr(
+        Stages, "run", lambda self, name, title, command, *more, **how: commands.append((command, more))
+    )
+    monkeypatch.setattr(make_head, "default_threads", lambda: 2)
+    for free in (10**12, 2 * 10**9):
+        monkeypatch.setattr(make_head, "free_memory", lambda device, free=free: free)
+        monkeypatch.setattr(shutil, "disk_usage", lambda path, free=free: SimpleNamespace(free=free / 2))
+        made = maker(tmp_path)
+        made.chats = True
+        made.text.write_text('{"text": "one two three"}\n')
+        made._train("train 1", "", made.text, tmp_path / "out")
+        made.stages.lock.close()
+    assert commands[0] == commands[1] and "--keep-features" in commands[0][0] and commands[0][1][0] == 2
+
+
 def test_a_stage_says_why_it_failed(tmp_path):
     """A failure without its reason, or that counts as done; a second process in the same folder."""
     stages = Stages(tmp_path, 1.0, {})

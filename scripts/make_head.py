@@ -43,7 +43,7 @@ HELD_OUT = 96  # questions that are tried for the text that is only measured on
 FEWEST = 8  # of the texts among these
 BEHIND = (500, 4000)  # tokens of the chats that the head is measured behind
 SLACK = 1200  # tokens of context that a question behind such a chat needs besides
-LEAST_WRITING = 10.0  # seconds
+LEAST = 10.0  # seconds of text and of training in a round
 GIB = 1 << 30
 # Options of scripts.train_eagle, as they trained the heads of SmolLM2 (docs/training.md).
 TRAINING: dict[int, dict[str, object]] = {
@@ -191,13 +191,13 @@ class Maker:
             rounds = stages.kept("rounds", lambda fitting=fitting: max(fitting, default=1))
             share = 2 ** max(1, rounds - number + 1) - 1  # this round is one of so many equal parts of what is left
             seconds = stages.kept(f"round {number}", lambda left=left, share=share: left / share)
-            writing = max(LEAST_WRITING, WRITING * seconds - stages.spent(f"text {number}"))
+            writing = max(LEAST, WRITING * seconds - stages.spent(f"text {number}"))
             more = {"count": 10**7, "seed": self.args.seed, "apart": self.held_out}
             self._write(f"text {number}", f"round {number}, text", self.text, writing / 3600, **more)
             if not self.text.exists():
                 raise UsageError(f"the model wrote no text that can be used in {writing:.0f} s; give more --hours.")
-            seconds -= stages.spent(f"text {number}")
-            hours = stages.kept(f"train {number}", lambda seconds=seconds: max(seconds - beside, 0.3 * seconds) / 3600)
+            rest = max(seconds - stages.spent(f"text {number}") - beside, 0.3 * seconds, LEAST)
+            hours = stages.kept(f"train {number}", lambda rest=rest: rest / 3600)
             self._round(number, hours, number / max(rounds, number))
 
     def _round(self, number: int, hours: float, share: float) -> None:

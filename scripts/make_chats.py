@@ -26,7 +26,7 @@ from loading.options import add_options, options_from
 from support.errors import UsageError, above_zero, at_least, command_parser, run_parsed
 from support.files import append_json_lines, read_json_lines
 from text.tokenizer import Tokenizer
-from training.data import groups
+from training.data import groups, question_of
 
 LOADED = ("checkpoint", "slots", "ctx", "device", "dtype", "kernels", "compile")
 # What every second question begins with. Without them a small model asks the same few kinds of questions.
@@ -88,7 +88,7 @@ def repeats_itself(ids: list[int]) -> bool:
 def asked_in(path: Path | None) -> set[str]:
     """The questions, or beginnings of texts, of a file that this command wrote."""
     records = read_json_lines(path, LINE) if path else []
-    return {record.get("begins") or record["messages"][0]["content"] for record in records}
+    return {question_of(record) for record in records}
 
 
 def write_questions(engine: Engine, tokenizer: Tokenizer, path: Path, args: argparse.Namespace) -> list[str]:
@@ -132,19 +132,24 @@ def write_answers(
     size = engine.batch_size
     reached = max((i // size + 1 for i, question in enumerate(questions) if question in done), default=0) * size
     for numbers in groups(len(questions), size, "answers", reached, args.until):
-        asked = [[{"role": "user", "content": questions[i]}] for i in numbers]
-        begun = [before_text(tokenizer) + tokenizer.encode(questions[i], add_bos=False) for i in numbers]
+        asked = [questions[i] for i in numbers]
         temperature = float(numbers.start // size % 2)
         params = SamplingParams(temperature, max_new_tokens=args.answer_tokens, seed=args.seed + numbers.start)
-        prompts = [tokenizer.encode_chat(messages) for messages in asked] if chats else begun
+        if chats:
+            prompts = [tokenizer.encode_chat([{"role": "user", "content": text}]) for text in asked]
+        else:
+            prompts = [before_text(tokenizer) + tokenizer.encode(text, add_bos=False) for text in asked]
         records = []
-        for i, messages, result in zip(numbers, asked, engine.generate_batch(prompts, params).run(), strict=True):
-            if not result.text.strip() or repeats_itself(result.token_ids):
+        for question, result in zip(asked, engine.generate_batch(prompts, params).run(), strict=True):
+            answer = result.text.strip()
+            if not answer or repeats_itself(result.token_ids):
                 continue
-            messages.append({"role": "assistant", "content": result.text.strip()})
-            text = {"begins": questions[i], "text": questions[i] + result.text}
-            records.append(({"messages": messages} if chats else text) | {"temperature": temperature})
-            done.add(questions[i])
+            record: dict[str, object] = {"begins": question, "text": question + result.text}
+            if chats:
+                said = zip(("user", "assistant"), (question, answer), strict=True)
+                record = {"messages": [{"role": role, "content": text} for role, text in said]}
+            records.append(record | {"temperature": temperature})
+            done.add(question)
         append_json_lines(path, *records)
     return len(done)
 
@@ -153,7 +158,7 @@ def run(args: argparse.Namespace) -> None:
     """Write the questions, then the answers."""
     engine = load(**options_from(args, *LOADED))
     if engine.tokenizer is None:
-        raise UsageError(f"--checkpoint {args.checkpoint}: it has no tokenizer, so it cannot chat.")
+        raise UsageError(f"--checkpoint {args.checkpoint}: it has no tokenizer, so it cannot write text.")
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.until = time.monotonic() + 3600 * args.hours
     file, size = args.out.with_suffix(".questions.jsonl"), engine.batch_size

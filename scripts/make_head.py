@@ -15,15 +15,18 @@ log.txt in --work.
 import argparse
 import shutil
 import sys
+from itertools import islice
 from pathlib import Path
 from resource import RUSAGE_CHILDREN, getrusage
 from typing import Any
 
 import torch
 
+from bench import behind
 from loading.drafting import read_drafter, tuned_path
 from loading.memory import model_bytes
 from loading.options import LoadOptions
+from quantize import CALIBRATION_WINDOWS, WINDOW
 from support import cache
 from support.errors import UsageError, above_zero, at_least, command_parser, run_command
 from support.files import append_json_lines, directory_written_whole, read_json, read_json_lines, write_json, write_text
@@ -31,6 +34,8 @@ from support.machine import cpu_flags, default_device, default_threads, free_mem
 from support.progress import say
 from support.stages import Stages
 from text.tokenizer import load_tokenizer
+from training.data import question_of
+from training.losses import feature_bytes
 
 ROUNDS = 3  # at most; each one takes twice the time of the one before
 LEAST_ROUND = 20  # times what a training takes besides its steps
@@ -38,11 +43,10 @@ WRITING = 0.4  # share of a round in which the model writes; the head learns in 
 END = 0.08  # share of all the time that rounding and measuring may take
 ROUNDING = 0.4  # share of the end in which it is rounded
 WHOLE_END = 43_000  # tokens of plain decoding that take about as long as everything that is measured at the end
-WHOLE_CALIBRATION = 65_536  # tokens of text that GPTQ sees at most
+WHOLE_CALIBRATION = CALIBRATION_WINDOWS * WINDOW  # tokens of text that GPTQ sees at most
 HELD_OUT = 96  # questions that are tried for the text that is only measured on
 FEWEST = 8  # of the texts among these
 BEHIND = (500, 4000)  # tokens of the chats that the head is measured behind
-SLACK = 1200  # tokens of context that a question behind such a chat needs besides
 LEAST = 10.0  # seconds of text and of training in a round
 GIB = 1 << 30
 # Options of scripts.train_eagle, as they trained the heads of SmolLM2 (docs/training.md).
@@ -89,13 +93,15 @@ class Maker:
             raise UsageError(f"this takes at least {size_text(each)} of memory, and {size_text(free)} are free.")
         return 2 if default_threads() > 1 and 2 * each < free else 1
 
-    def _stage(self, name: str, title: str, script: str, processes: int = 1, **options: object) -> None:
-        """Run a script with these options, of which None or False are left out. An exit code of 1 is a finding."""
+    def _stage(
+        self, name: str, title: str, script: str, processes: int = 1, fine: tuple[int, ...] = (0,), **options: object
+    ) -> None:  # fmt: skip
+        """Run a script with these options, of which None or False are left out."""
         command: list[object] = [script]
         for option, value in {"checkpoint": self.args.checkpoint, "device": self.args.device, **options}.items():
             if value is not None and value is not False:
                 command += [f"--{option.replace('_', '-')}", *([] if value is True else [value])]
-        self.stages.run(name, title, command, processes, fine=(0, 1) if processes == 1 else (0,))
+        self.stages.run(name, title, command, processes, fine)
 
     def _write(self, name: str, title: str, out: Path, hours: float, **more: object) -> None:
         """A stage in which the model writes text."""
@@ -109,8 +115,8 @@ class Maker:
         length, work = min(2048, self.config.max_positions), self.work / "training"
         if not self.stages.spent(name):
             (work / "train_state.pt").unlink(missing_ok=True)  # of the stage before
-        room = shutil.disk_usage(self.work).free - GIB
-        keep = self.stages.kept(f"{name} keeps", lambda: self.chats and self._feature_bytes(self._tokens(data)) < room)
+        room = shutil.disk_usage(self.work).free - GIB + sum(file.stat().st_size for file in work.glob("features-*"))
+        keep = self.stages.kept(f"{name} keeps", lambda: self.chats and self._disk(self._tokens(data)) < room)
         half = self.args.device == "cpu" and bool({"amx_bf16", "avx512_bf16"} & cpu_flags())
         more |= TRAINING[int(self.args.version)] | {"version": self.args.version, "seed": self.args.seed}
         self._stage(
@@ -125,7 +131,7 @@ class Maker:
         found = self.work / f"{name}.jsonl"
         more |= {"eagle": head, "questions": self.questions, "reps": 1, "quiet": True, "json": found}
         more |= {"compile": self.compiled}
-        self._stage(name, title, "scripts.bench", **more)
+        self._stage(name, title, "scripts.bench", fine=(0, 1), **more)  # 1: an arm of it has a finding
         return read_json_lines(found)[-1]["rows"]
 
     def _round_head(self, name: str, title: str, head: Path, text: Path, tokens: float) -> Path:
@@ -143,13 +149,16 @@ class Maker:
 
     def _tokens(self, file: Path) -> float:
         """About how many tokens a file of texts has."""
-        lines = file.read_text().splitlines()[:HELD_OUT]
+        with open(file, encoding="utf-8") as read:
+            lines = list(islice(read, HELD_OUT))
         each = sum(len(self.tokenizer.encode(line)) for line in lines) / max(1, sum(map(len, lines)))
         return each * file.stat().st_size
 
-    def _feature_bytes(self, tokens: float) -> float:
-        """What the features of so many tokens take on the disk."""
-        return tokens * (2 * self.config.hidden_size * (1 if self.args.version == 1 else 4) + 12)
+    def _disk(self, tokens: float) -> float:
+        """Bytes that the features of so many tokens take."""
+        return feature_bytes(
+            tokens, self.config.hidden_size, 0 if self.args.version == 1 else 3 * self.config.hidden_size
+        )
 
     def prepare(self) -> None:
         """Text that is only measured on, and a rehearsal: what cannot work is refused here, in the first minutes."""
@@ -161,7 +170,7 @@ class Maker:
             wrote = f"in {took:.0f} s the model wrote {len(records)} texts that end and do not repeat"
             raise UsageError(f"{wrote}; needed are {FEWEST}. Give more --hours, or train on other data.")
         if not self.questions.exists():
-            turns = [record.get("begins") or record["messages"][0]["content"] for record in records]
+            turns = map(question_of, records)
             append_json_lines(self.questions, *({"question_id": n, "turns": [turn]} for n, turn in enumerate(turns)))
         few = {"steps": 2, "eval_prompts": 1, "eval_tokens": 4, "draft_vocab": 8}
         self._train("try", "first try", self.held_out, first, **few)
@@ -171,7 +180,7 @@ class Maker:
         if self.checkpoint.quantization:
             self._round_head("rounded", "first try", first, self.held_out, WHOLE_CALIBRATION / 16)
             self.rounding = 16 * stages.spent("rounded")
-        disk = self._feature_bytes(self._tokens(self.held_out) / took * WRITING * stages.total) * self.chats + GIB
+        disk = self._disk(self._tokens(self.held_out) / took * WRITING * stages.total) * self.chats + GIB
         disk = min(disk, shutil.disk_usage(self.work).free)
         unit = 1 if sys.platform == "darwin" else 1024  # bytes
         most = stages.kept("memory", lambda: getrusage(RUSAGE_CHILDREN).ru_maxrss * unit * self.processes)
@@ -231,14 +240,16 @@ class Maker:
         few = {"max_new_tokens": max(16, round(64 * effort))}
         limit = max(1, round(4 * effort))
         rows = self._measure(f"measured {number}", "measuring", self.out, limit=limit, **few)
-        room = self.config.max_positions - SLACK if self.chats and effort > 0.5 else 0
+        room = self.config.max_positions - behind.SLACK - few["max_new_tokens"] if self.chats and effort > 0.5 else 0
         fitting = [length for length in BEHIND if length <= room]
         if fitting:
-            behind = ",".join(map(str, fitting))
-            rows += self._measure(f"behind {number}", "measuring", self.out, limit=limit, behind=behind, **few)
+            lengths = ",".join(map(str, fitting))
+            rows += self._measure(f"behind {number}", "measuring", self.out, limit=limit, behind=lengths, **few)
         few |= {"questions": self.questions, "prompts": limit, "reps": 1, "quiet": True, "compile": self.compiled}
         few |= {"eagle": self.out, "behind": max(fitting, default=0)}
-        self._stage(f"tuned {number}", "tree and window", "scripts.tune_tree", **few)
+        self._stage(
+            f"tuned {number}", "tree and window", "scripts.tune_tree", fine=(0, 1), **few
+        )  # 1: the default is best
         options = LoadOptions(args.checkpoint, eagle=str(self.out), device=args.device, compile=self.compiled)
         read = read_drafter(options, self.config, None).head
         tree, window = (tuned_path(options, self.checkpoint, read, kind) for kind in ("json", "window"))

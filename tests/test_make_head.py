@@ -75,22 +75,6 @@ def started(folder: Path) -> subprocess.Popen:
     return subprocess.Popen(command(folder), cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
-def killed_in(folder: Path, *stages: str) -> None:
-    """Run the command until each of these stages has begun, and kill it there."""
-    state = folder / "work" / "state.json"
-    for stage in stages:
-        process = started(folder)
-        until = time.monotonic() + 25
-        while not (state.exists() and stage in read_json(state)["spent"]):
-            assert process.poll() is None, process.communicate()[1].decode()
-            assert time.monotonic() < until, f"{stage} did not begin"
-            time.sleep(0.05)
-        time.sleep(0.3)
-        process.send_signal(signal.SIGKILL)
-        process.communicate()
-        assert stage not in read_json(state)["done"]
-
-
 @pytest.mark.parametrize("stage", STAGES)
 def test_killed_in_every_stage(chat_model, stage):
     """A stage that runs twice, or not at all, after a kill or Ctrl-C; a command that goes on writing. The tests of

@@ -225,6 +225,11 @@ def written_by_models(source: str) -> int:
     return sum(isinstance(record, dict) and "temperature" in record for _, record in json_lines(read_text(path), path))
 
 
+def question_of(record: dict) -> str:
+    """The question of a line that scripts.make_chats wrote, or how its text begins."""
+    return record.get("begins") or record["messages"][0]["content"]
+
+
 def read_messages(record: dict) -> list[dict]:
     """Messages [system,] user, assistant, ..., assistant of a ShareGPT or OpenAI record; ValueError if it has none.
 

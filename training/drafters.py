@@ -331,12 +331,7 @@ def drafter_parser(name: str, doc: str, steps: int, length: int, eval_every: int
     add("--held-out", help="the same kinds (default: 5 %% of --data; of stdlib, the modules held out)")
     add("--out", required=True, help="folder to write")
     add("--work", help="tokenised data and training state (default: in runs/, by the names of command and --out)")
-    add(
-        "--hours",
-        type=above_zero,
-        metavar="H",
-        help="train for so long, reading the data included; --steps does not count",
-    )
+    add("--hours", type=above_zero, metavar="H", help="train for so long, with reading the data, whatever --steps is")
     add("--batch", type=at_least(1), default=8, help="most sequences of a micro-batch, per process")
     add("--accumulate", type=at_least(1), default=1, help="full micro-batches per optimizer step")
     add("--length", type=at_least(8), default=length, help="tokens of a training window")

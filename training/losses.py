@@ -47,6 +47,11 @@ def _file_tensor(path: Path, count: int, dtype: torch.dtype) -> Tensor:
     return torch.from_file(str(path), True, count, dtype=dtype)
 
 
+def feature_bytes(tokens: float, hidden_size: int, taps_size: int) -> float:
+    """What `KeptFeatures` of so many tokens take on the disk."""
+    return tokens * (2 * (hidden_size + taps_size) + 12)
+
+
 class KeptFeatures:
     """Hidden states and features in bfloat16, and the most likely next tokens, for every token of the training data.
 
@@ -62,8 +67,9 @@ class KeptFeatures:
         if data.stream:
             raise ValueError("--keep-features needs conversations: windows of plain text are never the same again.")
         tokens, width = len(data.ids), hidden_size + taps_size
-        held = path.stat().st_blocks * 512 if path.exists() else 0
-        needed, free = tokens * (2 * width + 12) - held, shutil.disk_usage(path.parent).free
+        held = path.stat().st_size / (2 * width) if path.exists() else 0  # tokens; they had room when they were added
+        needed = feature_bytes(tokens - held, hidden_size, taps_size)
+        free = shutil.disk_usage(path.parent).free
         if needed > free:
             where = f"{size_text(needed)} in {path.parent}, where {size_text(free)} are free"
             raise ValueError(f"--keep-features needs {where}; train without it, or with less --data.")

@@ -57,7 +57,7 @@ TRAINING: dict[int, dict[str, object]] = {
 
 
 class Maker:
-    """One run of the command. What an earlier session finished is passed over."""
+    """One run of the command. What an earlier run of it finished is passed over."""
 
     def __init__(self, args: argparse.Namespace):
         """Raises UsageError or ValueError in one line for what cannot work."""
@@ -122,16 +122,14 @@ class Maker:
         self._stage(
             name, title, "scripts.train_eagle", self.processes, data=data, out=out, held_out=self.held_out, work=work,
             batch=4, accumulate=max(1, 4 // self.processes), length=length, max_positions=length, eval_every=0,
-            save_every=20, autocast="on" if half else "auto", force=True,
-            keep_features=keep, **more,
+            save_every=20, autocast="on" if half else "auto", force=True, keep_features=keep, **more,
         )  # fmt: skip
 
     def _measure(self, name: str, title: str, head: Path, **more: object) -> list[dict[str, Any]]:
         """A stage that measures a head beside plain decoding. Returns the rows of the table."""
         found = self.work / f"{name}.jsonl"
-        more |= {"eagle": head, "questions": self.questions, "reps": 1, "quiet": True, "json": found}
-        more |= {"compile": self.compiled}
-        self._stage(name, title, "scripts.bench", fine=(0, 1), **more)  # 1: an arm of it has a finding
+        more |= {"eagle": head, "questions": self.questions, "reps": 1, "json": found, "compile": self.compiled}
+        self._stage(name, title, "scripts.bench", fine=(0, 1), quiet=True, **more)  # 1: an arm of it has a finding
         return read_json_lines(found)[-1]["rows"]
 
     def _round_head(self, name: str, title: str, head: Path, text: Path, tokens: float) -> Path:
@@ -264,13 +262,12 @@ class Maker:
             for row in rows
         ]
         winner = read_json(tree)["winner"] if tree.exists() else "the default"
+        more = " --compile" * self.compiled + " --tree auto" * tree.exists()
         best = f"tree {winner}, window {found.get('window', 'the default')}"
         return (
             f"{self.out}: {', '.join(gains) or 'nothing that it drafts is accepted'}\n"
             f"best on this machine: {best}; it took {self.stages.seconds / 3600:.2f} hours\n"
-            f"python generate.py --checkpoint {args.checkpoint} --eagle {self.out}"
-            + " --compile" * self.compiled
-            + " --tree auto" * tree.exists()
+            f"python generate.py --checkpoint {args.checkpoint} --eagle {self.out}{more}"
         )
 
 

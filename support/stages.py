@@ -72,7 +72,7 @@ class Stages:
 
     @property
     def seconds(self) -> float:
-        """That the work has taken so far, in all sessions."""
+        """That the work has taken so far, with what was interrupted."""
         return self.state["seconds"]
 
     def spent(self, name: str) -> float:
@@ -80,7 +80,7 @@ class Stages:
         return self.state["spent"].get(name, 0.0)
 
     def kept(self, name: str, decide: Callable[[], Any]) -> Any:
-        """What was decided under this name in this or an earlier session. Anything that JSON holds."""
+        """What was decided under this name, now or before an interruption. Anything that JSON holds."""
         if name not in self.state["kept"]:
             self.state["kept"][name] = decide()
             self._save()
@@ -89,7 +89,7 @@ class Stages:
     def run(
         self, name: str, title: str, command: Sequence[object], processes: int = 1, fine: Sequence[int] = (0,)
     ) -> None:  # fmt: skip
-        """Run `python -m COMMAND`, unless an earlier session finished it. With several processes, as torchrun does.
+        """Run `python -m COMMAND`, unless it was finished before an interruption. Several processes are as in torchrun.
 
         Its last line on stderr is shown behind `title`. All of its output goes to log.txt in the folder.
 

@@ -160,11 +160,8 @@ def step_batches(data: TokenData, step: int, world: World, args: argparse.Namesp
     count = float(sum(data.mask[place][1:].sum() for _, place in rows))
     rows.sort(key=lambda row: (row[1].start - row[1].stop, row[0]))  # the longest first
     dealt: list[list[tuple[int, slice]]] = [[] for _ in range(world.size)]
-    tokens_of = [0] * world.size
-    for row in rows:
-        least = tokens_of.index(min(tokens_of))
-        dealt[least].append(row)
-        tokens_of[least] += row[1].stop - row[1].start
+    for row in rows:  # to the process that has the fewest tokens so far
+        min(dealt, key=lambda its: sum(place.stop - place.start for _, place in its)).append(row)
     batches = []
     own = dealt[world.rank]
     while own:

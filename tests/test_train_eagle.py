@@ -376,6 +376,7 @@ def test_losses_are_those_of_the_papers(files, version, steps, draft_vocab, chun
     not stand for all of them."""
     head, target = tiny_head(files, version, draft_vocab=draft_vocab)
     monkeypatch.setattr(losses, "CHUNK", chunk * head.vocab_size)
+    monkeypatch.setattr(losses, "BLOCK", 3 * head.vocab_size)
     ids, T = head.draft_ids if draft_vocab else torch.arange(V), 11
     batch, rows = rows_of(head, T, 0.6)
     (tokens, mask), states = batch[:2], rows.hidden_states

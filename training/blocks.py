@@ -204,7 +204,8 @@ def loss_blocks(
     best = None if target.best is None else target.best.flatten()
     decay = math.exp(-1 / args.gamma)
     draws = partial(gumbel_draws, generator=generator) if args.noise_share else None
-    total, hits = in_chunks(head, outputs, target.hidden_states.flatten(0, 1), best, loss, True, decay, draws)
+    truth = target.hidden_states.flatten(0, 1)
+    total, hits = in_chunks(head, head.predict, outputs, truth, best, loss, True, decay, draws)
     weights, count = sum(decay**d for d in range(depth)), count * args.anchor_share
     return total / (count * weights), hits / count
 

@@ -252,11 +252,12 @@ def train_step(training: DrafterTraining, course: Run, data: TokenData, step: in
     batches, count = step_batches(data, step, world, args)
     value = torch.zeros(1, device=world.device)
     hits: Tensor | float = 0.0
-    for batch in batches:
-        loss, accuracy = training.loss(module, batch, count)
-        loss.backward()
-        value = value + loss.detach().float()
-        hits = hits + accuracy.detach().float()
+    with torch.autocast(world.device.type, enabled=False):  # casts of weights live until this ends: one for all batches
+        for batch in batches:
+            loss, accuracy = training.loss(module, batch, count)
+            loss.backward()
+            value = value + loss.detach().float()
+            hits = hits + accuracy.detach().float()
     parameters = [p for p in module.parameters() if p.requires_grad]
     world.sum_([*(p.grad for p in parameters), value, hits])
     clip = nn.utils.clip_grad_value_ if training.clip_by_value else nn.utils.clip_grad_norm_

@@ -237,6 +237,8 @@ class EagleTraining(HeadTraining):
     def build(self, data: TokenData) -> TrainHead:
         ids = frequent_tokens(data, self.draft_vocab, self.target.config.vocab_size, self.known_ids)
         head = TrainHead(self.config, self.target, ids, self.args.inputs)
+        if self.autocast and head.target_head is not None:
+            head.target_head = head.target_head.bfloat16()  # once, not at every product
         init_head(head, self.args.seed)
         if self.start:
             self.first = widened(self.start.floats(), head)

@@ -2,7 +2,8 @@
 
 The target's features may be kept on disk, so that only the first epoch runs the target. A logit for every token of the
 vocabulary, and for every row of a batch, takes far more memory than all weights of a head. So the loss of a chunk of rows
-and its gradients are computed together, and the logits of one chunk exist at a time.
+and its gradients are computed together, and the logits of one chunk exist at a time. Products gain from many rows, and
+what is computed from logit to logit gains from few rows, which stay in the caches of a CPU. So a chunk has blocks.
 """
 
 import shutil
@@ -22,7 +23,8 @@ from support.machine import size_text
 from training.data import Batch, TokenData, padded
 
 DECAY = 0.8  # of the weight of a loss, from one step on the head's own outputs to the next
-CHUNK = 1 << 22  # logits of a chunk at most; so many stay in the caches of a CPU
+CHUNK = 1 << 24  # logits of a chunk at most, which one product computes
+BLOCK = 1 << 19  # of these, whose losses a CPU computes together: so many stay in the caches of a core
 
 
 class TargetRows(NamedTuple):
@@ -163,7 +165,8 @@ def loss_eagle(
     memory = None if first and steps == 1 else []
     outputs = [*_on_own_outputs(head, batch.tokens, head.fuse(features[:, :-1]), keep, steps, memory)]
     best = None if target.best is None else target.best[:, 1:][keep]
-    total, hits = in_chunks(head, outputs, target.hidden_states[:, 1:][keep], best, loss, first, draws=draws)
+    truth, block = target.hidden_states[:, 1:][keep], CHUNK if keep.is_cuda else BLOCK
+    total, hits = in_chunks(head, head.narrow_logits, outputs, truth, best, loss, first, DECAY, draws, block)
     return total / count, hits / count
 
 
@@ -241,8 +244,8 @@ def _on_own_outputs(
 
 @torch.no_grad()
 def draft_targets(head: DraftHead, hidden_states: Tensor, best: Tensor | None) -> tuple[Tensor, Tensor]:
-    """What a head in training shall draft after hidden_states [M, H] of the target: the target's distribution over the
-    draft vocabulary [M, Vd], and the place of its most likely token there [M], -1 for a token outside.
+    """What a head in training shall draft after hidden_states [M, H] of the target: the target's logits of the draft
+    vocabulary [M, Vd], in any dtype, and the place of its most likely token there [M], -1 for a token outside.
 
     `best` [M] is the most likely token where it is known already. `head.target_head` are the rows of the target's LM head
     that the draft vocabulary has, or None.
@@ -252,56 +255,76 @@ def draft_targets(head: DraftHead, hidden_states: Tensor, best: Tensor | None) -
         best = logits.argmax(-1) if best is None else best
         logits = logits if head.draft_ids is None else logits[:, head.draft_ids]
     else:  # only the rows of the draft vocabulary are needed
-        logits = head.target.scaled(F.linear(hidden_states.to(head.target.dtype), head.target_head).float())
+        logits = head.target.scaled(F.linear(hidden_states.to(head.target.dtype), head.target_head))
     if head.draft_ids is not None:
         places = torch.full((head.target.config.vocab_size,), -1, device=best.device)
         places[head.draft_ids] = torch.arange(head.vocab_size, device=best.device)
         best = places[best]
-    return logits.softmax(-1), best
+    return logits, best
 
 
 def in_chunks(
-    head: DraftHead, outputs: list[tuple[Tensor, Tensor]], truth: Tensor, best: Tensor | None,
-    loss: Callable[[Rows], Tensor], outside: bool, decay: float = DECAY,
-    draws: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None,
+    head: DraftHead, predict: Callable[[Tensor], Tensor], outputs: list[tuple[Tensor, Tensor]], truth: Tensor,
+    best: Tensor | None, loss: Callable[[Rows], Tensor], outside: bool, decay: float,
+    draws: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None, block: int | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The sum of decay^s * loss(rows of step s), and by step the number of rows that agree with the target.
 
     Args:
+        predict: the head's logits [M, Vd] of outputs [M, H], in any dtype.
         outputs: of every step the head's outputs [M_s, H], and the numbers [M_s] of their rows in `truth`, ascending.
         truth: [M, H], the target's hidden states.
         best: int64 [M], the target's most likely tokens, if they are known.
         outside: whether rows count whose most likely token is outside the draft vocabulary.
         draws: `gumbel_draws`, for a loss that needs them.
+        block: logits whose losses are computed together; None: those of a chunk.
     """
-    size = max(1, CHUNK // head.vocab_size)
-    edges = torch.arange(0, max(1, len(truth)) + size, size, device=truth.device)  # one empty chunk where no row counts
-    steps = [(output, which, torch.searchsorted(which, edges).tolist()) for output, which in outputs]
-    hits = truth.new_zeros(len(steps), dtype=torch.float64)
+    size, part = (max(1, count // head.vocab_size) for count in (CHUNK, block or CHUNK))
+    ends = rows_of_chunks([which for _, which in outputs], len(truth), size)
+    hits = truth.new_zeros(len(outputs), dtype=torch.float64)
+    weights = [p for p in head.parameters() if p.requires_grad]
 
     def judge(chunk: int, parts: list[Tensor]) -> Tensor:
         rows = slice(chunk * size, (chunk + 1) * size)
-        distribution, wanted = draft_targets(head, truth[rows], None if best is None else best[rows])
-        noise = draws(distribution) if draws else ()
-        total = distribution.new_zeros(())
-        judged = []
-        for part, (_, which, ends) in zip(parts, steps, strict=True):
-            which = which[ends[chunk] : ends[chunk + 1]] - rows.start
-            if not outside:
-                counted = wanted[which] >= 0
-                part, which = part[counted], which[counted]
-            judged.append((part, which))
-        logits = head.predict(torch.cat([part for part, _ in judged])).split([len(part) for part, _ in judged])
-        for s, ((part, which), own) in enumerate(zip(judged, logits, strict=True)):
-            truths, p, *drawn = (picked(values, which) for values in (truth[rows], distribution, *noise))
-            total = total + decay**s * loss(Rows(part, own, truths, p, which + rows.start, *drawn))
-            agreed = own.gather(1, wanted[which, None].clamp(min=0))[:, 0] == own.amax(1)  # quicker than argmax
-            hits[s] += (agreed & (wanted[which] >= 0)).sum()
-        return total
+        targets, wanted = draft_targets(head, truth[rows], None if best is None else best[rows])
+        wide = torch.promote_types(targets.dtype, torch.float32)
+        judged, numbers = [], []
+        for output, (_, which), end in zip(parts, outputs, ends, strict=True):
+            which = which[end[chunk] : end[chunk + 1]] - rows.start
+            counted = slice(None) if outside else wanted[which] >= 0
+            judged.append(output[counted])
+            numbers.append(which[counted])
+        logits = predict(torch.cat(judged)).split([len(output) for output in judged])
+        places = rows_of_chunks(numbers, len(wanted), part)
 
-    ends = [ends for _, _, ends in steps]
-    weights = [p for p in head.parameters() if p.requires_grad]
+        def judge_block(block: int, pieces: list[Tensor]) -> Tensor:
+            first = block * part
+            distribution = targets[first : first + part].to(wide).softmax(-1)
+            noise = draws(distribution) if draws else ()
+            total = distribution.new_zeros(())
+            for s, (number, place) in enumerate(zip(numbers, places, strict=True)):
+                own, output, which = (
+                    pieces[s].to(wide),
+                    pieces[len(numbers) + s],
+                    number[place[block] : place[block + 1]],
+                )
+                p, *drawn = (picked(values, which - first) for values in (distribution, *noise))
+                at = which + rows.start
+                total = total + decay**s * loss(Rows(output, own, truth[at], p, at, *drawn))
+                agreed = own.gather(1, wanted[which, None].clamp(min=0))[:, 0] == own.amax(1)  # quicker than argmax
+                hits[s] += (agreed & (wanted[which] >= 0)).sum()
+            return total
+
+        return _Chunks.apply(judge_block, places * 2, *logits, *judged, *weights)
+
     return _Chunks.apply(judge, ends, *(output for output, _ in outputs), *weights), hits
+
+
+def rows_of_chunks(numbers: list[Tensor], count: int, size: int) -> list[list[int]]:
+    """Where chunks of `size` out of `count` rows begin and end in ascending numbers of rows. Without a row there is one
+    empty chunk."""
+    edges = torch.arange(0, max(1, count) + size, size, device=numbers[0].device)
+    return [torch.searchsorted(which, edges).tolist() for which in numbers]
 
 
 def picked(values: Tensor, which: Tensor) -> Tensor:
@@ -324,9 +347,11 @@ class _Chunks(torch.autograd.Function):
                 value = judge(chunk, parts)
             total = total + value.detach()
             for i, gradient in enumerate(torch.autograd.grad(value, [*parts, *weights], allow_unused=True)):
+                if gradient is None:  # this has no part in the loss
+                    continue
                 if i < len(parts):
                     gradients[i][places[i]] = gradient
-                elif gradient is not None:  # this weight has a part in the loss
+                else:
                     gradients[i] = gradient if gradients[i] is None else gradients[i].add_(gradient)
         ctx.gradients = gradients
         return total
@@ -334,4 +359,5 @@ class _Chunks(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, *(None if g is None else g * upstream for g in ctx.gradients)
+        gradients, ctx.gradients = ctx.gradients, None  # multiplied in place: new memory would take longer than that
+        return None, None, *(None if g is None else g.mul_(upstream) for g in gradients)

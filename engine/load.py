@@ -140,7 +140,7 @@ def _load(
         options = replace(options, pool=fit_pool(checkpoint, files, options, ranks))
     checkpoint, plan = check_plan(checkpoint, files, options, ranks, say)
     chunk, plan = fit_chunk(checkpoint.config, plan, options, ranks)
-    for note in (*checkpoint.notes, *(files.head.notes if files.head else ())):
+    for note in (*checkpoint.notes, *files.notes):
         say(f"note    {note}")
     with bad_files(), freed_memory_returns():
         model = checkpoint.load(torch.device(options.device), DTYPES[options.dtype], progress, options.ctx)

@@ -190,6 +190,7 @@ class DraftFiles(NamedTuple):
 
     head: EagleFile | BlockFile | None = None
     model: Checkpoint | None = None  # a draft LLM's
+    notes: tuple[str, ...] = ()  # what had to be assumed of them
 
 
 def own_head(options: LoadOptions, checkpoint: Checkpoint) -> tuple[LoadOptions, Checkpoint]:
@@ -214,17 +215,20 @@ def read_drafter(options: LoadOptions, config: ModelConfig, tokenizer: Tokenizer
     Raises ValueError for a head that does not fit the target, and for a draft LLM with another vocabulary.
     """
     head = draft = None
+    notes: list[str] = []
     if options.eagle:
         overrides = dict(item.split("=", 1) for item in options.eagle_config)
         head = read_head(options.eagle, config, overrides)
+        notes += head.notes
     if options.draft_checkpoint:
         draft = options.open_checkpoint(draft=True)
         if draft.config.recurrent or len(draft.config.kv_layers) > 1:
             why = "recurrent layers, or heads of two sizes,"
             raise UsageError(f"--draft-checkpoint: a model with {why} cannot draft yet; take another one.")
         theirs = load_tokenizer(draft.tokenizer_source, draft.config.vocab_size)
-        check_vocabulary(config, draft.config, (tokenizer, theirs))
-    return DraftFiles(head, draft)
+        if assumed := check_vocabulary(config, draft.config, (tokenizer, theirs)):
+            notes.append(assumed)
+    return DraftFiles(head, draft, tuple(notes))
 
 
 def draft_vocabulary(options: LoadOptions, config: ModelConfig, tokenizer: Tokenizer | None) -> Tensor | None:

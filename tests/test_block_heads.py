@@ -107,7 +107,7 @@ BAD = {
     "another Markov head": ("dspark, vanilla", {"markov_head_type": "fir"}, "markov_head_type = 'fir'"),
     "another target": ("dflash", {"num_target_layers": 36}, "made for 36 layers, this model has 6"),
     "another width": ("dflash", {"hidden_size": 64}, "made for hidden_size 64, this model has 32"),
-    "another vocabulary": ("dflash", {"vocab_size": 98}, "made for a vocabulary of 98"),
+    "another vocabulary": ("dflash", {"vocab_size": 101}, "made for a vocabulary of 101"),
     "the last layer": ("dflash", {"dflash_config": {"mask_token_id": 1, "target_layer_ids": [0, 2, 5]}}, "[0, 2, 5]"),
     "a bias": ("dflash", {"attention_bias": True}, "attention_bias = true"),
     "no mask": ("dflash", {"dflash_config": {"target_layer_ids": [0, 2, 4]}}, "'mask_token_id' is missing"),

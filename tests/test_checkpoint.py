@@ -16,17 +16,21 @@ from tiny import load_config, load_model, one_line
 
 from bench.arms import build_engine
 from decoding.params import SamplingParams
+from eagle_draft import EagleHead
 from engine.load import load
 from families.config import ModelConfig
 from kernels import cpu
+from model import Transformer
+from quantize import quantize_head
 from scripts import convert
 from support.files import read_json
 from support.reader import INDEX_LIMIT
 from weights import checkpoint
 from weights.checkpoint import Checkpoint
 from weights.files import cache_folder, read_entries
-from weights.heads import AUX, read_eagle, save_eagle
+from weights.heads import AUX, read_eagle, save_eagle, save_quantized
 from weights.hf import config_to_hf, hf_views, save_hf
+from weights.quantized import QuantSpec
 
 
 def same_weights(a, b) -> bool:
@@ -788,7 +792,7 @@ def test_heads_for_another_target_are_refused(tiny_checkpoint, tmp_path):
     (lambda t: t.update(d2t=t["d2t"].float()), ("d2t", "float32")),
     (lambda t: t.update(d2t=t["d2t"][:-1]), ("d2t", "[39]")),
     (lambda t: t.update(t2d=t["t2d"].roll(1)), ("t2d",)),
-    (lambda t: t.update(t2d=t["t2d"][:-1]), ("t2d",)),
+    (lambda t: t.update(t2d=t["t2d"][:-9]), ("t2d",)),
     (lambda t: t.update(t2d=torch.ones(V, dtype=torch.float32)), ("t2d",)),
     (lambda t: t.pop("norm.weight"), ("missing", "norm.weight")),
     (lambda t: t.update(extra=torch.ones(2)), ("unexpected", "extra")),
@@ -836,6 +840,37 @@ def test_save_eagle_round_trip(tmp_path, kind):
     if "d2t" in source:
         one_line(lambda: save_eagle(replace(head, target_vocab_size=0), read.tensors, tmp_path), "target_vocab_size")
         assert torch.equal(stored["d2t"], source["d2t"]) and torch.equal(stored["t2d"], source["t2d"])
+
+
+@pytest.mark.parametrize("more", [-2, 2])
+@pytest.mark.parametrize("kind", ["one", "three", "full", "speculators", "int8"])
+def test_a_head_made_for_another_padding_of_the_vocabulary(tmp_path, kind, more):
+    """A head of Qwen2.5-3B (151,936 rows) on one of 7B (152,064): refused, or tables of the wrong size."""
+    source = eagle1() if kind == "one" else eagle3("layers.0.", V if kind in ("full", "int8") else VD)
+    if "d2t" in source:
+        source |= {"d2t": torch.zeros(VD, dtype=torch.int64), "t2d": torch.arange(V) < VD}
+    if kind in ("speculators", "int8"):
+        source["embed_tokens.weight"] = torch.randn(V, H)
+    folder = write_head(tmp_path / "h", source, speculators() if kind in ("speculators", "int8") else GEOMETRY)
+    if kind == "int8":
+        config, tensors, _ = quantize_head(folder, TARGET, QuantSpec("int8"))
+        folder = tmp_path / "int8"
+        save_quantized(config, tensors, QuantSpec("int8"), folder)
+    own, file = read_eagle(folder, TARGET), read_eagle(folder, replace(TARGET, vocab_size=V + more))
+    assert "another padding" in file.notes[-1] and file.config.target_vocab_size == V + more
+    known, held = min(V, V + more), dict(file.tensors)
+    drafted = held.pop("draft_ids", None)
+    if kind in ("full", "int8"):
+        assert file.config.layer.vocab_size == known
+        assert (drafted is None) if more < 0 else drafted.equal(torch.arange(V))
+    for name, tensor in held.items():
+        rows = V + more if name == "embed_tokens.weight" else file.config.layer.vocab_size
+        whole = own.tensors[name]
+        assert len(tensor) == (rows if name.startswith(("embed", "lm_head")) else len(whole))
+        assert torch.equal(tensor[: len(whole)], whole[: len(tensor)])
+    with torch.device("meta"):
+        head = EagleHead(file.config, Transformer(replace(TARGET, vocab_size=V + more)), drafted)
+    assert head.vocab_size == {"one": V + more, "three": VD, "speculators": VD}.get(kind, known)
 
 
 # ---- org/name in the Hugging Face cache ----------------------------------------------------------------------------

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from block_kit import tiny_block
 from fake_cuda import Indexing, OneDevice, on_fake_gpu
 from test_tree import files_run, one_line
@@ -29,6 +30,7 @@ from engine.engine import Engine, EngineConfig
 MODEL = tiny_model()
 SMALL = tiny_model(seed=5, hidden_size=16, num_attention_heads=2, head_dim=8)
 PROMPTS = [PROMPT, PROMPT[:5], [11] + PROMPT * 2]
+SHAPE = ("hidden_size", "num_attention_heads", "head_dim")
 SETTINGS = [
     dict(),
     dict(temperature=1.0),
@@ -44,6 +46,15 @@ def medusa_heads(target=MODEL, count=4, own=False, seed=9) -> MedusaHeads:
     for p in heads.parameters():
         p.copy_(torch.randn(p.shape, generator=generator, dtype=torch.float64) * 0.3)
     return heads
+
+
+def repadded(model, rows: int):
+    """A tiny model with another number of rows of its vocabulary. New rows are most likely, and are no tokens."""
+    other = tiny_model(**{name: getattr(model.config, name) for name in SHAPE}, vocab=rows)
+    for name, p in other.named_parameters():
+        weight = model.get_parameter(name)
+        p.copy_(weight if p.shape == weight.shape else F.pad(weight[:rows], (0, 0, 0, max(0, rows - V)), value=9.0))
+    return other
 
 
 def draft_model(model=MODEL, small=SMALL, B=1, tree=SHALLOW, **options):
@@ -68,6 +79,8 @@ KINDS = {
     "ngram": lambda model, B: NGramDrafter(model, 14, 5),
     "draft model, static": lambda model, B: draft_model(model, B=B),
     "draft model, chain": lambda model, B: draft_model(model, B=B, tree=trees.chain(4)),
+    "draft model, more rows": lambda model, B: draft_model(model, repadded(SMALL, V + 3), B),
+    "draft model, fewer rows": lambda model, B: draft_model(model, repadded(SMALL, V - 3), B),
     "draft model, dynamic": lambda model, B: draft_model(model, B=B, tree=trees.DynamicTree(12, 3, 4)),
     "medusa": lambda model, B: MedusaDrafter(medusa_heads(model), tables(SHALLOW, B)),
     "medusa, own heads": lambda model, B: MedusaDrafter(medusa_heads(model, own=True), tables(SHALLOW, B)),
@@ -384,7 +397,6 @@ REFUSED = {
     "static tree or a chain": lambda: draft_model(tree=TREES["dynamic"], multi_round="without"),
     "5 deep, but this head drafts 4 tokens at once; use --tree chain:4": lambda: block(tree=TREES["paper25"]),
     "up to 3 children, and the drafter knows 2": lambda: block(draft_ids=torch.tensor([1, 5])),
-    "98 tokens": lambda: draft_model(small=tiny_model(layers=1, vocab=98)),
 }
 
 
@@ -406,6 +418,18 @@ def test_the_target_itself_as_draft_is_accepted_whole(tree, index):
     drafter = draft_model(MODEL, MODEL, tree=tree)
     result = Engine(MODEL, drafter=drafter).generate(PROMPT, settings(index, max_new_tokens=32)).run()[0]
     assert all(len(step) == drafter.D + 1 for step in result.tokens_per_step[:-1])
+
+
+@pytest.mark.parametrize("rows", (V - 3, V + 3))
+def test_another_padding_of_the_vocabulary_costs_no_acceptance(rows):
+    """Qwen2.5-0.5B (151,936 rows) for Qwen2.5-7B (152,064): refused, or a draft that loses itself in rows of no token."""
+    for index in range(2):
+        own = Engine(MODEL, drafter=draft_model(MODEL, MODEL, tree=trees.chain(4)))
+        other = Engine(MODEL, drafter=draft_model(MODEL, repadded(MODEL, rows), tree=trees.chain(4)))
+        ids = [e.generate(PROMPT, settings(index, max_new_tokens=40)).run()[0] for e in (own, other)]
+        assert ids[0].token_ids == ids[1].token_ids
+        lost = sum(token >= rows for token in ids[0].token_ids)
+        assert ids[0].steps <= ids[1].steps <= ids[0].steps + 2 * lost and lost < 6
 
 
 def test_the_target_itself_in_a_batch():
@@ -454,11 +478,14 @@ def test_multi_round_with_a_draft_model(rule, tree):
 
 def test_another_vocabulary_is_refused():
     """Ids of another tokenizer drafted as if they were the target's: lossless, useless, and silent."""
-    one_line(lambda: check_vocabulary(MODEL.config, geometry(vocab=98)), "98 tokens", "97")
+    one_line(lambda: check_vocabulary(MODEL.config, geometry(vocab=101)), "101 tokens", "97")
+    assert "another padding" in check_vocabulary(MODEL.config, geometry(vocab=98))
     pair = [SimpleNamespace(pieces=dict(enumerate(pieces))) for pieces in ("abc", "axc")]
     check_vocabulary(MODEL.config, SMALL.config, (pair[0], pair[0]))
     check_vocabulary(MODEL.config, SMALL.config, (pair[0], None))
     one_line(lambda: check_vocabulary(MODEL.config, SMALL.config, tuple(pair)), "token 1 is 'x'", "'b'", "1 differ")
+    more = SimpleNamespace(pieces=dict(enumerate("abcd")))
+    assert check_vocabulary(MODEL.config, geometry(vocab=200), (pair[0], more)) == ""
 
 
 # ------------------------------------------------------------------ Medusa

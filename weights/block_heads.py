@@ -146,7 +146,7 @@ def read_head(path: str | Path, target: ModelConfig, overrides: Mapping[str, str
     names = raw.get("architectures")
     known = isinstance(names, list) and any(name in ARCHITECTURES for name in names)
     if known or raw.get("speculators_model_type") in list(SPECULATORS):
-        return _BlockReader(path, raw, target, given).read()
+        return heads.fitted(_BlockReader(path, raw, target, given).read(), target, path)
     return heads.read_eagle(path, target, overrides)
 
 
@@ -223,6 +223,7 @@ class _BlockReader(HeadReader):
 
     def read(self) -> BlockFile:
         """The whole head. Raises ValueError as `read_head` does."""
+        self.take_padding(self.geometry.integer("vocab_size", self.target.vocab_size))
         target, flags = self.target, self.flags
         ids, order = self._taps()
         draft_ids = self.draft_ids("lm_head.weight" in self.entries)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Generic, NamedTuple, NoReturn, TypeVar, get_args, get_origin, get_type_hints
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from families.config import ModelConfig, RopeConfig
@@ -30,6 +31,7 @@ HEAD_KEYS = "num_attention_heads num_key_value_heads head_dim rms_norm_eps rope_
 Config = TypeVar("Config")
 # Our tensor name -> the published tensors whose rows it is made of, with their shapes.
 Table = dict[str, dict[str, tuple[int, ...]]]
+PADDING = 1024  # rows that a vocabulary may have more or less than the target's
 SIZES = {2048: "1B", 3072: "3B", 4096: "7B or 8B", 5120: "13B", 6656: "33B", 8192: "70B"}
 
 
@@ -191,7 +193,39 @@ def read_eagle(path: str | Path, target: ModelConfig, overrides: Mapping[str, st
     path = local_path(path)
     if (path / "config.json").is_file() and read_json(path / "config.json").get("eaglet_quant"):
         return read_quantized(path, EagleConfig, head_tensors, target)
-    return _EagleReader(path, target, overrides or {}).read()
+    return fitted(_EagleReader(path, target, overrides or {}).read(), target, path)
+
+
+def same_but_padding(rows: int, vocab: int) -> bool:
+    """Whether two vocabularies of so many rows can be the same one, rounded up to another size."""
+    return abs(rows - vocab) <= min(PADDING, vocab // 32)
+
+
+def fitted(file: HeadFile[Config], target: ModelConfig, where: Path) -> HeadFile[Config]:
+    """A head for a target whose vocabulary may have another padding. It drafts tokens that both have.
+
+    Rows that the head's tables lack are zeros: they belong to no token.
+    """
+    config, vocab = file.config, target.vocab_size
+    made_for, ids = config.target_vocab_size, file.tensors.get("draft_ids")
+    if made_for == vocab:
+        return file
+    if ids is not None and ids[-1] >= vocab:
+        raise _misfit(where, f"it drafts token {int(ids[-1])}, this model has {vocab} tokens")
+    tensors, size = dict(file.tensors), config.layer.vocab_size
+    for name in {"embed_tokens.weight", "predecessor.weight"} & tensors.keys():
+        tensors[name] = F.pad(tensors[name][:vocab], (0, 0, 0, max(0, vocab - made_for)))
+    if ids is None:  # tables with a row for every token that it drafts are cut, or leave the others out
+        drafted = [name for name in tensors if name.startswith(("lm_head.", "successor.")) and "perm" not in name]
+        tensors |= {name: tensors[name][:vocab] for name in drafted}
+        size = min(size, vocab) if drafted else vocab
+        if size < vocab:
+            tensors["draft_ids"] = torch.arange(size)
+    config = replace(config, layer=replace(config.layer, vocab_size=size), target_vocab_size=vocab)
+    note = (
+        f"made for {made_for:,} rows of a vocabulary and this model has {vocab:,}: taken as another padding of the same"
+    )
+    return file._replace(config=config, tensors=tensors, notes=[*file.notes, note])
 
 
 MTP = "mtp"  # the name of the head that lies in the target's own checkpoint
@@ -289,7 +323,7 @@ def read_quantized(
             problem = f"no head of version {config.version} with taps {taps!r:.40} and one layer is known."
             raise refusal(f"{where} ({kind.key})", problem)
     sizes, wanted = (config.target_hidden_size, config.target_vocab_size), (target.hidden_size, target.vocab_size)
-    if sizes != wanted:
+    if sizes[0] != wanted[0] or not same_but_padding(sizes[1], wanted[1]):
         raise _misfit(directory, f"made for hidden_size and vocab_size {sizes}, this model has {wanted}")
     entries = read_entries(tensor_files(directory))
     expected: dict[str, Tensor] = {}
@@ -315,7 +349,7 @@ def read_quantized(
     if (ids := tensors.get("draft_ids")) is not None:
         if not _are_token_ids(ids, config.target_vocab_size):
             raise refusal(directory, "draft_ids are not ascending token ids of the target: damaged?")
-    return HeadFile(config, tensors, [])
+    return fitted(HeadFile(config, tensors, []), target, directory)
 
 
 def _are_token_ids(ids: Tensor, vocab: int) -> bool:
@@ -391,6 +425,11 @@ class HeadReader:
     def misfit(self, what: str) -> NoReturn:
         raise _misfit(self.path, what)
 
+    def take_padding(self, rows: int) -> None:
+        """Read on as if the target had a vocabulary of so many rows, if that is only another padding of it."""
+        if same_but_padding(rows, self.target.vocab_size):
+            self.target = replace(self.target, vocab_size=rows)
+
     def name_entries(self) -> None:
         """Fill self.entries with what the file holds, or those of the folder."""
         path = self.path
@@ -433,7 +472,11 @@ class HeadReader:
         The tensors d2t and t2d, which name them, are taken out of the entries. wide: whether the head may have an LM
         head of its own.
         """
-        entries, vocab = self.entries, self.target.vocab_size
+        entries = self.entries
+        sized = ("t2d", "embed_tokens.weight", *(("lm_head.weight",) if "d2t" not in entries else ()))
+        for rows in [entries[name].shape[0] for name in sized if name in entries and entries[name].shape][:1]:
+            self.take_padding(rows)
+        vocab = self.target.vocab_size
 
         def rows_of(name: str) -> int:
             shape = entries[name].shape if name in entries else (vocab, 1)

@@ -843,31 +843,31 @@ def test_save_eagle_round_trip(tmp_path, kind):
 
 
 @pytest.mark.parametrize("more", [-2, 2])
-@pytest.mark.parametrize("kind", ["one", "three", "full", "speculators", "int8"])
+@pytest.mark.parametrize("kind", ["one", "three", "full", "speculators", "int8", "int4"])
 def test_a_head_made_for_another_padding_of_the_vocabulary(tmp_path, kind, more):
     """A head of Qwen2.5-3B (151,936 rows) on one of 7B (152,064): refused, or tables of the wrong size."""
-    source = eagle1() if kind == "one" else eagle3("layers.0.", V if kind in ("full", "int8") else VD)
+    source = eagle1() if kind == "one" else eagle3("layers.0.", VD if kind in ("three", "speculators") else V)
     if "d2t" in source:
         source |= {"d2t": torch.zeros(VD, dtype=torch.int64), "t2d": torch.arange(V) < VD}
-    if kind in ("speculators", "int8"):
+    if kind in ("speculators", "int8", "int4"):
         source["embed_tokens.weight"] = torch.randn(V, H)
-    folder = write_head(tmp_path / "h", source, speculators() if kind in ("speculators", "int8") else GEOMETRY)
-    if kind == "int8":
-        config, tensors, _ = quantize_head(folder, TARGET, QuantSpec("int8"))
-        folder = tmp_path / "int8"
-        save_quantized(config, tensors, QuantSpec("int8"), folder)
+    folder = write_head(tmp_path / "h", source, speculators() if kind in ("speculators", "int8", "int4") else GEOMETRY)
+    if kind in ("int8", "int4"):
+        config, tensors, _ = quantize_head(folder, TARGET, spec := QuantSpec(kind, 32, lm_head=kind))
+        save_quantized(config, tensors, spec, folder := tmp_path / "q")
     own, file = read_eagle(folder, TARGET), read_eagle(folder, replace(TARGET, vocab_size=V + more))
     assert "another padding" in file.notes[-1] and file.config.target_vocab_size == V + more
     known, held = min(V, V + more), dict(file.tensors)
     drafted = held.pop("draft_ids", None)
-    if kind in ("full", "int8"):
+    if kind in ("full", "int8", "int4"):
         assert file.config.layer.vocab_size == known
         assert (drafted is None) if more < 0 else drafted.equal(torch.arange(V))
     for name, tensor in held.items():
         rows = V + more if name == "embed_tokens.weight" else file.config.layer.vocab_size
-        whole = own.tensors[name]
-        assert len(tensor) == (rows if name.startswith(("embed", "lm_head")) else len(whole))
-        assert torch.equal(tensor[: len(whole)], whole[: len(tensor)])
+        whole, axis = own.tensors[name], 1 if kind == "int4" and name == "lm_head.scales" else 0
+        assert tensor.shape[axis] == (rows if name.startswith(("embed", "lm_head")) else whole.shape[axis])
+        same = min(tensor.shape[axis], whole.shape[axis])
+        assert torch.equal(tensor.narrow(axis, 0, same), whole.narrow(axis, 0, same))
     with torch.device("meta"):
         head = EagleHead(file.config, Transformer(replace(TARGET, vocab_size=V + more)), drafted)
     assert head.vocab_size == {"one": V + more, "three": VD, "speculators": VD}.get(kind, known)

@@ -217,8 +217,9 @@ def fitted(file: HeadFile[Config], target: ModelConfig, where: Path) -> HeadFile
         tensors[name] = F.pad(tensors[name][:vocab], (0, 0, 0, max(0, vocab - made_for)))
     if ids is None:  # tables with a row for every token that it drafts are cut, or leave the others out
         drafted = [name for name in tensors if name.startswith(("lm_head.", "successor.")) and "perm" not in name]
-        tensors |= {name: tensors[name][:vocab] for name in drafted}
         size = min(size, vocab) if drafted else vocab
+        for name in drafted:  # scales have their rows last
+            tensors[name] = tensors[name].narrow(tensors[name].shape.index(made_for), 0, size)
         if size < vocab:
             tensors["draft_ids"] = torch.arange(size)
     config = replace(config, layer=replace(config.layer, vocab_size=size), target_vocab_size=vocab)

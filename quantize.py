@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
 import torch
+import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -40,9 +41,9 @@ from weights.assistant import check_written
 from weights.block_heads import BlockConfig, read_head
 from weights.checkpoint import Checkpoint
 from weights.files import Entry, local_path
-from weights.heads import EagleConfig, read_card, save_quantized
+from weights.heads import EagleConfig, HeadFile, read_card, save_quantized
 from weights.hf import build_model
-from weights.quantized import ALGORITHMS, GROUPS, HEADS, MODES, QuantSpec, apply_spec_, set_tensor
+from weights.quantized import ALGORITHMS, GROUPS, HEADS, MODES, QuantSpec, apply_spec_, largest_groups, set_tensor
 from weights.quantizer import Windows, quantize_checkpoint
 from weights.rounding import quantize_
 from weights.shards import Shard
@@ -72,11 +73,9 @@ def quantize_head(
     check_written(file.config)
     if any(name.endswith(".qweight") for name in file.tensors):
         raise UsageError(f"{path} is quantized already. Give the head from which it was made.")
-    with shapes_only():
-        model = running or build_model(target)
-        head = kinds_of(file.config)[0](file.config, model, file.tensors.get("draft_ids")).requires_grad_(False)
+    head = _without_values(file, running or target)
     for name, tensor in (file.floats() if running else file.tensors).items():
-        set_tensor(head, name, tensor.to(model.device) if running else tensor)
+        set_tensor(head, name, tensor.to(running.device) if running else tensor)
     errors = _gptq_head(head, spec, running, windows) if running else quantize_(head, spec)
     tensors = {name: tensor.cpu() for name, tensor in head.state_dict().items()}
     for name, tensor in tensors.items():
@@ -85,6 +84,24 @@ def quantize_head(
     sizes = [sum(tensor.nbytes for tensor in group.values()) for group in (file.tensors, tensors)]
     receipt = {"algorithm": spec.algorithm, "bytes_before": sizes[0], "bytes_after": sizes[1]}
     return file.config, tensors, receipt | {"worst": max(errors.values()), "kind": file.config.kind}
+
+
+def _without_values(file: HeadFile, target: Transformer | ModelConfig) -> DraftHead:
+    """The head of a file, bound to its target, whose tensors only have shapes."""
+    with shapes_only():
+        model = build_model(target) if isinstance(target, ModelConfig) else target
+        return kinds_of(file.config)[0](file.config, model, file.tensors.get("draft_ids")).requires_grad_(False)
+
+
+def _grouped(args: argparse.Namespace, spec: QuantSpec, module: nn.Module, what: str) -> QuantSpec:
+    """The same with --group-size, or without it with the largest groups that fit the module, of which a line tells."""
+    if args.group_size:
+        return replace(spec, group_size=args.group_size)
+    fitting = largest_groups(spec, module)
+    if fitting != spec:
+        reason = f"{spec.group_size} columns do not divide the inputs of all its matrices"
+        say(f"note    {what}: int4 in groups of {fitting.group_size}, since {reason}")
+    return fitting
 
 
 @torch.no_grad()
@@ -182,7 +199,12 @@ def build_parser() -> argparse.ArgumentParser:
     add("--mode", choices=MODES, default="int4")
     add("--out", metavar="DIR", help="default: CHECKPOINT-MODE")
     add("--force", action="store_true", help="replace an earlier result at --out")
-    add("--group-size", type=int, choices=GROUPS, default=128, help="columns that share an int4 scale")
+    add(
+        "--group-size",
+        type=int,
+        choices=GROUPS,
+        help="columns that share an int4 scale (default: the largest that fits)",
+    )
     add("--algorithm", choices=ALGORITHMS, default="rtn", help="gptq: slower, better; needs calibration text")
     add("--act-order", action="store_true", help="GPTQ: columns by activation energy")
     chats = "text or .jsonl for GPTQ; a chat model needs chats of scripts.make_chats (default: Python's library)"
@@ -213,7 +235,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(args: argparse.Namespace) -> str:
     """Do what the arguments ask for. Returns the receipt for people."""
-    spec = QuantSpec(args.mode, args.group_size, args.algorithm, args.act_order, args.lm_head)
+    spec = QuantSpec(args.mode, max(GROUPS), args.algorithm, args.act_order, args.lm_head)
     head_spec = replace(spec, mode=args.eagle_mode or spec.mode)
     if args.head_only:
         return _head_alone(args, head_spec)
@@ -222,6 +244,9 @@ def run(args: argparse.Namespace) -> str:
     out = Path(args.out) if args.out else place / f"{given.resolve().name}-{args.mode}"
     _check(args, directory, out)
     config = Checkpoint.open(directory).config
+    spec = _grouped(args, spec, build_model(config), "the model")
+    if args.eagle:
+        head_spec = _grouped(args, head_spec, _without_values(read_head(args.eagle, config), config), "the head")
     if args.tp:
         check_split(config, spec, args.tp)
     windows = _texts(args, directory, config)
@@ -276,6 +301,7 @@ def _head_alone(args: argparse.Namespace, spec: QuantSpec) -> str:
         raise UsageError(f"--out {out} exists; choose another name.")
     checkpoint = Checkpoint.open(local_path(args.checkpoint))
     target = checkpoint.config
+    spec = _grouped(args, spec, _without_values(read_head(args.eagle, target), target), "the head")
     if spec.algorithm == "gptq":
         windows = _calibration(args, load_tokenizer(checkpoint.tokenizer_source, target.vocab_size), target)
         config, tensors, receipt = _gptq_head_of(args, args.checkpoint, target, spec, windows)

@@ -5,7 +5,6 @@ shape. What a random head gets accepted means nothing. The weights are made on t
 model of any size needs no file and little more memory than it keeps.
 """
 
-import math
 from dataclasses import replace
 from typing import Any
 
@@ -24,7 +23,7 @@ from support.machine import shapes_only
 from weights.block_heads import BlockConfig
 from weights.heads import EagleConfig, default_taps, layers_like
 from weights.hf import build_model
-from weights.quantized import QuantLinear, QuantSpec, apply_spec_, pack_, set_tensor
+from weights.quantized import QuantLinear, QuantSpec, apply_spec_, largest_groups, pack_, set_tensor
 
 
 def _llama(hidden: int, inner: int, layers: int, heads: int, kv: int, vocab=32000, theta=1e4, **more) -> ModelConfig:
@@ -53,12 +52,6 @@ SHAPES: dict[str, ModelConfig] = {
     "qwen3.5-9b": _qwen(4096, 12288, 32, 16, 32),
     "qwen3.5-27b": _qwen(5120, 17408, 64, 24, 48),
 }
-
-
-def _spec(config: ModelConfig, quant: str) -> QuantSpec:
-    """The largest group size that divides the inputs of every linear."""
-    inputs = math.gcd(config.hidden_size, config.intermediate_size)
-    return QuantSpec(quant, group_size=next(group for group in (128, 64, 32) if inputs % group == 0))
 
 
 def head_config(target: ModelConfig, version: int) -> EagleConfig:
@@ -102,7 +95,7 @@ def random_model(config: ModelConfig, quant: str | None, device: torch.device, d
     torch.manual_seed(0)
     model = build_model(config)
     if quant:
-        apply_spec_(model, _spec(config, quant))
+        apply_spec_(model, largest_groups(QuantSpec(quant), model))
         model.quant = quant
     for part in (*model.layers, model):  # so that the unpacked codes of one layer at a time take memory
         fill_random_(part, device, dtype)
@@ -137,7 +130,7 @@ def random_head(model: Transformer, kind: str, quant: str | None = None) -> Draf
     with shapes_only():
         head = kinds_of(config)[0](config, model).eval().requires_grad_(False)
     if quant:
-        apply_spec_(head, _spec(model.config, quant))
+        apply_spec_(head, largest_groups(QuantSpec(quant), head))
     if head.draft_ids is not None:
         drafted = head.vocab_size
         head.draft_ids = torch.arange(drafted, device=model.device) * model.config.vocab_size // drafted

@@ -32,7 +32,7 @@ from model import Transformer, weight_bytes
 from scripts import convert
 from support import texts
 from support.errors import NotEnoughMemory, UsageError
-from support.files import write_json
+from support.files import read_json, write_json
 from weights import checkpoint, hf, quantizer, rounding
 from weights.heads import EagleConfig, read_eagle, save_eagle, save_quantized
 from weights.quantized import QuantLinear, QuantSpec, adopt_, empty_tensors, held_bytes, pack_
@@ -502,7 +502,11 @@ def test_unusable_requests_exit_with_one_line(tmp_path, capsys):
     cases = [
         (2, "already quantized (eaglet_quant", ["--checkpoint", out]),
         (2, "already quantized (quantization_config", ["--checkpoint", tmp_path / "awq"]),
-        (2, "group size 128 does not divide its 288 inputs; use --group-size 32", ["--checkpoint", odd]),
+        (
+            2,
+            "group size 128 does not divide its 288 inputs; use --group-size 32",
+            ["--checkpoint", odd, "--group-size", "128"],
+        ),
         (3, "is not a directory", ["--checkpoint", tmp_path / "none"]),
         (2, "not an earlier result", ["--checkpoint", source, "--out", busy]),
         (2, "add --algorithm gptq", ["--checkpoint", source, "--act-order"]),
@@ -513,7 +517,7 @@ def test_unusable_requests_exit_with_one_line(tmp_path, capsys):
         (3, "refused: mean KL", ["--checkpoint", source, "--refuse-kl", "1e-9"]),
         (3, "Nothing was written", ["--checkpoint", source, "--refuse-kl", "1e-9", "--algorithm", "gptq"]),
         (3, "layers.1.mlp.down_proj.weight holds NaN", ["--checkpoint", nan]),
-        (2, "layer.mlp.down: group size 128", ["--checkpoint", source, "--algorithm", "gptq", "--eagle", head]),
+        (2, "layer.mlp.down: group size 128", ["--checkpoint", source, "--group-size", "128", "--eagle", head]),
         (3, "none", ["--checkpoint", source, "--algorithm", "gptq", "--eagle", tmp_path / "none"]),
     ]
     if not torch.cuda.is_available():
@@ -938,13 +942,19 @@ def test_weights_that_cannot_be_rounded_at_load_are_refused(tmp_path, capsys):
     """Prevents rounding rounded weights, and a traceback or a whole load before a group size turns out not to fit."""
     published(tmp_path / "awq", "awq")
     out, odd = quantized(tmp_path), saved(tmp_path / "odd", replace(CONFIG, intermediate_size=288))
+    none = saved(tmp_path / "none", replace(CONFIG, intermediate_size=300))
     tensors = load_file(tmp_path / "m" / "model.safetensors")
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + 1
     save_file(tensors, tmp_path / "m" / "model.safetensors")
     cases = [
         (2, "is quantized (quantization_config); leave it out", tmp_path / "awq", "int4"),
         (2, "is quantized (eaglet_quant); leave it out", out, "int8"),
-        (2, "its 288 inputs; use --group-size 32. Give that to quantize.py, or use --quant int8", odd, "int4"),
+        (
+            2,
+            "does not divide its 300 inputs; use --mode int8. Give that to quantize.py, or use --quant int8",
+            none,
+            "int4",
+        ),
         (3, "lm_head.weight differs from the embedding", tmp_path / "m", "int8"),
     ]
     capsys.readouterr()
@@ -953,6 +963,25 @@ def test_weights_that_cannot_be_rounded_at_load_are_refused(tmp_path, capsys):
         error = capsys.readouterr().err
         assert message in error and error.count("\n") == 1, error
     assert load(odd, quant="int8").model.quant == "int8 (rounded at load)"
+
+
+def test_groups_are_the_largest_that_fit(tmp_path, capsys):
+    """SmolLM2 (576 inputs), which int4 without options refused, or a size that is chosen and that nobody is told of."""
+    odd = saved(tmp_path / "odd", replace(CONFIG, intermediate_size=288))
+    head = tiny_head(tmp_path / "head", replace(CONFIG, intermediate_size=192))
+    flags = ["--checkpoint", str(odd), "--out", str(tmp_path / "int4"), "--eagle", str(head), "--lm-head", "int4"]
+    assert quantize.main(flags) == 0
+    said = capsys.readouterr().err
+    assert "the model: int4 in groups of 32, since 128 columns" in said and "the head: int4 in groups of 64" in said
+    specs = [read_json(tmp_path / "int4" / name / "config.json")["eaglet_quant"] for name in ("", "eagle")]
+    assert [spec["group_size"] for spec in specs] == [32, 64]
+    lines = []
+    engine = load(odd, quant="int4", report=lines.append)
+    assert any("--quant int4: groups of 32" in line for line in lines) and engine.model.quant.startswith("int4")
+    whole = load(saved(tmp_path / "even", CONFIG), quant="int4", report=lines.append)
+    assert (
+        len([line for line in lines if "groups of" in line]) == 1 and whole.model.layers[0].mlp.down.group_size == 128
+    )
 
 
 # ---- texts and heads ---------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from weights.files import Destination, Entry, Progress, local_path, read_entries
 from weights.gguf import GGUFFile, fill_gguf
 from weights.gguf_types import FLOAT_TYPES
 from weights.lora import Adapter, add_, read_adapters
-from weights.quantized import QuantSpec, apply_spec_, read_spec
+from weights.quantized import GROUPS, QuantSpec, apply_spec_, largest_groups, read_spec
 from weights.rounding import fill_rounded, half_of
 from weights.shards import Shard, connect_, narrow_
 from weights.stored import Layout, fill_kept, fill_published, fill_stored, held_codes, packed_entries, published_layout
@@ -141,6 +141,10 @@ class Checkpoint:
             note = small_floats.NOTES[self.kind][self.keeps_small].format(self.directory.name)
         if self.kind == "published" and (bits := self._published.activations) < 16:
             note = f"{self.directory.name} was made for activations of {bits} bits; only its weights are read that way."
+        if self.spec and self.spec.group_size < max(GROUPS):
+            note = (
+                f"--quant {self.spec.mode}: groups of {self.spec.group_size}; {max(GROUPS)} does not divide all inputs"
+            )
         images = ""
         if self.raw.get("model_type") in WITH_IMAGES:
             images = f"{self.directory.name}: its text model is read, and what reads images and sounds is left out."
@@ -237,7 +241,7 @@ class Checkpoint:
         if kind := QUANTIZED.get(self.kind) or ", ".join(sorted(stored)):
             raise UsageError(f"{flag} rounds float weights, and {self.directory} is quantized ({kind}); leave it out.")
         try:
-            apply_spec_(hf.build_model(self.config), spec)
+            spec = largest_groups(spec, hf.build_model(self.config))
         except UsageError as error:
             raise UsageError(f"{flag}: {error} Give that to quantize.py, or use --quant int8.") from error
         embedding = self.entries.get(hf.EMBEDDING)

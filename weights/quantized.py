@@ -424,6 +424,17 @@ def quantizable(module: nn.Module, spec: QuantSpec) -> Iterator[tuple[nn.Module,
             yield child, weights, bits
 
 
+def largest_groups(spec: QuantSpec, module: nn.Module) -> QuantSpec:
+    """The same with the largest group size that divides the inputs of all that becomes int4 in `module`.
+
+    Raises UsageError if there is none.
+    """
+    smallest = replace(spec, group_size=GROUPS[0])
+    found = [(weights, bits) for _, weights, bits in quantizable(module, smallest)]
+    common = math.gcd(*(w.shape[-1] for weights, bits in found if bits == 4 for w in weights.values()))
+    return replace(spec, group_size=max(size for size in GROUPS if common % size == 0))
+
+
 def apply_spec_(module: nn.Module, spec: QuantSpec) -> nn.Module:
     """Swap every linear (and Mixtral's experts) for an empty quantized one on the meta device. Returns `module`.
 

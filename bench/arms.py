@@ -188,6 +188,7 @@ def suite_arms(suite: str, heads: Sequence[str], found: Sequence[Spec]) -> list[
             arms.append((f"{Path(head).name} {tree} {rule}".strip(), {"eagle": head, "tree": tree, **more}))
     if suite == "paper":
         arms += [(name, given) for name, given in found if given and "eagle" not in given]
+        arms.append(("lookahead", {"drafter": "lookahead"}))
     return arms
 
 

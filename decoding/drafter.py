@@ -1,8 +1,8 @@
 """The contract of a drafter, and the drafter that drafts nothing.
 
-A drafter proposes a draft tree. It cannot change a token: the target verifies every node, so a bad draft only costs
-speed. Everything a drafter does inside a step has fixed shapes and never waits for the host. Shape letters: B batch,
-N nodes, D depth, S slots, V vocabulary, F feature size.
+A drafter proposes a draft tree and is told what the target chose. It cannot change a token: the target verifies every
+node, so a bad draft only costs speed. Everything a drafter does inside a step has fixed shapes and never waits for the
+host. Shape letters: B batch, N nodes, D depth, S slots, V vocabulary, F feature size.
 """
 
 from __future__ import annotations
@@ -109,6 +109,10 @@ class Drafter:
     def draft(self, inputs: DraftInput) -> Draft:
         """Propose one tree per sequence. No host sync."""
         raise NotImplementedError
+
+    def observe(self, draft: Draft, choice: Tensor, n: Tensor) -> None:
+        """Learn the target's token after every row [B, N] of a step, also of invalid ones. n [B]: the root's position. No
+        host sync."""
 
     def prunes(self, mode: SamplingMode) -> bool:
         """Whether it drafts only what pays, so that plain steps need not replace its steps."""

@@ -253,6 +253,7 @@ def accept_and_commit(
         choice, usable = sampling.choose_and_check(logits, noise, state.sampling, mode, draft.depth)
         if mode.grammar or mode.penalties or mode.bias:  # they make -inf of logits that are usable
             usable = sampling.finite(raw_logits)
+        drafter.observe(draft, choice, state.n)
         accepted = accept(draft.tokens, draft.parent, draft.depth, draft.ancestors, draft.valid, choice, drafter.D)
     output = _commit(draft, accepted, features, usable, state, mode)
     if not mode.logprobs:

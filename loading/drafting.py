@@ -17,6 +17,7 @@ from decoding.drafter import Drafter
 from drafters.assistant import AssistantDrafter, AssistantHead
 from drafters.block import BlockDrafter, BlockHead
 from drafters.draft_model import DraftModelDrafter, check_vocabulary
+from drafters.lookahead import LookaheadDrafter
 from drafters.medusa import MedusaDrafter, load_medusa
 from drafters.ngram import NGramDrafter, WithNGrams
 from drafters.trees import DraftHead, DraftRule, HeadDrafter
@@ -65,6 +66,8 @@ def tree_shape(options: LoadOptions) -> tuple[int, int]:
     tree = parse_tree(options.trees[0])  # a misspelt name is an error even where nothing is drafted
     if not options.drafter_kind:
         return 1, 0
+    if options.drafter_kind == "lookahead":
+        return LookaheadDrafter.shape()
     return WithNGrams.shape(tree.N, tree.D, options.ngram_nodes or 0)
 
 
@@ -355,6 +358,8 @@ def _new_drafter(model: Transformer, options: LoadOptions, head: DraftHead | Non
     length = options.ctx + tree_shape(options)[0] + 1
     if kind == "ngram":
         return NGramDrafter(model, tree.N, tree.D)
+    if kind == "lookahead":
+        return LookaheadDrafter(model, options.slots, length)
     if kind == "medusa":
         with bad_files():
             heads = load_medusa(local_path(options.medusa), model)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from weights.checkpoint import Checkpoint
 
 DEMO = Path(__file__).resolve().parent.parent / "demo"
-DRAFTERS = ("eagle", "ngram", "draft", "medusa")
+DRAFTERS = ("eagle", "ngram", "lookahead", "draft", "medusa")
 FULL = ("refuse", "drop-oldest")  # what happens to a chat that does not fit into the context
 VERIFY = ("match", "multi-round", "multi-round-replacement")
 DTYPES = ("float32", "bfloat16", "float16", "float64")
@@ -114,7 +114,7 @@ class LoadOptions:
     )  # fmt: skip
     eagle_config: tuple[str, ...] = option("value for a head without config.json (repeatable)", (), metavar="KEY=VALUE")
     drafter: str = option(
-        "default: what --eagle, --draft-checkpoint or --medusa selects; ngram needs no file", "", DRAFTERS
+        "default: what --eagle, --draft-checkpoint or --medusa selects; ngram and lookahead need no file", "", DRAFTERS
     )
     draft_checkpoint: str | Path | None = option("draft with a small LLM of the same vocabulary", metavar="DIR")
     medusa: str | Path | None = option("Medusa heads: medusa_lm_head.pt, .safetensors, or their folder", metavar="FILE")
@@ -156,7 +156,7 @@ class LoadOptions:
             raise UsageError(f"--drafter {kind} needs {flags[kind]}.")
         if kind not in ("eagle", "draft", "") and self.verify != "match":
             raise UsageError(f"--verify {self.verify} needs a draft distribution; {kind} has none.")
-        if self.ngram_nodes and kind in ("", "ngram"):
+        if self.ngram_nodes and kind in ("", "ngram", "lookahead"):
             raise UsageError("--ngram-nodes adds to another drafter's tree; n-grams alone: --drafter ngram.")
         return kind
 

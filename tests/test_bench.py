@@ -517,7 +517,7 @@ def test_the_suites_measure_every_head_and_their_tables_are_the_rows(tiny_direct
         assert rows["eagle1 paper25 multi-round"]["label"] == bench_arms.SAME_DISTRIBUTION
         text = paper.SUITE_TABLES[suite](summary)
         assert text in page and f"{rows['eagle1 paper25']['tau']:.2f}" in text
-        assert ("n-gram" in rows) == (suite == "paper")
+        assert ("n-gram" in rows) == ("lookahead" in rows) == (suite == "paper")
         assert ("multi-round" in text.splitlines()[0]) == (suite == "acceptance")
     bad = [row | {"speedup": None, "blocked": "DIFFERS 1/1"} for row in summary["rows"]]
     assert "DIFFERS 1/1, " in paper.paper_tables(summary | {"rows": bad})
@@ -531,7 +531,7 @@ def test_every_drafter_becomes_an_arm(tiny_directory, monkeypatch, tmp_path):
     another vocabulary, which is refused before its weights are read."""
     how = dict(dtype="float64", device="cpu", kernels="reference")
     base, params = load(tiny_directory, **how), SamplingParams(temperature=1.0, max_new_tokens=20)
-    given = {"ngram": {"drafter": "ngram", "tree": "chain:3"}}
+    given = {"ngram": {"drafter": "ngram", "tree": "chain:3"}, "lookahead": {"drafter": "lookahead"}}
     given["eagle"] = {"eagle": str(tiny_directory / "eagle1"), "ngram_nodes": 4}
     given["draft"] = {"draft_checkpoint": str(tiny_directory / "draft"), "tree": "dynamic:20,4,4", "ngram_nodes": 8}
     given["medusa"] = {"medusa": str(tiny_directory / "medusa"), "tree": "chain:2"}

@@ -18,9 +18,10 @@ from decoding import sampling
 from decoding.drafter import Draft, Drafter, PlainDrafter
 from decoding.params import SamplingParams
 from decoding.step import DecodeState, decode_step
-from drafters import ngram
+from drafters import lookahead, ngram
 from drafters.block import BlockDrafter
 from drafters.draft_model import DraftModelDrafter, check_vocabulary
+from drafters.lookahead import LookaheadDrafter
 from drafters.medusa import MedusaDrafter, MedusaHeads, load_medusa, save_medusa
 from drafters.ngram import NGramDrafter, WithNGrams, graft, lookup
 from drafters.trees import DraftRule
@@ -77,6 +78,7 @@ def block(model=MODEL, B=1, tree=SHALLOW, prune=0.0, **changes):
 WINDOWS = dict(windows=(0, 3), causal_window=True)
 KINDS = {
     "ngram": lambda model, B: NGramDrafter(model, 14, 5),
+    "lookahead": lambda model, B: LookaheadDrafter(model, B, CTX + 60),
     "draft model, static": lambda model, B: draft_model(model, B=B),
     "draft model, chain": lambda model, B: draft_model(model, B=B, tree=trees.chain(4)),
     "draft model, more rows": lambda model, B: draft_model(model, repadded(SMALL, V + 3), B),
@@ -240,7 +242,7 @@ def tensors_of(thing) -> list[torch.Tensor]:
     """The tensors of a drafter, and of a drafter inside it."""
     if isinstance(thing, torch.Tensor):
         return [thing]
-    inner = vars(thing).values() if isinstance(thing, Drafter) else ()
+    inner = (*vars(thing).values(), *thing.caches) if isinstance(thing, Drafter) else ()
     return [tensor for value in inner for tensor in tensors_of(value)]
 
 
@@ -405,6 +407,71 @@ def test_drafters_that_cannot_work_are_refused(message):
     """N-grams under the paper's rule, more depths than heads or slots, whose tokens would be
     those of other slots, or ids of another tokenizer."""
     one_line(REFUSED[message], message)
+
+
+# ------------------------------------------------------------------ lookahead
+
+
+class Jacobi:
+    """Lookahead in plain Python: the choice behind every row of the window by a whole forward of its path."""
+
+    def __init__(self, params, window: list[list[int]]):
+        self.params, self.window, self.made = params, window, []
+
+    def choice(self, ids: list[int]) -> int:
+        hidden, _ = MODEL.forward_train(torch.tensor([ids]))
+        keys = MODEL.logits(hidden[0, -1])
+        if self.params.temperature > 0:
+            where, seed = torch.tensor([[len(ids)]]), torch.tensor([self.params.seed])
+            keys = keys + self.params.temperature * sampling.gumbel_noise(seed, where, torch.arange(V))[0, 0]
+        return int(keys.argmax())
+
+    def guesses(self, root: int) -> list[tuple[int, ...]]:
+        return [gram[1:] for gram in reversed(self.made) if gram[0] == root]
+
+    def step(self, text: list[int]) -> None:
+        """text: the tokens up to the root, as they were when the step began."""
+        columns = range(len(self.window[0]))
+        paths = [self.window[0][: i + 1] + [level[i] for level in self.window[1:]] for i in columns]
+        grams = [*self.window, [self.choice(text + path) for path in paths]]
+        self.made += [tuple(level[i] for level in grams) for i in columns]
+        self.window = grams[1:]
+
+
+@pytest.mark.parametrize("index", (0, 1))
+def test_lookahead_is_the_brute_force_one(index, monkeypatch):
+    """A window row with a wrong position, mask, noise or level, or n-grams of the wrong token, order or step: the text
+    stays right and n-grams turn useless."""
+    for name, value in {"SIZE": 4, "WINDOW": 3, "GUESSES": 2}.items():
+        monkeypatch.setattr(lookahead, name, value)
+    drafter, steps = LookaheadDrafter(MODEL, 1, CTX + 60), []
+    engine = Engine(MODEL, drafter=drafter, config=EngineConfig(eagle_always=True))
+    watch(drafter, "draft", lambda inputs, draft: steps.append((inputs.tokens[0, : inputs.n[0] + 1].tolist(), draft)))
+    params = settings(index, max_new_tokens=24)
+    assert tuple(engine.generate(PROMPT, params).run()[0].token_ids) == plain(params)
+    N = 1 + drafter.guesses  # the rows of the window behind them are invalid, so none can be accepted
+    windows = [draft.tokens[0, N:].view(3, 3).tolist() for _, draft in steps]
+    brute, checked = Jacobi(params, windows[0]), 0
+    for (text, out), window in zip(steps, windows, strict=True):
+        assert window == brute.window
+        assert not out.ancestors[:, :N, N:].any() and not out.valid[:, N:].any()
+        tree = Draft(*(x[:, :N] for x in out[:3]), out.ancestors[:, :N, :N], out.valid[:, :N], out.scores)
+        assert spelled(tree, 0) == trie(brute.guesses(text[-1]), drafter.guesses)
+        checked += bool(brute.guesses(text[-1]))
+        brute.step(text)
+    assert checked > 3
+
+
+def test_lookahead_speculates_and_forgets_between_requests():
+    """N-grams that are never found again, or numbers that depend on the requests before."""
+    model, _ = table_model()
+    for temperature in (0.0, 1.0):
+        params = SamplingParams(temperature=temperature, max_new_tokens=60)
+        engine = Engine(model, drafter=LookaheadDrafter(model, 1, CTX + 60), config=EngineConfig(eagle_always=True))
+        (first,) = engine.generate([10, 11], params).run()
+        assert first.tau > 3 and max(map(len, first.tokens_per_step)) == lookahead.SIZE
+        steps_of(engine, [3, 90, 40], params)
+        assert steps_of(engine, [10, 11], params) == first.tokens_per_step
 
 
 # ------------------------------------------------------------------ draft model

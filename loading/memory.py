@@ -8,6 +8,7 @@ import kernels
 from decoding.params import MAX_BIAS, MAX_STOP_IDS
 from decoding.snapshots import most_snapshots
 from decoding.step import HISTORY, RING, pool_places
+from drafters import lookahead
 from drafters.trees import ring_slots
 from families.config import DTYPES, ModelConfig
 from loading.drafting import DraftFiles, rounds_head, tree_shape
@@ -111,6 +112,8 @@ def plan_memory(checkpoint: Checkpoint, files: DraftFiles, options: LoadOptions)
         kept = D + 1 + (0 if options.eagle_always else HISTORY + 1)
         buffers += B * kept * max(1, len(head.config.taps)) * config.hidden_size * element
         buffers += 4 * ctx * head.config.layer.head_dim
+    if options.drafter_kind == "lookahead":
+        buffers += B * length * 4 * lookahead.WINDOW * lookahead.SIZE
     if draft is not None:
         kv += cache_bytes(draft.config, B * (length + 128))
         drafter = model_bytes(draft, options)

@@ -543,9 +543,9 @@ def test_every_drafter_becomes_an_arm(tiny_directory, monkeypatch, tmp_path):
         for one in (engine, loaded):
             assert one.generate([1, 5, 9], params).run()[0].token_ids == plain[0].token_ids, kind
         assert tree_shape(loaded.options) == (loaded.drafter.N, loaded.drafter.D)
-        assert (loaded.plan.head > 0) == (kind != "ngram") and loaded.options.drafter_kind == kind
-    save_hf(tiny_model(torch.float32, layers=1, vocab=98), tmp_path / "other")
-    one_line(lambda: load(tiny_directory, draft_checkpoint=tmp_path / "other"), "98 tokens", kind=BadFileError)
+        assert (loaded.plan.head > 0) == (kind not in ("ngram", "lookahead")) and loaded.options.drafter_kind == kind
+    save_hf(tiny_model(torch.float32, layers=1, vocab=101), tmp_path / "other")
+    one_line(lambda: load(tiny_directory, draft_checkpoint=tmp_path / "other"), "101 tokens", kind=BadFileError)
     two = bench_arms.build_engine(base, given["eagle"] | {"slots": 2}, 64)
     both = two.generate_batch([[1, 5, 9], [4, 4]], params).run()
     assert both[0].token_ids == plain[0].token_ids

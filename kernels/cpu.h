@@ -135,7 +135,7 @@ struct Weight {
 // Rows of a weight as a file has quantized them, in one format (kernels/blocks.py).
 struct Part {
   int64_t n, k, low, high, group, unit, offset;
-  bool nested, minima;
+  bool nested, fp8, minima;  // fp8: the small factors are float8_e4m3fn, below scales in float32
   uint8_t table[16];       // all zeros: none
   const uint8_t *codes, *factors;
   int64_t tile_codes, tile_factors, unit_bytes, small_bytes;  // of a tile, of a unit of 8 rows, of a group of 8 rows

@@ -171,7 +171,8 @@ inline Ints four_columns(const int8_t* x) {
 // places in a table of bytes. GROUP columns share their factors.
 template <int LOW_, int HIGH_, int GROUP_, bool TABLE_>
 struct Codes {
-  static constexpr int LOW = LOW_, HIGH = HIGH_, GROUP = GROUP_, GROUPS = BLOCK / GROUP_, BITS = TABLE_ ? 8 : LOW_ + HIGH_;
+  static constexpr int LOW = LOW_, HIGH = HIGH_, GROUP = GROUP_, GROUPS = BLOCK / GROUP_;
+  static constexpr int BITS = !TABLE_ ? LOW_ + HIGH_ : GROUP_ == BLOCK ? 8 : 5;  // the table of groups of 16 has numbers below 32
   static constexpr int64_t BYTES = 32 * (LOW_ + HIGH_);  // of a block of a tile
   static constexpr bool TABLE = TABLE_;
 };
@@ -179,6 +180,7 @@ struct Codes {
 // Calls call(the Codes of a part).
 template <class Call>
 void with_codes(const Part& part, Call call) {
+  if (part.table[0] && part.group == 16) return call(Codes<4, 0, 16, true>());
   if (part.table[0]) return call(Codes<4, 0, 32, true>());
   if (part.low == 8) return call(Codes<8, 0, 32, false>());
   if (part.low == 2 && part.high == 0) return call(Codes<2, 0, 16, false>());
@@ -224,7 +226,7 @@ struct Factors {
 
   void load(int64_t tile, int64_t unit) {
     at = part.factors + tile * part.tile_factors + unit * part.unit_bytes;
-    scale = load_eight(at, true, 0);
+    scale = load_eight(at, !part.fp8, 0);
     min = part.minima ? load_eight(at, true, 8) : _mm256_setzero_ps();
   }
 
@@ -233,9 +235,13 @@ struct Factors {
     group_scale = scale;
     group_min = min;
     if (!part.nested) return;
-    const uint8_t* small = at + 16 * (1 + part.minima) + group * part.small_bytes;
+    const uint8_t* small = at + part.unit_bytes - (part.unit / part.group - group) * part.small_bytes;
     const auto wide = [](__m128i bytes) { return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(bytes)); };
     const __m128i eight = _mm_loadl_epi64((const __m128i*)small), low = _mm_set1_epi8(15);
+    if (part.fp8) {  // the bits of 2^-8 times the number in float16, if none is negative
+      group_scale = _mm256_mul_ps(scale, _mm256_cvtph_ps(_mm_slli_epi16(_mm_cvtepu8_epi16(eight), 7)));
+      return;
+    }
     if (C::BITS == 2) {
       group_scale = _mm256_mul_ps(scale, wide(_mm_and_si128(eight, low)));
       group_min = _mm256_mul_ps(min, wide(_mm_and_si128(_mm_srli_epi16(eight, 4), low)));
@@ -671,7 +677,7 @@ std::vector<Part> parts_of(const Tensor& codes, const Tensor& table) {
     parts.emplace_back(integers(table) + i * table.size(1), at);
     const Part& part = parts.back();
     STD_TORCH_CHECK(!part.minima || (part.low < 8 && !part.table[0]), "the C++ kernels know no bytes with minima");
-    STD_TORCH_CHECK(part.group == (part.low == 2 || part.high == 2 ? 16 : 32), "the C++ kernels know no such groups of these bits");
+    STD_TORCH_CHECK(part.group == (part.low == 2 || part.high == 2 || part.fp8 ? 16 : 32), "the C++ kernels know no such groups of these bits");
     at = part.end();
   }
   STD_TORCH_CHECK(at == end, "the parts of a weight do not fill its bytes");
@@ -722,11 +728,11 @@ namespace eaglet {
 
 Part::Part(const int64_t* number, const uint8_t* bytes)
     : n(number[0]), k(number[1]), low(number[2]), high(number[3]), group(number[4]), unit(number[5]), offset(number[6]),
-      nested(number[7]), minima(number[8]), codes(bytes), tile_codes(k * (low + high)) {
+      nested(number[7]), fp8(number[7] == 2), minima(number[8]), codes(bytes), tile_codes(k * (low + high)) {
   std::copy_n((const uint8_t*)(number + 9), 16, table);
   factors = codes + n / TILE * tile_codes;
   small_bytes = !nested ? 0 : minima && low + high > 2 ? 2 * TILE : TILE;
-  unit_bytes = 2 * TILE * (1 + minima) + small_bytes * unit / group;
+  unit_bytes = (fp8 ? 4 : 2) * TILE * (1 + minima) + small_bytes * unit / group;
   tile_factors = k / unit * unit_bytes;
 }
 

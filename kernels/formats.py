@@ -16,6 +16,10 @@ from torch import Tensor
 
 from kernels.cpu import CODES, Source
 
+# `Format.nested`: small scales are the bits of float8_e4m3fn, none of them negative, and 2^-8 times the numbers count.
+# Scales are float32 then, and belong to a whole row (`unit` is its length).
+FP8_FACTORS = 2
+
 
 class Format(NamedTuple):
     """How a weight is quantized. low, high: bits of a code in the two kinds of runs. Only 2 bits have nibbles for small
@@ -26,7 +30,7 @@ class Format(NamedTuple):
     group: int = 32  # columns that share the small factors
     unit: int = 32  # columns that share a scale and a min
     offset: int = 0
-    nested: bool = False  # whether there are small factors
+    nested: int = 0  # small factors: 0 none, 1 integers, FP8_FACTORS
     minima: bool = False
     table: tuple[int, ...] = ()  # what 16 codes stand for, from 0 to 255
 
@@ -44,21 +48,22 @@ class Format(NamedTuple):
         """The format of `numbers`."""
         *facts, nested, minima, first, second = numbers
         table = tuple(np.array([first, second], np.int64).view(np.uint8).tolist()) if first or second else ()
-        return cls(*facts, bool(nested), bool(minima), table)
+        return cls(*facts, nested, bool(minima), table)
 
     def bytes(self, n: int, k: int) -> int:
         """The bytes of n rows of k columns in a file, and in `kernels.blocks`."""
         factors = (0 if not self.nested else 1 if self.nibbles else 1 + self.minima) * k // self.group
-        return n * (k * (self.low + self.high) // 8 + 2 * (1 + self.minima) * (k // self.unit) + factors)
+        scale = 4 if self.nested == FP8_FACTORS else 2
+        return n * (k * (self.low + self.high) // 8 + scale * (1 + self.minima) * (k // self.unit) + factors)
 
 
 class Blocks(NamedTuple):
     """Some rows of a quantized weight. Factors that the format lacks are None."""
 
     codes: Tensor  # [N, K] uint8, or the rows of a file that hold the codes
-    scales: Tensor  # [N, K / unit] fp16
+    scales: Tensor  # [N, K / unit] fp16, or float32 above FP8_FACTORS
     mins: Tensor | None = None  # [N, K / unit] fp16
-    sub_scales: Tensor | None = None  # [N, K / group] int8
+    sub_scales: Tensor | None = None  # [N, K / group] int8, or the uint8 of FP8_FACTORS
     sub_mins: Tensor | None = None  # [N, K / group] uint8
 
     def floats(self, form: Format) -> Tensor:
@@ -66,6 +71,8 @@ class Blocks(NamedTuple):
 
         def factors(large: Tensor, small: Tensor | None) -> Tensor:
             wide = large.float()[..., None]
+            if form.nested == FP8_FACTORS:
+                small = small.view(torch.float8_e4m3fn).float() / 256
             return wide if small is None else wide * small.float().unflatten(1, (-1, form.unit // form.group))
 
         codes = torch.tensor(form.table)[self.codes.long()] if form.table else self.codes

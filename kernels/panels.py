@@ -25,12 +25,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.backend import constexpr, dot, jit, tl, triton
-from kernels.formats import Blocks, Format, Part
+from kernels.formats import FP8_FACTORS, Blocks, Format, Part
 
 ROWS = 32  # of a panel
 NUMBERS = 10  # of a format, with its rows
 Forms = tuple[tuple[int, ...], ...]
 # Where a fact lies in a format as `kernel_forms` gives it to kernels. FIRST and LAST are the halves of a table.
+FP8 = constexpr(FP8_FACTORS)
 BEGIN, END, LOW, HIGH, GROUP, UNIT, OFFSET, NESTED, MINIMA, FIRST, LAST = map(constexpr, range(11))
 # Words of a K block; of a row with bytes of small scales; with bytes of small mins; with fp16 values of a block. Columns
 # and words of a panel.
@@ -41,11 +42,12 @@ def _layout(form: Format) -> tuple[int, ...]:
     """BLOCK, SMALL, SMALL_MINS, PAIRS, COLUMNS and SIZE of a format."""
     small = 32 // form.group if form.nested else 0
     small_mins = small if form.minima and not form.nibbles else 0
-    pairs = 0 if form.unit > 128 else 4 if form.minima else 2
+    wide = form.unit > 128 or form.nested == FP8_FACTORS
+    pairs = 0 if wide else 4 if form.minima else 2
     single = form.high == 1
     block = 128 * (form.low + form.high * (not single)) + ROWS * (small + small_mins + pairs)
-    count = 2 if form.unit > 128 or single else 1
-    return block, small, small_mins, pairs, 128 * count, count * block + 256 * single + ROWS * (form.unit > 128)
+    count = 2 if wide or single else 1
+    return block, small, small_mins, pairs, 128 * count, count * block + 256 * single + ROWS * wide
 
 
 def panel_shape(form: Format) -> tuple[int, ...]:
@@ -82,6 +84,7 @@ def to_panels(piece: Blocks, form: Format) -> Tensor:
     """Some rows in panels, int32 [rows / 32 rounded up, K / columns of a panel, words]."""
     n, k = piece.codes.shape
     columns, _ = panel_shape(form)
+    fp8 = form.nested == FP8_FACTORS
     more = -n % ROWS, -k % columns
 
     def rows(values: Tensor, per: int) -> Tensor:
@@ -99,17 +102,18 @@ def to_panels(piece: Blocks, form: Format) -> Tensor:
         parts.append(_slots(high, form.high, form.low))
     if form.nested:
         small, mins = piece.sub_scales.view(torch.uint8), piece.sub_mins
-        small = small | mins << 4 if form.nibbles and form.minima else small ^ 128
+        small = small | mins << 4 if form.nibbles and form.minima else small ^ 128 * (not fp8)
         for values in (small, mins) if form.minima and not form.nibbles else (small,):
             parts.append(_words_of(blocks(rows(values, form.group))))
-    large = [rows(piece.scales, form.unit)]
-    if form.minima or form.unit > 128:
+    # above FP8_FACTORS one scale, of a whole row, stands in every panel
+    large = [rows(piece.scales.expand(-1, -(-k // columns)), columns) if fp8 else rows(piece.scales, form.unit)]
+    if (form.minima or form.unit > 128) and not fp8:
         large.append(rows(piece.mins, form.unit) if form.minima else torch.zeros_like(large[0]))
     pairs, tail = torch.stack(large, -1).flatten(-2), []
     if form.high == 1:
         first, second = _packed(high, 1, form.low).unbind(-2)
         tail.append((first | second << 8).to(torch.int16).view(torch.int32))
-    if form.unit > 128:
+    if form.unit > 128 or fp8:
         tail.append(_words_of(pairs))
     else:
         parts.append(_words_of(blocks(pairs)))
@@ -193,6 +197,8 @@ def from_panels(words: Tensor, form: Format, n: int, k: int) -> Blocks:
         sub = kind(blocks, at, small, torch.uint8)[:, :groups]
         if small_mins:
             sub_mins = kind(blocks, at + ROWS * small, small_mins, torch.uint8)[:, :groups]
+        if form.nested == FP8_FACTORS:
+            return Blocks(codes, kind(tail, 0, 1, torch.float32)[:, :1], None, sub)
         sub, sub_mins = (sub & 15, sub >> 4) if form.nibbles and form.minima else (sub ^ 128, sub_mins)
         sub = sub.view(torch.int8)
     at += ROWS * (small + small_mins)
@@ -254,7 +260,7 @@ def load_factors(w, rows, b, K, FORMS: tl.constexpr, I: tl.constexpr):
     """The words with the factors of these rows in K block b: 4 of fp16 values, 2 of small scales, 2 of small mins."""
     panel, at = _panel_at(rows, b, K, FORMS, I)
     at += rows % 32
-    WIDE: tl.constexpr = FORMS[I][UNIT] > 128
+    WIDE: tl.constexpr = FORMS[I][UNIT] > 128 or FORMS[I][NESTED] == FP8
     PAIR: tl.constexpr = FORMS[I][PAIRS]
     S: tl.constexpr = FORMS[I][SMALL]
     M: tl.constexpr = FORMS[I][SMALL_MINS]
@@ -308,9 +314,14 @@ def _number(word, mask: tl.constexpr, zero: tl.constexpr):
 
 @jit
 def group_factors(words, g: tl.constexpr, FORMS: tl.constexpr, I: tl.constexpr):
-    """(scale, what is added) of the rows in group g of a block, in float32. Both products are exact."""
+    """(scale, what is added) of the rows in group g of a block, in float32. Both products are exact, but above
+    FP8_FACTORS, where a scale has all bits of float32."""
     WIDE: tl.constexpr = FORMS[I][UNIT] > 128
     M: tl.constexpr = FORMS[I][MINIMA]
+    if FORMS[I][NESTED] == FP8:  # seven bits further up they are those of float16
+        fp8 = ((words[4 + g // 4] >> 8 * (g % 4)) & 255) << 7
+        whole = words[0].to(tl.float32, bitcast=True) * fp8.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+        return whole, whole
     u: tl.constexpr = 0 if WIDE else g
     scale = _half(words, 2 * u if M or WIDE else u)
     low = _half(words, 2 * u + 1) if M else scale

@@ -23,7 +23,7 @@ from kernels.packing import panel_words
 from kernels.panels import panels_bytes, triton_rows
 from kernels.projection import planes_linear_rope
 from kernels.tuned import linear_config
-from weights.gguf_types import FORMATS
+from weights.gguf_types import FORMATS, nvfp4
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 ARCHITECTURES = (86, 89, 90, 120)
@@ -129,7 +129,7 @@ def linear(bits: int, dtype: str, tokens: int, form: str, arch: int = 86) -> Var
     64 rows; top-10: an LM head that keeps 10 values; qkv: 16 heads of queries and 8 of keys turned behind it; qk-norm:
     normed before; int8-cache: into such a cache.
     """
-    words, half, types = form.split(), DTYPES[dtype], FORMATS
+    words, half, types = form.split(), DTYPES[dtype], FORMATS | {"NVFP4": nvfp4(4096)}
     forms = tuple((2048, *types[word].numbers()) for word in words if word in types)
     bits = max((low + high for _, low, high, *_ in forms), default=bits)
     expert, zeros, gated, ragged, top, qkv = (
@@ -207,6 +207,8 @@ PANELS = (
     ("bf16", (512,), ("Q4_K", "Q6_K", "Q5_K gate-up", "MXFP4", "Q4_K Q6_K")),
     ("fp16", (512,), ("Q3_K", "Q8_0", "Q5_1", "IQ4_XS gate-up")),
     ("fp16", (32,), ("Q6_K top-10", "Q8_0 top-10")),
+    ("fp16", (16, 64), ("NVFP4",)),
+    ("bf16", (16, 512), ("NVFP4", "NVFP4 gate-up")),
     ("bf16", (16,), ("MXFP4 experts", "Q4_K experts gate-up", "Q6_K experts", "Q5_K experts gate-up")),
 )
 
@@ -304,7 +306,7 @@ def launch_norms_and_rows(B: int, half: torch.dtype) -> None:
         wide = [of(B, 26, dim // 2, kind=torch.float32)] * 2, of(2, 1, 1, 4096, dim), slots
         qkv, norms = of(B, 26, 8 if shares else 10, dim), (of(dim), None if shares else of(dim))
         kernels.rope_write_kv.triton(qkv, *wide[0], *wide[1:], *norms, 1e-5, True, shares)
-    for form in FORMATS.values():
+    for form in (*FORMATS.values(), nvfp4(4096)):
         words, facts = of(panels_bytes(form, 4096, 4096) // 4, kind=torch.int32), ((4096, *form.numbers()),)
         triton_rows(of(26, 4096), words, facts, of(26, kind=torch.int64))
 

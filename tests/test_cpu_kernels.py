@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from test_model import feed, random_tree
-from tiny import CTX, eagle_drafter, needs_kernels, random_blocks, randomise, tiny_head
+from tiny import CTX, eagle_drafter, needs_kernels, nvfp4_blocks, random_blocks, randomise, tiny_head
 
 import kernels
 import tree as trees
@@ -39,7 +39,7 @@ from model import Transformer, new_memory
 from support import native
 from weights import small_floats
 from weights.files import Entry
-from weights.gguf_types import FORMATS, read_blocks, source_of
+from weights.gguf_types import FORMATS, nvfp4, read_blocks, source_of
 from weights.quantized import QuantSpec, pack_
 from weights.rounding import quantize_
 
@@ -50,7 +50,7 @@ FORMS = {
     "int8 groups": (8, 32, "groups"),
 }  # fmt: skip
 # The types of GGUF files, and two weights of parts with different types.
-STORED = [(kind,) for kind in FORMATS] + [("Q4_K", "Q6_K"), ("Q5_0", "Q3_K", "IQ4_XS")]
+STORED = [(kind,) for kind in FORMATS] + [("Q4_K", "Q6_K"), ("Q5_0", "Q3_K", "IQ4_XS"), ("NVFP4",), ("NVFP4", "Q6_K")]
 
 
 def backend() -> kernels.KernelBackend:
@@ -85,9 +85,13 @@ def stored_weight(kinds: tuple[str, ...], n: int = 96, k: int = 256) -> kernels.
     """A weight [n, k] of random blocks of these types, in parts of different heights where they are several."""
     heights = [n] if len(kinds) == 1 else [16 + 8 * i for i in range(len(kinds) - 1)]
     heights += [n - sum(heights)] if len(kinds) > 1 else []
-    raw = [random_blocks(kind, rows, k, seed) for seed, (kind, rows) in enumerate(zip(kinds, heights, strict=True))]
-    pieces = [[read_blocks(kind, rows)] for kind, rows in zip(kinds, raw, strict=True)]
-    return pack_blocks([Part(FORMATS[kind], len(rows), k, p) for kind, rows, p in zip(kinds, raw, pieces, strict=True)])
+
+    def part(kind: str, rows: int, seed: int) -> Part:
+        if kind == "NVFP4":
+            return Part(nvfp4(k), rows, k, [nvfp4_blocks(rows, k, seed)])
+        return Part(FORMATS[kind], rows, k, [read_blocks(kind, random_blocks(kind, rows, k, seed))])
+
+    return pack_blocks([part(kind, rows, seed) for seed, (kind, rows) in enumerate(zip(kinds, heights, strict=True))])
 
 
 @pytest.mark.parametrize("kind", FORMATS)

@@ -251,6 +251,7 @@ FORMATS = {
     "int8": in_m(published, "int8", bits=8, group=-1),
     "fp8": in_m(small, "ct-blocks"),
     "nf4": in_m(small, "nf4-double"),
+    "nvfp4": in_m(small, "nvfp4"),
     "stored": Format(("config.json", M), stored, logits),
     "head": Format(("config.json", M), lambda f: tiny_head(f, UNTIED, 3), drafts, 2),
     "speculators head": Format(

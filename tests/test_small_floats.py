@@ -87,6 +87,43 @@ def four_bits(table: tuple[float, ...], block: int = 64, double: bool = False) -
     return write
 
 
+E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+LIKE = {"quant_method": "compressed-tensors"}
+
+
+def small_groups(kind: str) -> Writer:
+    """A matrix in NVFP4 as compressed-tensors ("nvfp4") or modelopt writes it, or in MXFP4 ("mxfp4")."""
+
+    def write(w: torch.Tensor) -> Written:
+        each = 32 if kind == "mxfp4" else 16
+        groups = w.float().unflatten(1, (-1, each))
+        largest = groups.abs().amax(-1) / 6
+        factor = largest.max() / 448
+        if kind == "mxfp4":
+            stored = (largest.log2().ceil().clamp(min=-14) + 127).to(torch.uint8)
+            scales = torch.ldexp(torch.ones(stored.shape), stored.int() - 127).double()
+        else:
+            stored = (largest / factor).to(torch.float8_e4m3fn)
+            scales = stored.double() * (1 / (1 / factor) if kind == "nvfp4" else factor).double()
+        near = (groups.abs()[..., None] / scales.float()[..., None, None].clamp(min=1e-30) - E2M1).abs().argmin(-1)
+        values = (E2M1[near].double() * groups.sign() * scales[..., None]).flatten(1)
+        pairs = (near + 8 * (groups < 0)).flatten(1).to(torch.uint8)
+        packed = pairs[:, 0::2] | pairs[:, 1::2] << 4
+        if kind == "modelopt":
+            return {
+                "weight": packed,
+                "weight_scale": stored,
+                "weight_scale_2": factor,
+                "input_scale": torch.ones(()),
+            }, values
+        more = (
+            {} if kind == "mxfp4" else {"weight_global_scale": (1 / factor)[None], "input_global_scale": torch.ones(1)}
+        )
+        return {"weight_packed": packed, "weight_scale": stored} | more, values
+
+    return write
+
+
 BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "modules_to_not_convert": ["lm_head"]}
 BNB = {"quant_method": "bitsandbytes", "load_in_4bit": True, "llm_int8_skip_modules": ["lm_head"]}
 BLOCK_SCHEME = {"config_groups": {"a": {"weights": {"strategy": "block", "block_structure": [48, 80]}}}}
@@ -104,6 +141,9 @@ SMALL = {
     "nf4-wide": (four_bits(NF4, 256, True), BNB),
     "nf4-over-rows": (four_bits(NF4, 4096), BNB),
     "fp4": (four_bits(FP4), BNB),
+    "nvfp4": (small_groups("nvfp4"), LIKE | {"format": "nvfp4-pack-quantized"}),
+    "nvfp4-modelopt": (small_groups("modelopt"), {"quant_method": "modelopt", "quant_algo": "NVFP4"}),
+    "mxfp4": (small_groups("mxfp4"), LIKE | {"config_groups": {"a": {"format": "mxfp4-pack-quantized"}}}),
 }
 
 
@@ -148,14 +188,16 @@ def test_small_floats_are_read_as_their_values(tmp_path, family, kind):
     ours, theirs = found.load(dtype=torch.float32), Checkpoint.open(at_floats(tmp_path / "m")).load(dtype=torch.float32)
     theirs = dict(theirs.named_parameters())
     assert theirs.keys() == dict(ours.named_parameters()).keys()
-    for name, parameter in ours.named_parameters():
-        assert torch.equal(parameter, theirs[name]), name
+    for name, parameter in ours.named_parameters():  # the values of NVFP4 are products of three numbers
+        assert torch.equal(parameter, theirs[name]) or "nvfp4" in kind, name
+        torch.testing.assert_close(parameter, theirs[name], rtol=3e-7, atol=0)
 
 
 @needs_kernels
 @pytest.mark.parametrize("family,kind", [
     ("llama", "nf4"), ("llama", "nf4-double"), ("recurrent", "nf4-double"), ("recurrent", "fp4"), ("experts", "nf4-wide"),
-    ("experts", "nf4-double"), ("bias", "nf4-wide"), ("bias", "fp4"),
+    ("experts", "nf4-double"), ("bias", "nf4-wide"), ("bias", "fp4"), ("llama", "nvfp4"), ("experts", "nvfp4-modelopt"),
+    ("bias", "nvfp4"), ("bias", "mxfp4"),
 ])  # fmt: skip
 def test_four_bits_stay_four_bits(tmp_path, family, kind):
     """Prevents 4-bit matrices that become floats where the kernels have a table, values further off than the note says,
@@ -164,8 +206,9 @@ def test_four_bits_stay_four_bits(tmp_path, family, kind):
     floats = Checkpoint.open(at_floats(tmp_path / "m")).load(dtype=torch.float32)
     engine = load(tmp_path / "m", kernels="cpu", dtype="float32", ctx=32, activations="float")
     found = Checkpoint.open(tmp_path / "m", layout="tiles")
-    assert engine.model.quant == found.quantization == "int4 (bitsandbytes)"
-    assert "up to 0.4 % of the largest one in its block" in found.notes[0]
+    exact = "nvfp4" in kind or "mxfp4" in kind
+    assert engine.model.quant == found.quantization == f"int4 ({'fp4' if exact else 'bitsandbytes'})"
+    assert ("keep their bits. Act" if exact else "up to 0.4 % of the largest one in its block") in found.notes[0]
     four, block = 0, 256 if "wide" in kind else 64
     for name, layer in engine.model.named_modules():
         if isinstance(layer, FloatLinear) and layer.packed.bits == 4:
@@ -173,7 +216,9 @@ def test_four_bits_stay_four_bits(tmp_path, family, kind):
             want = own[name if name in own else f"{name}.weight"]
             error, largest = (t.flatten().view(-1, block) for t in (values - want, want))
             assert (error.abs().amax(1) <= 0.0041 * largest.abs().amax(1) + 1e-7).all(), name
-            assert layer.packed.weight.nbytes == want.numel() * 4.5 / 8
+            assert not exact or torch.allclose(values, want, rtol=3e-7, atol=0), name
+            more = layer.packed.weight.nbytes - want.numel() * 4.5 / 8  # of NVFP4, a scale for each row
+            assert more == (4 * want.numel() / want.shape[-1] if "nvfp4" in kind else 0)
             want.copy_(values)
             four += 1
     assert four == (8 if family == "recurrent" else 7)  # SKIPPED has the o_proj of layer 0, which is recurrent in one
@@ -186,15 +231,50 @@ def test_four_bits_stay_four_bits(tmp_path, family, kind):
 
 def test_panels_of_four_bits_hold_the_same_values(tmp_path):
     """Prevents another table or scale in the layout of Triton than in that of the CPU kernels, with experts too."""
-    for at, config in (("a", UNTIED), ("b", MIXTRAL)):
-        small(tmp_path / at, "nf4-double", config)
+    kinds = ("a", UNTIED, "nf4-double"), ("b", MIXTRAL, "nf4-double"), ("c", UNTIED, "nvfp4"), ("d", MIXTRAL, "nvfp4")
+    for at, config, kind in kinds:
+        small(tmp_path / at, kind, config)
         model = Checkpoint.open(tmp_path / at, layout="panels").load(dtype=torch.float16)
         floats = dict(Checkpoint.open(at_floats(tmp_path / at)).load(dtype=torch.float32).named_parameters())
         layers = {name: m for name, m in model.named_modules() if isinstance(m, FloatLinear)}
         assert len(layers) == 7
         for name, layer in layers.items():
             want = floats[name if name in floats else f"{name}.weight"]
-            assert (layer.dequantize() - want).abs().max() < 0.005 * want.abs().max()
+            assert (layer.dequantize() - want).abs().max() < (1e-6 if "nvfp4" in kind else 0.005) * want.abs().max()
+
+
+@needs_kernels
+@pytest.mark.parametrize("layout", ("", "tiles", "panels"))
+def test_files_mix_fp8_and_nvfp4(tmp_path, layout):
+    """Mixed checkpoints, with an LM head in NVFP4 as well, or a quantization that only a file of modelopt tells of:
+    refused, or scales of one format that are read as matrices of the other."""
+    for kind, writers in (("nvfp4", ("nvfp4", "ct-rows")), ("nvfp4-modelopt", ("nvfp4-modelopt", "modelopt"))):
+        folder, section = tmp_path / kind, SMALL[kind][1]
+        small(folder, kind)
+        tensors, floats = (load_file(path / "model.safetensors") for path in (folder, at_floats(folder)))
+        for name, writer in (("lm_head", writers[0]), ("model.layers.1.mlp.down_proj", writers[1])):
+            for key in [key for key in tensors if key.startswith(f"{name}.")]:
+                del tensors[key]
+            stored, values = SMALL[writer][0](floats[f"{name}.weight"])
+            tensors |= {f"{name}.{leaf}": t.contiguous() for leaf, t in stored.items()}
+            floats[f"{name}.weight"] = values.float()
+        save_file(tensors, folder / "model.safetensors")
+        save_file(floats, at_floats(folder) / "model.safetensors")
+        raw = json.loads((folder / "config.json").read_text())
+        if kind == "nvfp4":
+            groups = {"a": {"format": "nvfp4-pack-quantized"}, "b": {"format": "float-quantized"}}
+            raw["quantization_config"] = LIKE | {"format": "mixed-precision", "config_groups": groups}
+        else:
+            own = {"quant_algo": "MIXED_PRECISION", "quantized_layers": {"a": section, "b": {"quant_algo": "FP8"}}}
+            (folder / "hf_quant_config.json").write_text(json.dumps({"producer": {}, "quantization": own}))
+            del raw["quantization_config"]
+        (folder / "config.json").write_text(json.dumps(raw))
+        model = Checkpoint.open(folder, layout).load(dtype=torch.float32)
+        assert (model.quant == "int4 (fp4)") == bool(layout) == isinstance(model.lm_head, FloatLinear)
+        for name, want in Checkpoint.open(at_floats(folder)).load(dtype=torch.float32).named_parameters():
+            module, own = model.get_submodule(name.removesuffix(".weight")), dict(model.named_parameters())
+            got = module.dequantize() if isinstance(module, FloatLinear) else own[name]
+            torch.testing.assert_close(got, want, rtol=3e-7, atol=0)
 
 
 def test_small_floats_are_rounded_on_request(tmp_path):
@@ -225,7 +305,15 @@ def test_what_does_not_fit_is_refused_in_one_line(tmp_path):
         ("fp8", {}, {"weight_block_size": [128, 128, 128]}, "which does not fit FP8"),
         ("fp8", {}, {"weight_block_size": [64, 128]}, "which does not fit FP8"),
         ("ct-rows", {}, {"transform_config": {"a": {}}}, "transform_config is not supported"),
-        ("ct-rows", {}, {"format": "nvfp4-pack-quantized"}, "format 'nvfp4-pack-quantized'"),
+        ("ct-rows", {}, {"format": "marlin-24"}, "format 'marlin-24'"),
+        ("nvfp4", {f"{name}_scale": None}, {}, "fit no NVFP4 or MXFP4"),
+        ("nvfp4", {f"{name}_global_scale": None}, {}, "fit no NVFP4 or MXFP4"),
+        ("nvfp4", {f"{name}_global_scale": torch.zeros(1)}, {}, "not all positive numbers"),
+        ("nvfp4", {f"{name}_scale": torch.full((128, 16), -1.0).to(torch.float8_e4m3fn)}, {}, "not all positive"),
+        ("nvfp4", {f"{name}_scale": torch.ones(128, 8).to(torch.float8_e4m3fn)}, {}, "fit no NVFP4 or MXFP4"),
+        ("nvfp4", {}, {"transform_config": {"a": {}}}, "transform_config is not supported"),
+        ("nvfp4", {}, {"config_groups": {"a": {"format": "pack-quantized"}}}, "is not supported"),
+        ("nvfp4-modelopt", {f"{name}_scale_2": torch.ones(2)}, {}, "fit no NVFP4 or MXFP4"),
         ("nf4", {f"{name}.absmax": None}, {}, "do not fit its quant_state"),
         ("nf4", {f"{name}.absmax": torch.ones(4)}, {}, "do not fit its quant_state"),
         ("nf4", {f"{name}.quant_map": torch.ones(15)}, {}, "do not fit its quant_state"),

@@ -21,6 +21,7 @@ from eagle_draft import EagleDrafter, EagleHead
 from engine.engine import Engine, EngineConfig
 from families.config import ModelConfig, RopeConfig
 from kernels import INTERPRETED, cpu
+from kernels.formats import Blocks
 from model import Transformer
 from support.texts import read_source, stdlib_files
 from weights.checkpoint import Checkpoint
@@ -235,6 +236,15 @@ class Terminal(io.StringIO):
 
     def isatty(self) -> bool:
         return True
+
+
+def nvfp4_blocks(n: int, k: int, seed: int) -> Blocks:
+    """Random codes below scales of 8 bits, among them the least and the largest ones, with another scale for each row."""
+    g = torch.Generator().manual_seed(seed)
+    small = torch.randint(0, 0x7F, (n, k // 16), dtype=torch.uint8, generator=g)
+    return Blocks(
+        torch.randint(0, 16, (n, k), dtype=torch.uint8, generator=g), torch.rand(n, 1, generator=g), None, small
+    )
 
 
 def random_blocks(kind: str, rows: int, columns: int, seed: int) -> np.ndarray:

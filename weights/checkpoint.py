@@ -80,7 +80,7 @@ class Checkpoint:
             others = f" and {len(files) - 1} more" if len(files) > 1 else ""
             raise ValueError(f"{directory} has no config.json, but {files[0].name}{others}. Pass the file: {files[0]}")
         else:
-            raw = read_json(directory / "config.json")
+            raw = small_floats.with_own_file(read_json(directory / "config.json"), directory)
             kind = next((kind for kind, key in QUANTIZED.items() if raw.get(key)), "hf")
             if kind == "published":
                 kind = small_floats.kind_of(raw) or kind
@@ -131,7 +131,7 @@ class Checkpoint:
     @property
     def keeps_small(self) -> bool:
         """Whether experts in MXFP4, or matrices of bitsandbytes, keep their 4 bits."""
-        return self.kind in ("mxfp4", "bitsandbytes") and bool(self.layout) and not self.shard
+        return self.kind in ("mxfp4", "fp4", "bitsandbytes") and bool(self.layout) and not self.shard
 
     @property
     def notes(self) -> list[str]:

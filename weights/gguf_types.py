@@ -10,7 +10,7 @@ import torch
 from kernels import PackedWeight
 from kernels.blocks import NUMBERS_OF_PART, fits_blocks, pack_blocks, stack_blocks
 from kernels.cpu import Place, Source
-from kernels.formats import Blocks, Format, Part
+from kernels.formats import FP8_FACTORS, Blocks, Format, Part
 from kernels.packing import pack_panels
 from kernels.panels import fits_panels, panels_bytes
 from kernels.tuned import counters_of
@@ -21,6 +21,11 @@ LEVELS = (1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 24
 TWICE = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # the values of MXFP4's codes
 GROUPS_OF_32 = {"unit": 256, "nested": True}
 GROUPS_OF_16 = {"group": 16, "unit": 256, "nested": True}
+
+
+def nvfp4(k: int) -> Format:
+    """The format of NVFP4 in rows of k columns: scales in float8_e4m3fn of 16 columns, below one in float32."""
+    return Format(4, group=16, unit=k, offset=12, nested=FP8_FACTORS, table=tuple(value + 12 for value in TWICE))
 
 
 class Type(NamedTuple):
@@ -152,10 +157,11 @@ def pack_kept(
     return stack_blocks(packed) if experts else packed[0]
 
 
-def kept_slot(kind: str, n: int, k: int, layout: str, experts: int = 1) -> torch.Tensor:
-    """The bytes of matrices [N, K] that keep their type in "tiles" or "panels", without values, for the plan of the
-    memory. Experts share the counters of panels."""
-    size = FORMATS[kind].bytes(n, k) + 8 * NUMBERS_OF_PART
+def kept_slot(kind: str | Format, n: int, k: int, layout: str, experts: int = 1) -> torch.Tensor:
+    """The bytes of matrices [N, K] that keep their type or format in "tiles" or "panels", without values, for the plan of
+    the memory. Experts share the counters of panels."""
+    form = FORMATS[kind] if isinstance(kind, str) else kind
+    size = form.bytes(n, k) + 8 * NUMBERS_OF_PART
     if layout == "panels":
-        size = panels_bytes(FORMATS[kind], n, k) + 4 * counters_of(n) // experts
+        size = panels_bytes(form, n, k) + 4 * counters_of(n) // experts
     return torch.empty(experts * size, dtype=torch.uint8, device="meta")

@@ -1,4 +1,4 @@
-"""Matrices [N, K] that a directory holds as floats of 8 or 4 bits below common scales: FP8, NF4, FP4 and MXFP4.
+"""Matrices [N, K] that a directory holds as floats of 8 or 4 bits below common scales: FP8, NF4, FP4, MXFP4 and NVFP4.
 
 FP8: X.weight in float8_e4m3fn, times X.weight_scale or X.weight_scale_inv: a number for the matrix, for each row or for
 each block of it. bitsandbytes (NF4, FP4): X.weight uint8 holds two codes in a byte, the high half first, of the values
@@ -9,14 +9,20 @@ block, plus an offset.
 MXFP4: gpt-oss stores a tensor X of a layer's experts as X_blocks [E, out, in / 32, 16] uint8, where the low half of a
 byte comes first, and X_scales [E, out, in / 32] uint8, the exponents of powers of two plus 127.
 
-All of them are read as floats. The CPU and the Triton kernels keep 4 bits: those of MXFP4 as they are, the others in a
-table of numbers of 8 bits.
+NVFP4: two codes in a byte, the low half first, below a scale of every 16 columns in float8_e4m3fn. compressed-tensors
+has X.weight_packed [N, K / 2], X.weight_scale [N, K / 16] and X.weight_global_scale, by which scales are divided. Those
+of modelopt are X.weight, X.weight_scale and the factor X.weight_scale_2. compressed-tensors also has MXFP4, with scales
+[N, K / 32] uint8.
+
+All of them are read as floats. The CPU and the Triton kernels keep 4 bits: those of MXFP4 and NVFP4 as they are, the
+others in a table of numbers of 8 bits. What a file wants of activations is left aside.
 """
 
 import json
 import math
 from collections.abc import Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -25,12 +31,16 @@ from torch import Tensor
 from kernels import PackedWeight
 from kernels.formats import Blocks, Format, Part
 from model import Transformer
+from support.files import read_json
 from support.reader import check, refusal
 from weights.files import FLOATS, Entries, Entry, check_finite
-from weights.gguf_types import FITS, FORMATS, kept_slot, pack_kept, powers
+from weights.gguf_types import FITS, FORMATS, kept_slot, nvfp4, pack_kept, powers
 from weights.hf import row_order, split_pairs
 from weights.stored import Packing, refuse_rotations, without_activations
 
+# What these writers call weights of 4 bits, of which none is an integer.
+FP4 = {"nvfp4-pack-quantized", "mxfp4-pack-quantized", "NVFP4", "W4A16_NVFP4"}
+MIXED = {"mixed-precision", "MIXED_PRECISION"}  # of these and FP8
 # A quant_method with FP8, and a key of the same `quantization_config` with the values that mean FP8.
 FP8 = {
     "fp8": ("quant_method", ("fp8",)),
@@ -45,25 +55,51 @@ NOTES = {  # by kind, where weights became floats, and where the kernels keep th
         "is FP8; --quant int8 makes them 8 bits again.",
         "",
     ),
+    "fp4": (
+        "4-bit weights of {} became floats: only the CPU and the Triton kernels keep them, without --tp.",
+        "4-bit weights of {} keep their bits. Activations are not rounded to 4 bits, whatever the file asks for.",
+    ),
     "bitsandbytes": (
         "4-bit weights of {} became floats: only the CPU and the Triton kernels keep them, without --tp.",
         "4-bit weights of {} keep their bits; the kernels' table of 8-bit numbers moves a weight by up to 0.4 % of the "
         "largest one in its block.",
     ),
 }
-MXFP4 = FORMATS["MXFP4"]
+FACTOR = [[(torch.float32, ())], [(torch.float32, (1,))]]  # of NVFP4: one number
+MXFP4, PACKED, SCALE = FORMATS["MXFP4"], ".weight_packed", ".weight_scale"
 STATE = {"shape": [int], "blocksize": int, "nested_blocksize?": int, "nested_offset?": float}
 
 
 def kind_of(raw: dict[str, Any]) -> str | None:
-    """'mxfp4', 'fp8' or 'bitsandbytes' (of 4 bits) if a config.json has such a `quantization_config`."""
+    """'mxfp4', 'fp4', 'fp8' or 'bitsandbytes' (of 4 bits) if a config.json has such a `quantization_config`."""
     config = raw["quantization_config"]
     method = str(config.get("quant_method")) if isinstance(config, dict) else ""
     if (method, raw.get("model_type")) == ("mxfp4", "gpt_oss"):
         return method
     if method == "bitsandbytes" and config.get("load_in_4bit") is True:
         return method
+    if method in ("compressed-tensors", "modelopt") and (found := _formats(config)) & FP4:
+        return "fp4" if found <= FP4 | MIXED | {*FP8["compressed-tensors"][1], "FP8"} else None
     return "fp8" if method in FP8 and config.get(FP8[method][0]) in FP8[method][1] else None
+
+
+def with_own_file(raw: dict[str, Any], directory: Path) -> dict[str, Any]:
+    """A config.json with the `quantization_config` that earlier versions of modelopt have in a file of their own."""
+    file = directory / "hf_quant_config.json"
+    if raw.get("quantization_config") or not file.is_file():
+        return raw
+    own = check(read_json(file), {"quantization": {"quant_algo?": (str, None)}}, file, "the file")["quantization"]
+    return raw | {"quantization_config": own | {"quant_method": "modelopt"}} if own.get("quant_algo") else raw
+
+
+def _formats(config: dict[str, Any]) -> set[str]:
+    """What a `quantization_config` calls the formats of its matrices."""
+    parts = [
+        config,
+        *(part for key in ("config_groups", "quantized_layers") for part in (config.get(key) or {}).values()),
+    ]
+    names = (part.get(key) for part in parts if isinstance(part, dict) for key in ("format", "quant_algo"))
+    return {name for name in names if isinstance(name, str)}
 
 
 def float_entries(entries: Entries, config: Any, where: str) -> dict[str, Entry]:
@@ -81,7 +117,11 @@ def float_entries(entries: Entries, config: Any, where: str) -> dict[str, Entry]
     block = next(filter(None, blocks), None)
     found = without_activations(entries)
     for name, entry in entries.items():
-        if entry.dtype == "F8_E4M3" and len(entry.shape) == 2:
+        if (matrix := scaled(entries, name, where)) or (matrix := coded(entries, name, where)):
+            for part in matrix.names:
+                del found[part]
+            found[name.replace(PACKED, ".weight")] = Entry(matrix.shape, torch.float32, entry.file, matrix.floats)
+        elif entry.dtype == "F8_E4M3" and len(entry.shape) == 2 and not name.endswith(SCALE):
             scale = found.pop(f"{name}_scale_inv", None) or found.pop(f"{name}_scale", None)
             counts = (*scale.shape, 1, 1)[:2] if scale else ()
             sizes = block or [_shares(size, max(count, 1)) for size, count in zip(entry.shape, counts, strict=False)]
@@ -102,10 +142,6 @@ def float_entries(entries: Entries, config: Any, where: str) -> dict[str, Entry]
             del found[name]
             read = partial(_mxfp4, entry, scale)
             found[base] = Entry((shape[0], 32 * shape[2], shape[1]), torch.bfloat16, entry.file, read)
-        elif matrix := coded(entries, name, where):
-            for leaf in matrix.parts:
-                del found[name + leaf]
-            found[name] = Entry(matrix.shape, torch.float32, entry.file, matrix.floats)
     return found
 
 
@@ -133,11 +169,17 @@ def _mxfp4(blocks: Entry, scales: Entry) -> Tensor:
 class Coded(NamedTuple):
     """A matrix of bitsandbytes. `parts` are its tensors, by what follows its name."""
 
+    name: str
     shape: tuple[int, ...]
     block: int  # values that share a scale, in the order of the rows
     inner: int  # scales that share a scale
     offset: float  # of such scales
     parts: Mapping[str, Entry]
+
+    @property
+    def names(self) -> list[str]:
+        """Of its tensors."""
+        return [self.name + leaf for leaf in self.parts]
 
     def read(self, leaf: str) -> Tensor:
         return self.parts[leaf].read().flatten()
@@ -158,6 +200,78 @@ class Coded(NamedTuple):
     def floats(self) -> Tensor:
         """float32 [N, K]"""
         return self.read(".quant_map")[self.codes().int()] * self.scales(1)
+
+    @property
+    def form(self) -> Format | None:
+        """The format in which kernels keep it, None if they cannot."""
+        table = self.read(".quant_map")
+        return _form(table)[0] if self.block % 32 == 0 and (table.abs() <= 1).all() else None
+
+    def blocks(self) -> Blocks:
+        """All of it in this format."""
+        return Blocks(self.codes(), (self.scales(32) / _form(self.read(".quant_map"))[1]).half())
+
+
+class Scaled(NamedTuple):
+    """A matrix of compressed-tensors or modelopt in NVFP4, or in MXFP4 if it has no factor. `parts` are its tensors: the
+    codes, the scales, and what all scales are multiplied with, or are divided by where `divides` says so."""
+
+    shape: tuple[int, int]
+    parts: Mapping[str, Entry]
+    divides: bool
+
+    @property
+    def names(self) -> list[str]:
+        """Of its tensors."""
+        return [*self.parts]
+
+    @property
+    def form(self) -> Format | None:
+        """The format in which kernels keep it, None if they cannot."""
+        return None if self.shape[1] % 32 else nvfp4(self.shape[1]) if len(self.parts) == 3 else MXFP4
+
+    def blocks(self) -> Blocks:
+        """All of it in this format. Raises ValueError for scales that are damaged."""
+        (name, data), scale, *factor = self.parts.items()
+        data, small = data.read(), scale[1].read().view(torch.uint8)
+        codes = torch.stack((data & 15, data >> 4), -1).flatten(1)
+        if not factor:
+            return Blocks(codes, powers(small, codes))
+        number = factor[0][1].read().float().reshape(1, 1)
+        large = 128 * (1 / number if self.divides else number)  # 256 for the scales, 1 / 2 for the codes
+        if not large.isfinite() or large <= 0 or (small >= 0x7F).any():
+            raise ValueError(f"{scale[1].file}: the scales of {name} are not all positive numbers: damaged?")
+        return Blocks(codes, large.expand(len(codes), 1).contiguous(), None, small)
+
+    def floats(self) -> Tensor:
+        """float32 [N, K]"""
+        return self.blocks().floats(nvfp4(self.shape[1]) if len(self.parts) == 3 else MXFP4)
+
+
+def scaled(entries: Entries, name: str, where: str) -> Scaled | None:
+    """The matrix in NVFP4 or MXFP4 whose codes this tensor or its `weight_packed` holds, or None. Raises ValueError in
+    one line if the others do not fit."""
+    base = name.removesuffix("_packed")
+    packed = f"{base}_packed" in entries
+    codes, scale = entries.get(f"{base}_packed" if packed else base), entries.get(f"{base}_scale")
+    if (
+        not codes
+        or codes.dtype != torch.uint8
+        or len(codes.shape) != 2
+        or not (packed or scale)
+        or name.endswith("_scale")
+    ):
+        return None
+    rows, columns = codes.shape[0], 2 * codes.shape[1]
+    mx = packed and scale is not None and scale.dtype == torch.uint8
+    names = ["_packed" if packed else "", "_scale", *([] if mx else ["_global_scale" if packed else "_scale_2"])]
+    parts = {base + leaf: entries[base + leaf] for leaf in names if base + leaf in entries}
+    grid = (torch.uint8, (rows, columns // 32)) if mx else ("F8_E4M3", (rows, columns // 16))
+    found = [(part.dtype, part.shape) for part in parts.values()][1:]
+    if found[:1] != [grid] or columns % 32 % (32 if mx else 16) or found[1:] not in ([[]] if mx else FACTOR):
+        has = ", ".join(f"{dtype} {list(shape)}".removeprefix("torch.") for dtype, shape in found) or "missing"
+        raise refusal(where, f"the scales of {base} are {has:.80}, which fit no NVFP4 or MXFP4 [{rows}, {columns}].")
+    return Scaled((rows, columns), parts, packed)
 
 
 def coded(entries: Entries, name: str, where: str) -> Coded | None:
@@ -183,11 +297,14 @@ def coded(entries: Entries, name: str, where: str) -> Coded | None:
         raise refusal(where, f"the tensors of {name} do not fit its quant_state {str(facts):.99}.", "A shard missing?")
     parts[state] = entries[name + state]
     offset = float(facts.get("nested_offset", 0))
-    return Coded(shape, min(block, values), min(inner, scales), offset, parts)
+    return Coded(name, shape, min(block, values), min(inner, scales), offset, parts)
 
 
-def _fits(matrix: Coded | None, layout: str) -> bool:
-    return matrix is not None and matrix.block % 32 == 0 and FITS[layout]([matrix.shape], [Format(4)])
+def _kept(entries: Entries, name: str, where: str, layout: str) -> tuple[Coded | Scaled | None, Format | None]:
+    """The matrix with this name in 4 bits, and its format if the layout can hold it."""
+    matrix = scaled(entries, name, where) or coded(entries, name, where)
+    form = matrix and matrix.form
+    return matrix, form if form and FITS[layout]([matrix.shape], [form]) else None
 
 
 def kept(entries: Entries, layout: str, where: str) -> dict[str, Tensor]:
@@ -197,8 +314,10 @@ def kept(entries: Entries, layout: str, where: str) -> dict[str, Tensor]:
         if name.endswith("_blocks"):
             E, rows, groups, _ = entry.shape
             found[name.removesuffix("_blocks")] = kept_slot("MXFP4", rows, 32 * groups, layout, E)
-        elif _fits(matrix := coded(entries, name, where), layout):
-            found[name] = kept_slot("IQ4_NL", *matrix.shape, layout)  # which is as long
+            continue
+        matrix, form = _kept(entries, name, where, layout)
+        if form:
+            found[name.replace(PACKED, ".weight")] = kept_slot(form, *matrix.shape, layout)
     return found
 
 
@@ -208,12 +327,11 @@ def packing(model: Transformer, entries: Entries, layout: str, where: str, devic
     entries: the directory's own.
     """
 
-    def rows(name: str, matrix: Coded, unit: int) -> tuple[Tensor, Tensor]:
+    def rows(name: str, matrix: Coded | Scaled) -> Blocks:
         """Codes and scales in our order of rows."""
-        order = row_order(name, matrix.shape[0], model.config) if "attn." in name else None
-        order, scales = slice(None) if order is None else order, (matrix.scales(32) / unit).half()
-        check_finite(scales, name, where)
-        return matrix.codes()[order], scales[order]
+        order, blocks = row_order(name, matrix.shape[0], model.config) if "attn." in name else None, matrix.blocks()
+        check_finite(blocks.scales, name, where)
+        return blocks if order is None else Blocks(*(part if part is None else part[order] for part in blocks))
 
     def expert(name: str, codes: Tensor, exponents: Tensor) -> list[Part]:
         blocks = _expert(codes, exponents)
@@ -226,19 +344,16 @@ def packing(model: Transformer, entries: Entries, layout: str, where: str, devic
         if f"{names[0]}_blocks" in entries:
             stored = (entries[f"{names[0]}_{leaf}"].read() for leaf in ("blocks", "scales"))
             return pack_kept((expert(names[0], *one) for one in zip(*stored, strict=True)), True, layout, device)
-        matrices = {name: coded(entries, name, where) for name in names}
-        if not all(_fits(matrix, layout) for matrix in matrices.values()):
+        found = {name: _kept(entries, name, where, layout) for name in names}
+        forms = {form for _, form in found.values()}
+        if None in forms or len(forms) > 1:
             return None
-        tables = torch.stack([matrix.read(".quant_map") for matrix in matrices.values()])
-        if not (tables.abs() <= 1).all() or (tables != tables[0]).any():
-            return None
-        experts, (form, unit) = slot.dim() == 3, _form(tables[0])
+        experts, form = slot.dim() == 3, forms.pop()
         each = len(names) // (len(slot) if experts else 1)
 
         def parts(first: int) -> list[Part]:
-            pieces = (rows(name, matrices[name], unit) for name in names[first : first + each])
-            blocks = Blocks(*map(torch.cat, zip(*pieces, strict=True)))
-            return [Part(form, *blocks.codes.shape, [blocks])]
+            pieces = [rows(name, found[name][0]) for name in names[first : first + each]]
+            return [Part(form, sum(len(piece.codes) for piece in pieces), pieces[0].codes.shape[1], pieces)]
 
         return pack_kept(map(parts, range(0, len(names), each)), experts, layout, device)
 

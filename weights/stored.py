@@ -65,7 +65,9 @@ LAYOUTS = {"gptq": (4, 8), "gptq_v2": (4, 8), "awq": (4,), "pack-quantized": (4,
 AUTO_ROUND = {"auto_round": "gptq_v2", "auto_round:gptqmodel": "gptq_v2", "auto_round:auto_awq": "awq"}
 AUTO_ROUND |= {"auto_round:auto_gptq": "gptq", "auto_round:gptq": "gptq"}
 # Scales for the rounding of activations, keys and values, which are not rounded so here.
-UNREAD = tuple(".input_scale .input_scale_ub .input_zero_point .activation_scale .k_scale .v_scale".split())
+UNREAD = tuple(
+    ".input_global_scale .input_scale .input_scale_ub .input_zero_point .activation_scale .k_scale .v_scale".split()
+)
 ROTATIONS = "transform_config", "rotation_config"  # matrices that a model would have to multiply its activations with
 
 

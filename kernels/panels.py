@@ -320,7 +320,12 @@ def group_factors(words, g: tl.constexpr, FORMS: tl.constexpr, I: tl.constexpr):
     M: tl.constexpr = FORMS[I][MINIMA]
     if FORMS[I][NESTED] == FP8:  # seven bits further up they are those of float16
         fp8 = ((words[4 + g // 4] >> 8 * (g % 4)) & 255) << 7
-        whole = words[0].to(tl.float32, bitcast=True) * fp8.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+        # 2^15: codes are decoded as 2^-14 of what they stand for, and the table has twice that
+        whole = (
+            words[0].to(tl.float32, bitcast=True)
+            * 32768.0
+            * fp8.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+        )
         return whole, whole
     u: tl.constexpr = 0 if WIDE else g
     scale = _half(words, 2 * u if M or WIDE else u)
@@ -346,7 +351,10 @@ def plane_values(codes, scale, low, p: tl.constexpr, FORMS: tl.constexpr, I: tl.
     bit: tl.constexpr = p * L % 32 % 16  # Codes stay where they are in a half of a word, and the scale makes up for it.
     word = codes[1] if p * L >= 32 else codes[0]
     word = word >> 16 if p * L % 32 >= 16 else word
-    if FORMS[I][FIRST] != 0 or FORMS[I][LAST] != 0:
+    if FORMS[I][NESTED] == FP8:  # a sign, two bits of the exponent and one more are, moved up, such a number in float16
+        bits = ((word >> bit) & 7) << 9 | ((word >> bit) & 8) << 12
+        value = bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32) * scale[:, None]
+    elif FORMS[I][FIRST] != 0 or FORMS[I][LAST] != 0:
         code = (word >> bit) & 15
         first = tl.full(code.shape, FORMS[I][FIRST], tl.int64)
         entries = tl.where(code < 8, first, tl.full(code.shape, FORMS[I][LAST], tl.int64))

@@ -53,7 +53,7 @@ from text.tokenizer import load_tokenizer
 from training.data import TokenData, read_records
 from training.loop import Recipe, Run, World, optimizers
 from tree import parse_tree
-from weights import files
+from weights import files, gguf_writer
 from weights.block_heads import read_head
 from weights.checkpoint import Checkpoint
 from weights.files import SUMS, check_sha256
@@ -147,6 +147,18 @@ def medusa(folder: Path) -> None:
 def block(folder: Path) -> None:
     config = layouts()["dflash2"]
     write_layout(folder, config, random_tensors(config))
+
+
+def gguf_head(folder: Path) -> None:
+    head = read_head(tiny_head(folder / "plain", UNTIED, 3), UNTIED)
+    gguf_writer.write_head(folder / "h.gguf", head, folder)
+    shutil.rmtree(folder / "plain")
+
+
+def gguf_block(folder: Path) -> None:
+    block(folder / "plain")
+    gguf_writer.write_head(folder / "h.gguf", read_head(folder / "plain", target().config), folder)
+    shutil.rmtree(folder / "plain")
 
 
 def rounded_head(folder: Path) -> None:
@@ -265,6 +277,8 @@ FORMATS = {
         lambda f: read_head(f, geometry_of("gemma4")),
     ),
     "block head": Format(("config.json", M), block, lambda f: read_head(f, target().config)),
+    "gguf head": Format(("h.gguf",), gguf_head, lambda f: read_head(f / "h.gguf", UNTIED), 4),
+    "gguf block head": Format(("h.gguf",), gguf_block, lambda f: read_head(f / "h.gguf", target().config), 4),
     "medusa": Format(("medusa_lm_head.safetensors",), medusa, lambda f: load_medusa(f, tiny(UNTIED)).state_dict()),
     "adapter": Format(
         ("adapter_config.json", f"adapter_{M}"), lambda f: adapter(f, "llama", ["q_proj", "up_proj"]), added

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from families.config import ModelConfig
-from support.files import read_json
 from support.reader import is_a
 from weights import heads
 from weights.assistant import ASSISTANTS, AssistantReader
@@ -137,10 +136,9 @@ def read_head(path: str | Path, target: ModelConfig, overrides: Mapping[str, str
     if path == heads.MTP:
         return heads.mtp_head(target)
     path, given = local_path(path), overrides or {}
-    folder = path if path.is_dir() else path.parent
-    raw = read_json(folder / "config.json") if (folder / "config.json").is_file() else {}
+    raw = heads.described(path)
     if BlockConfig.key in raw:
-        return heads.read_quantized(folder, BlockConfig, block_tensors, target)
+        return heads.read_quantized(heads.folder_of(path), BlockConfig, block_tensors, target)
     if str(raw.get("model_type")) in ASSISTANTS:
         return AssistantReader(path, target, given).read()
     names = raw.get("architectures")

@@ -35,7 +35,20 @@ from support.machine import size_text
 from support.reader import is_a, one_line_errors
 from weights.files import Destination, Entries, Entry, Spans, check_finite
 from weights.gguf_metadata import ARCHITECTURES, BY_PLACE, HYBRID, REORDERED, TOKEN_LISTS, hf_config, tokenizer_files
-from weights.gguf_types import BY_NAME, FITS, FLOAT_TYPES, FORMATS, TYPES, kept_slot, pack_kept, read_blocks, source_of
+from weights.gguf_types import (
+    BY_NAME,
+    FITS,
+    FLOAT_TYPES,
+    FORMATS,
+    INTEGER_TYPES,
+    PLAIN_TYPES,
+    TYPES,
+    kept_slot,
+    pack_kept,
+    read_blocks,
+    source_of,
+    values_of,
+)
 from weights.hf import EXPERT_NAMES, FUSED_GATE_UP, checked_views, hf_views, norm_names, parameter_sources, row_order
 from weights.quantized import Stored, TiedEmbedding, pack_nibbles, untie_
 from weights.shards import Shard
@@ -154,13 +167,13 @@ class _Parser:
             before, end = name, offset + math.prod(shape[1:]) * row
             if first + end > len(self.mapped):
                 raise ValueError(f"it has {len(self.mapped):,} bytes, and {name!r:.80} ends at byte {first + end:,}")
-            width = row // shape[0] if kind in FLOAT_TYPES else 1
+            width = row // shape[0] if kind in PLAIN_TYPES else 1
             data = np.frombuffer(self.mapped, f"<u{width}", (end - offset) // width, first + offset)
             tensors.append(GGUFTensor(name, kind, shape, data.reshape(*shape[:0:-1], -1)))
         return tensors
 
 
-def _errors_of(path: Path) -> contextlib.AbstractContextManager[None]:
+def errors_of(path: Path) -> contextlib.AbstractContextManager[None]:
     """What a damaged or hostile file causes, which may be any exception, becomes a ValueError that names the file."""
     return one_line_errors(f"{path} is damaged or not supported", "Download it again.", str(path))
 
@@ -194,7 +207,7 @@ class GGUFFile:
     @classmethod
     def open(cls, path: Path, layout: str = "") -> GGUFFile:
         """Parse a file and the other parts of a split one. Raises ValueError in one line if it cannot be used."""
-        with _errors_of(path):
+        with errors_of(path):
             parts = [_Parser(path)]
             if (count := parts[0].metadata.get("split.count")) is not None:
                 parts = [_Parser(part) for part in _shards(path, count)]
@@ -211,7 +224,7 @@ class GGUFFile:
 
         A tokenizer.json is the object that its text stands for.
         """
-        with _errors_of(self.path):
+        with errors_of(self.path):
             files = tokenizer_files(self.metadata, str(self.path))
         for key in TOKEN_LISTS:  # tens of thousands of Python objects, which nobody reads from now on
             self.metadata.pop(key, None)
@@ -222,10 +235,13 @@ class GGUFFile:
 
         Raises ValueError in one line for an architecture or a setting that is not implemented.
         """
-        with _errors_of(self.path):
+        with errors_of(self.path):
             rotations = {name: self.tensors.get(f"{name}.weight") for name in ROTATIONS}
             read = {name: self._read(tensor) for name, tensor in rotations.items() if tensor}
-            return hf_config(self.metadata, self.tensors, read, str(self.path))
+            config = hf_config(self.metadata, self.tensors, read, str(self.path))
+            if integers := [name for name, tensor in self.tensors.items() if tensor.kind in INTEGER_TYPES]:
+                raise ValueError(f"tensor {integers[0]!r:.80} holds integers, which no model does")
+            return config
 
     @cached_property
     def _turning(self) -> ModelConfig:
@@ -314,16 +330,8 @@ class GGUFFile:
         if spans and spans.axis and any(i % block for piece in spans.pieces for i in piece):
             return spans(self._read(tensor, expert, name))  # blocks of 256 columns that belong to two processes
         rows = self._rows(tensor, expert, name, spans)
-        if tensor.kind in FLOAT_TYPES:
-            values = torch.from_numpy(np.array(rows)).view(FLOAT_TYPES[tensor.kind])
-            values = (-values).log() if name.endswith(".A_log") else values
-        else:
-            shape, rows = rows.shape[:-1], rows.reshape(-1, rows.shape[-1])  # a vector has no rows
-            values = torch.empty(len(rows), rows.shape[1] // BY_NAME[tensor.kind].size * block)
-            for first in range(0, len(rows), 4096):  # codes take memory too
-                piece = slice(first, first + 4096)
-                values[piece] = read_blocks(tensor.kind, rows[piece]).floats(FORMATS[tensor.kind])
-            values = values.view(*shape, -1)
+        values = values_of(tensor.kind, rows)
+        values = (-values).log() if name.endswith(".A_log") else values
         order = self._value_heads(values.shape[1]) if name.endswith(OUT) else None
         return values if order is None else values[:, order]
 

@@ -65,6 +65,44 @@ ENDS = """<|eot_id|> <|im_end|> <|end|> <end_of_turn> <|endoftext|> </s> <|eom_i
     <｜end▁of▁sentence｜> <|return|> <|call|>""".split()
 
 
+Get = Callable[..., Any]  # of a key without the architecture's name, and a default
+
+
+def getter(metadata: Mapping[str, Any], where: str) -> Get:
+    """What gives the values of an architecture's keys. One value for each layer must be the same for all."""
+    family = metadata["general.architecture"]
+
+    def get(key: str, default: Any = None) -> Any:
+        value = metadata.get(f"{family}.{key}", default)
+        if isinstance(value, list):
+            if len(set(value)) != 1:
+                raise ValueError(f"{where}: {family}.{key} differs between layers, which is not implemented.")
+            return value[0]
+        return value
+
+    return get
+
+
+def geometry(get: Get, rotations: Mapping[str, Tensor], where: str) -> dict[str, Any]:
+    """The sizes of layers, and how they rotate, as a Hugging Face config.json names them."""
+    heads, width = get("attention.head_count"), get("embedding_length")
+    if not (is_a(heads, int) and heads > 0 and is_a(width, int)):
+        raise ValueError(f"{where}: attention.head_count or embedding_length is missing or no integer.")
+    head_dim = get("attention.key_length", width // heads)
+    return {
+        "hidden_size": width,
+        "intermediate_size": get("feed_forward_length"),
+        "num_hidden_layers": get("block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": get("attention.head_count_kv", heads),
+        "head_dim": head_dim,
+        "max_position_embeddings": get("context_length"),
+        "rms_norm_eps": get("attention.layer_norm_rms_epsilon"),
+        "rope_theta": get("rope.freq_base", 10000.0),
+        "rope_scaling": _rope_scaling(get, rotations, head_dim, where),
+    }
+
+
 def hf_config(
     metadata: Mapping[str, Any], tensors: Mapping[str, Any], rotations: Mapping[str, Tensor], where: str
 ) -> dict[str, Any]:
@@ -82,37 +120,18 @@ def hf_config(
     if family not in ARCHITECTURES:
         raise ValueError(f"{where}: architecture {family!r:.60} is not supported; {', '.join(ARCHITECTURES)} are.")
 
-    def get(key: str, default: Any = None) -> Any:
-        value = metadata.get(f"{family}.{key}", default)
-        if isinstance(value, list):  # one value per layer
-            if len(set(value)) != 1:
-                raise ValueError(f"{where}: {family}.{key} differs between layers, which is not implemented.")
-            return value[0]
-        return value
-
+    get = getter(metadata, where)
     embedding = tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
         raise ValueError(f"{where}: tensor token_embd.weight is missing or no matrix. Is this a whole model?")
-    heads, width = get("attention.head_count"), get("embedding_length")
-    if not (is_a(heads, int) and heads > 0 and is_a(width, int)):
-        raise ValueError(f"{where}: {family}.attention.head_count or embedding_length is missing or no integer.")
-    head_dim = get("attention.key_length", width // heads)
+    config = geometry(get, rotations, where)
+    heads, width, head_dim = (config[key] for key in ("num_attention_heads", "hidden_size", "head_dim"))
     rotated = get("rope.dimension_count", head_dim)
     if rotated != head_dim and not (family in PARTIAL and is_a(rotated, int)):
         raise ValueError(f"{where}: a rotation of only a part of each head is not implemented.")
-    config = {
+    config |= {
         "model_type": "mixtral" if get("expert_count", 0) and family == "llama" else ARCHITECTURES[family],
-        "hidden_size": width,
-        "intermediate_size": get("feed_forward_length"),
-        "num_hidden_layers": get("block_count"),
-        "num_attention_heads": heads,
-        "num_key_value_heads": get("attention.head_count_kv", heads),
-        "head_dim": head_dim,
         "vocab_size": embedding.shape[-1],
-        "max_position_embeddings": get("context_length"),
-        "rms_norm_eps": get("attention.layer_norm_rms_epsilon"),
-        "rope_theta": get("rope.freq_base", 10000.0),
-        "rope_scaling": _rope_scaling(get, rotations, head_dim, where),
         "sliding_window": get("attention.sliding_window"),
         "tie_word_embeddings": "output.weight" not in tensors,
         "torch_dtype": {"F32": "float32", "F16": "float16"}.get(_commonest_type(tensors), "bfloat16"),
@@ -152,7 +171,7 @@ def hf_config(
     return config | {"attention_out_bias": out_bias, "mlp_bias": mlp_bias}
 
 
-def _recurrent(get: Callable[..., Any], tensors: Mapping[str, Any], where: str) -> dict[str, Any]:
+def _recurrent(get: Get, tensors: Mapping[str, Any], where: str) -> dict[str, Any]:
     """The keys of a config.json about recurrent layers, which are those that have such tensors, and the number of layers
     without the one for multi-token prediction (MTP)."""
     keys = "ssm.time_step_rank ssm.group_count ssm.state_size ssm.inner_size ssm.conv_kernel block_count".split()
@@ -177,9 +196,7 @@ def _commonest_type(tensors: Mapping[str, Any]) -> str:
     return sizes.most_common(1)[0][0]
 
 
-def _rope_scaling(
-    get: Callable[..., Any], rotations: Mapping[str, Tensor], head_dim: int, where: str
-) -> dict[str, Any] | None:
+def _rope_scaling(get: Get, rotations: Mapping[str, Tensor], head_dim: int, where: str) -> dict[str, Any] | None:
     """The rope_scaling of a config.json. Llama 3's scaling is stored as the tensor rope_freqs.weight."""
     kind = get("rope.scaling.type", "none")
     if "rope_freqs" in rotations:

@@ -16,6 +16,8 @@ from kernels.panels import fits_panels, panels_bytes
 from kernels.tuned import counters_of
 
 FLOAT_TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+INTEGER_TYPES = {"I32": torch.int32, "I64": torch.int64}  # only draft heads have them
+PLAIN_TYPES = FLOAT_TYPES | INTEGER_TYPES
 # What the codes of IQ4_NL and IQ4_XS stand for, with 128 added.
 LEVELS = (1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241)
 TWICE = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # the values of MXFP4's codes
@@ -47,6 +49,8 @@ TYPES = {
     0: Type("F32", 1, 4),
     1: Type("F16", 1, 2),
     30: Type("BF16", 1, 2),
+    26: Type("I32", 1, 4),
+    27: Type("I64", 1, 8),
     2: Type("Q4_0", 32, 18, Format(4, offset=8), [(2, 16)]),
     3: Type("Q4_1", 32, 20, Format(4, minima=True), [(4, 16)]),
     6: Type("Q5_0", 32, 22, Format(4, 1, offset=16), [(6, 16), (2, 1)]),
@@ -155,6 +159,19 @@ def pack_kept(
     """A matrix made of parts, or those of all experts, exactly in their types: in "tiles", or on `device` in "panels"."""
     packed = [pack_panels(parts, device) if layout == "panels" else pack_blocks(parts) for parts in matrices]
     return stack_blocks(packed) if experts else packed[0]
+
+
+def values_of(kind: str, rows: np.ndarray) -> torch.Tensor:
+    """The values of rows as a file holds them: floats, or integers of a type of these."""
+    if kind in PLAIN_TYPES:
+        return torch.from_numpy(np.array(rows)).view(PLAIN_TYPES[kind])
+    _, block, size, *_ = BY_NAME[kind]
+    shape, rows = rows.shape[:-1], rows.reshape(-1, rows.shape[-1])  # a vector has no rows
+    values = torch.empty(len(rows), rows.shape[1] // size * block)
+    for first in range(0, len(rows), 4096):  # codes take memory too
+        piece = slice(first, first + 4096)
+        values[piece] = read_blocks(kind, rows[piece]).floats(FORMATS[kind])
+    return values.view(*shape, -1)
 
 
 def kept_slot(kind: str | Format, n: int, k: int, layout: str, experts: int = 1) -> torch.Tensor:

@@ -21,6 +21,7 @@ from support.errors import UsageError
 from support.files import read_json
 from support.reader import ConfigReader, check, is_a, parse_json, refusal
 from weights.files import Entry, Shapes, check_entries, local_path, read_entries, tensor_files, write_directory
+from weights.gguf_heads import published
 from weights.hf import config_to_hf, read_parameter
 from weights.quantized import LOOKED_UP, TENSORS, QuantLinear, QuantSpec, empty_tensors, read_spec, spec_to_json
 from weights.stored import check_stored, read_stored
@@ -191,9 +192,22 @@ def read_eagle(path: str | Path, target: ModelConfig, overrides: Mapping[str, st
         ValueError: one line, if the head is damaged, does not fit the target, or needs something not implemented.
     """
     path = local_path(path)
-    if (path / "config.json").is_file() and read_json(path / "config.json").get("eaglet_quant"):
+    if path.is_dir() and described(path).get("eaglet_quant"):
         return read_quantized(path, EagleConfig, head_tensors, target)
     return fitted(_EagleReader(path, target, overrides or {}).read(), target, path)
+
+
+def folder_of(path: Path) -> Path:
+    """The folder in which a head's file lies, or which is one."""
+    return path if path.is_dir() else path.parent
+
+
+def described(path: Path) -> dict[str, Any]:
+    """The config.json of a head, or what a GGUF file says in its place. {} if there is none."""
+    if path.suffix == ".gguf" and path.is_file():
+        return published(path)[0]
+    file = folder_of(path) / "config.json"
+    return read_json(file) if file.is_file() else {}
 
 
 def same_but_padding(rows: int, vocab: int) -> bool:
@@ -436,12 +450,12 @@ class HeadReader:
         path = self.path
         if not path.exists():
             self.fail("no such folder or file.")
-        if path.is_file() and path.suffix not in (".safetensors", ".bin", ".pth", ".pt"):
-            self.fail("expected a .safetensors, .bin or .pth file, or a folder.")
+        if path.is_file() and path.suffix not in (".safetensors", ".bin", ".pth", ".pt", ".gguf"):
+            self.fail("expected a .safetensors, .bin, .pth or .gguf file, or a folder.")
         files = [path] if path.is_file() else tensor_files(path) or sorted(path.glob("*.pth"))
         if not files:
             self.fail("no head here: expected model.safetensors, pytorch_model.bin or a .pth file.")
-        for name, entry in read_entries(files).items():
+        for name, entry in (published(path)[1] if path.suffix == ".gguf" else read_entries(files)).items():
             for pattern, prefix in self.prefixes.items():
                 name = re.sub(pattern, prefix, name)
             if name in self.entries:
@@ -534,8 +548,7 @@ class _EagleReader(HeadReader):
     def _open(self) -> dict[str, Any]:
         """Fill self.entries. Returns the head's config, or {} if it has none."""
         self.name_entries()
-        path, folder = self.path, self.path if self.path.is_dir() else self.path.parent
-        raw = read_json(folder / "config.json") if (folder / "config.json").exists() else {}
+        path, folder, raw = self.path, folder_of(self.path), described(self.path)
         known = raw.keys() & {"speculators_model_type", "draft_vocab_size", "eagle_config", "eaglet_eagle"}
         if raw and not known and path.is_file() and raw.get("num_hidden_layers") != 1:
             self.notes.append(f"{folder / 'config.json'} describes a whole model, not this head: ignored")

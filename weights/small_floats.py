@@ -94,10 +94,8 @@ def with_own_file(raw: dict[str, Any], directory: Path) -> dict[str, Any]:
 
 def _formats(config: dict[str, Any]) -> set[str]:
     """What a `quantization_config` calls the formats of its matrices."""
-    parts = [
-        config,
-        *(part for key in ("config_groups", "quantized_layers") for part in (config.get(key) or {}).values()),
-    ]
+    groups = [config.get(key) for key in ("config_groups", "quantized_layers")]
+    parts = [config, *(part for group in groups if isinstance(group, dict) for part in group.values())]
     names = (part.get(key) for part in parts if isinstance(part, dict) for key in ("format", "quant_algo"))
     return {name for name in names if isinstance(name, str)}
 

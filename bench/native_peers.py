@@ -1,6 +1,6 @@
 """llama.cpp and ik_llama.cpp on a GGUF file, from prebuilt wheels, in a process of their own (`bench.peers.NativeArm`).
 
-    python -m bench.native_peers NAME FILE CTX THREADS CLIENTS
+    python -m bench.native_peers NAME FILE CTX THREADS CLIENTS [KIND HEAD TOKENS]
 
 Their OpenMP threads wait busily, and so would slow down every other engine of the same process, and each other. The
 process writes one JSON line about itself, and then an answer for every request, a JSON line on stdin. It has no torch.
@@ -23,14 +23,24 @@ Request = dict[str, Any]
 class LlamaCpp:
     """xllamacpp: llama.cpp's server, with a slot for each client."""
 
-    def __init__(self, file: str, ctx: int, threads: int, clients: int):
+    def __init__(
+        self, file: str, ctx: int, threads: int, clients: int, kind: str = "", head: str = "", tokens: str = ""
+    ):
+        """kind, head, tokens: how it drafts, with which GGUF file, and how many tokens at once."""
         import xllamacpp
 
         how = xllamacpp.CommonParams()
         how.model.path, how.n_ctx, how.n_parallel, how.warmup = file, ctx, clients, True
         how.cpuparams.n_threads = how.cpuparams_batch.n_threads = threads
+        if kind:
+            draft = how.speculative.draft
+            name = f"COMMON_SPECULATIVE_TYPE_DRAFT_{kind}"
+            how.speculative.types = [getattr(xllamacpp.common_speculative_type, name)]
+            draft.mparams.path, draft.n_max, draft.n_min, draft.p_min = head, int(tokens), 0, 0.0
+            draft.cpuparams.n_threads = draft.cpuparams_batch.n_threads = threads
         self.server = xllamacpp.Server(how)
         self.options = {"xllamacpp": xllamacpp.__version__, "built with": xllamacpp.get_system_info().strip(" |")}
+        self.options |= {"drafts": int(tokens)} if kind else {}
 
     def run(self, request: Request) -> dict[str, Any]:
         """All prompts together, none of which reuses anything. The server tells texts, so there are no ids."""
@@ -89,11 +99,11 @@ class IkLlamaCpp:
 ENGINES = {"llama.cpp": LlamaCpp, "ik_llama.cpp": IkLlamaCpp}
 
 
-def main(name: str, file: str, *numbers: str) -> None:
+def main(name: str, file: str, ctx: str, threads: str, clients: str, *head: str) -> None:
     """Load the model, and answer until stdin ends."""
     said = sys.stdout
     sys.stdout = sys.stderr  # for what the libraries print
-    engine = ENGINES[name](file, *map(int, numbers))
+    engine = ENGINES[name](file, int(ctx), int(threads), int(clients), *head)
     print(json.dumps(engine.options), file=said, flush=True)
     for line in sys.stdin:
         print(json.dumps(engine.run(json.loads(line))), file=said, flush=True)

@@ -28,7 +28,10 @@ from loading.options import LoadOptions
 from model import Transformer, apply_rope
 from support.errors import NotEnoughMemory, UsageError
 from support.machine import default_device, free_memory, shapes_only, size_text, synchronize
+from support.progress import say
+from weights.block_heads import BlockConfig, read_head
 from weights.checkpoint import Checkpoint
+from weights.gguf_writer import write_head
 from weights.hf import config_to_hf, hf_views, unpacked
 from weights.quantized import QuantLinear
 
@@ -58,13 +61,20 @@ def real_stops(params: SamplingParams) -> list[int]:
     return [i for i in params.stop_ids if i not in NO_STOP]
 
 
-def peers_of(args: argparse.Namespace, base: Engine, ctx: int) -> list[Arm]:
-    """The arms that --baseline asks for. Raises UserError for a model that they cannot run."""
+def peers_of(args: argparse.Namespace, base: Engine, ctx: int, ours: Sequence[Arm]) -> list[Arm]:
+    """The arms that --baseline asks for beside ours. llama.cpp also runs with the heads that these have.
+
+    Raises UserError for a model that they cannot run.
+    """
     arms: list[Arm] = []
     if "hf" in args.baseline:
         twin = hf_model(floats_of(base, None if args.shape else args.checkpoint))
         arms += [HFArm(kind, twin, base.tokenizer, bool(base.model.quant)) for kind in ("hf", "hf-static")]
     arms += [NativeArm(name, args.checkpoint, ctx) for name in NATIVE if name in args.baseline]
+    heads = dict.fromkeys(str(arm.engine.options.eagle) for arm in ours if arm.engine.options.eagle)
+    arms += [
+        arm for head in heads if "llama.cpp" in args.baseline and (arm := drafting(head, args.checkpoint, base, ctx))
+    ]
     if "torch" in args.baseline:
         arms.append(TorchArm(base.model, ctx, base.model.quant == "int4"))
     return arms
@@ -171,14 +181,15 @@ def hf_model(model: Transformer):
 class NativeArm(Arm):
     """llama.cpp or ik_llama.cpp in a process of its own (`bench.native_peers`), with as many threads as torch.
 
-    It does not draft. llama.cpp tells no ids, so all of them are -1.
+    llama.cpp may draft with a head. It tells no ids, so all of them are -1.
     """
 
-    def __init__(self, name: str, file: str, ctx: int, clients: int = 1):
+    def __init__(self, name: str, file: str, ctx: int, clients: int = 1, head: Sequence[str] = ()):
+        """head: what its drafter is called there, its GGUF file, and how many tokens it drafts at once."""
         threads = torch.get_num_threads()
         super().__init__(name, OTHER_ENGINE, {"threads": threads})
-        self.file = file
-        command = [sys.executable, "-m", "bench.native_peers", name, file, *map(str, (ctx, threads, clients))]
+        self.library, self.file, self.head = name, file, head
+        command = [sys.executable, "-m", "bench.native_peers", name, file, *map(str, (ctx, threads, clients)), *head]
         self.errors = tempfile.TemporaryFile("w+", errors="replace")
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self.errors, "text": True}
         folder = Path(__file__).parents[1]
@@ -211,8 +222,24 @@ class NativeArm(Arm):
         """In a process with a slot for each."""
         if clients > 1 and self.name == "ik_llama.cpp":
             return None
-        arm = NativeArm(self.name, self.file, tokens * clients, clients)
+        arm = NativeArm(self.library, self.file, tokens * clients, clients, self.head)
         return lambda prompts, params: arm._ask(prompts, params)[1]
+
+
+def drafting(head: str, checkpoint: str, base: Engine, ctx: int) -> Arm | None:
+    """llama.cpp with the same head: with its blocks, or of EAGLE-3 with chains of one token, which are its fastest on a
+    CPU. None, and a note, where its files cannot tell the head."""
+    file, folder = read_head(head, base.model.config), tempfile.TemporaryDirectory()
+    path, block = Path(folder.name) / "head.gguf", isinstance(file.config, BlockConfig)
+    try:
+        write_head(path, file._replace(tensors=file.floats()), Path(checkpoint))
+    except UsageError as error:
+        say(f"note    llama.cpp without {Path(head).name}: {error}")
+        return None
+    kind = ("DSPARK" if file.config.slot0 else "DFLASH") if block else "EAGLE3"
+    arm = NativeArm("llama.cpp", checkpoint, ctx, 1, (kind, str(path), str(file.config.depth if block else 1)))
+    arm.name, arm.folder = f"llama.cpp {Path(head).name}", folder  # which is deleted with the arm
+    return arm
 
 
 # ---- torch by itself --------------------------------------------------------------------------------------

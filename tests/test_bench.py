@@ -733,7 +733,7 @@ def test_transformers_runs_a_quantized_file_in_bfloat16_and_says_so(real_engine,
     """A row called hf whose weights are not ours without a word; two copies of them; one that fills the memory."""
     pytest.importorskip("transformers")
     args = SimpleNamespace(baseline=["hf"], shape=None, checkpoint=REAL_FILE)
-    arms = peers.peers_of(args, real_engine, 256)
+    arms = peers.peers_of(args, real_engine, 256, [])
     assert [arm.name for arm in arms] == ["hf bf16", "hf-static bf16"]
     assert "a copy of the file's in bfloat16" in arms[0].options["weights"]
     weights = [arm.model.model.layers[0].mlp.up_proj.weight for arm in arms]
@@ -753,7 +753,7 @@ def test_transformers_runs_the_weights_of_the_folder_beside_an_engine_that_round
     save_hf(model, folder)
     args = SimpleNamespace(baseline=["hf"], shape=None, checkpoint=folder)
     rounded = load(folder, quant="int8", device="cpu")
-    arms = peers.peers_of(args, rounded, 64)
+    arms = peers.peers_of(args, rounded, 64, [])
     name = "model.layers.0.mlp.up_proj.weight"
     assert arms[0].name == "hf bf16"
     assert torch.equal(arms[0].model.get_parameter(name), hf_views(model)[name])

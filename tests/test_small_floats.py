@@ -313,6 +313,12 @@ def test_what_does_not_fit_is_refused_in_one_line(tmp_path):
         ("nvfp4", {f"{name}_scale": torch.ones(128, 8).to(torch.float8_e4m3fn)}, {}, "fit no NVFP4 or MXFP4"),
         ("nvfp4", {}, {"transform_config": {"a": {}}}, "transform_config is not supported"),
         ("nvfp4", {}, {"config_groups": {"a": {"format": "pack-quantized"}}}, "is not supported"),
+        (
+            "mxfp4",
+            {f"{name}_scale": torch.full((128, 8), 200, dtype=torch.uint8)},
+            {},
+            "Use --kernels reference|above 2",
+        ),
         ("nvfp4-modelopt", {f"{name}_scale_2": torch.ones(2)}, {}, "fit no NVFP4 or MXFP4"),
         ("nf4", {f"{name}.absmax": None}, {}, "do not fit its quant_state"),
         ("nf4", {f"{name}.absmax": torch.ones(4)}, {}, "do not fit its quant_state"),

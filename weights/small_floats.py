@@ -329,6 +329,8 @@ def packing(model: Transformer, entries: Entries, layout: str, where: str, devic
         """Codes and scales in our order of rows."""
         order, blocks = row_order(name, matrix.shape[0], model.config) if "attn." in name else None, matrix.blocks()
         check_finite(blocks.scales, name, where)
+        if blocks.scales.dtype == torch.float32 and blocks.sub_scales is None:
+            raise ValueError(f"{where}: the kernels cannot hold the scales of {name}. Use --kernels reference.")
         return blocks if order is None else Blocks(*(part if part is None else part[order] for part in blocks))
 
     def expert(name: str, codes: Tensor, exponents: Tensor) -> list[Part]:

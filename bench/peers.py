@@ -71,10 +71,9 @@ def peers_of(args: argparse.Namespace, base: Engine, ctx: int, ours: Sequence[Ar
         twin = hf_model(floats_of(base, None if args.shape else args.checkpoint))
         arms += [HFArm(kind, twin, base.tokenizer, bool(base.model.quant)) for kind in ("hf", "hf-static")]
     arms += [NativeArm(name, args.checkpoint, ctx) for name in NATIVE if name in args.baseline]
-    heads = dict.fromkeys(str(arm.engine.options.eagle) for arm in ours if arm.engine.options.eagle)
-    arms += [
-        arm for head in heads if "llama.cpp" in args.baseline and (arm := drafting(head, args.checkpoint, base, ctx))
-    ]
+    if "llama.cpp" in args.baseline:
+        heads = dict.fromkeys(str(arm.engine.options.eagle) for arm in ours if arm.engine.options.eagle)
+        arms += filter(None, (drafting(head, args.checkpoint, base, ctx) for head in heads))
     if "torch" in args.baseline:
         arms.append(TorchArm(base.model, ctx, base.model.quant == "int4"))
     return arms
@@ -232,7 +231,7 @@ def drafting(head: str, checkpoint: str, base: Engine, ctx: int) -> Arm | None:
     file, folder = read_head(head, base.model.config), tempfile.TemporaryDirectory()
     path, block = Path(folder.name) / "head.gguf", isinstance(file.config, BlockConfig)
     try:
-        write_head(path, file._replace(tensors=file.floats()), Path(checkpoint))
+        write_head(path, file, Path(checkpoint))
     except UsageError as error:
         say(f"note    llama.cpp without {Path(head).name}: {error}")
         return None

@@ -54,7 +54,7 @@ def convert_eagle(head: Path, target: Path, destination: Path, overrides: Sequen
     check_written(read.config)
     if destination.suffix == ".gguf":
         with written_whole(destination) as unfinished:
-            write_head(unfinished, read._replace(tensors=read.floats()), target, DTYPES[dtype or "float16"])
+            write_head(unfinished, read, target, DTYPES[dtype or "float16"])
         return
     with directory_written_whole(destination, keep=True) as unfinished:
         save = save_eagle if isinstance(read.config, EagleConfig) else save_block

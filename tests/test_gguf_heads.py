@@ -159,6 +159,13 @@ def test_block_heads_are_written_and_read(tmp_path, kind):
         moved |= {"dflash-draft.dflash.mask_token_id": read.config.mask_id, "tokenizer.ggml.mask_token_id": None}
         names = {"fc.weight": "dflash_fc.weight", "enc.output_norm.weight": "dflash_hidden_norm.weight"}
         names |= {f"blk.{i}.ffn_norm.weight": f"blk.{i}.post_attention_norm.weight" for i in range(2)}
+        moved |= {
+            "dflash-draft.attention.sliding_window": 3,
+            "dflash-draft.attention.sliding_window_pattern": [True, False],
+        }
+        seen = read_head(changed(out, tmp_path / "w.gguf", "dflash-draft", moved, names), BLOCK_TARGET)
+        assert seen.config.layer.windows == (3, 0)
+        moved |= {key: None for key in moved if "sliding" in key}
         fork = read_head(changed(out, tmp_path / "f.gguf", "dflash-draft", moved, names), BLOCK_TARGET)
         assert fork.config == found.config and all(torch.equal(t, found.tensors[n]) for n, t in fork.tensors.items())
 

@@ -165,7 +165,7 @@ def loss_eagle(
     memory = None if first and steps == 1 else []
     outputs = [*_on_own_outputs(head, batch.tokens, head.fuse(features[:, :-1]), keep, steps, memory)]
     best = None if target.best is None else target.best[:, 1:][keep]
-    truth, block = target.hidden_states[:, 1:][keep], CHUNK if keep.is_cuda else BLOCK
+    truth, block = target.hidden_states[:, 1:][keep], None if keep.is_cuda else BLOCK
     total, hits = in_chunks(head, head.narrow_logits, outputs, truth, best, loss, first, DECAY, draws, block)
     return total / count, hits / count
 
@@ -303,11 +303,8 @@ def in_chunks(
             noise = draws(distribution) if draws else ()
             total = distribution.new_zeros(())
             for s, (number, place) in enumerate(zip(numbers, places, strict=True)):
-                own, output, which = (
-                    pieces[s].to(wide),
-                    pieces[len(numbers) + s],
-                    number[place[block] : place[block + 1]],
-                )
+                own, output = pieces[s].to(wide), pieces[len(numbers) + s]
+                which = number[place[block] : place[block + 1]]
                 p, *drawn = (picked(values, which - first) for values in (distribution, *noise))
                 at = which + rows.start
                 total = total + decay**s * loss(Rows(output, own, truth[at], p, at, *drawn))

@@ -7,7 +7,7 @@ import torch
 from families.config import ModelConfig
 from support.errors import UsageError
 from support.reader import ConfigReader
-from weights.heads import EagleConfig, EagleFile, HeadReader, Table, described
+from weights.heads import EagleConfig, EagleFile, HeadReader, Table
 from weights.hf import EMBEDDING, as_computed, build_model, hf_views, parameter_sources
 
 ASSISTANTS = {f"gemma4{kind}_assistant": f"gemma4{kind}_text" for kind in ("", "_unified")}
@@ -39,7 +39,7 @@ class AssistantReader(HeadReader):
 
     def read(self) -> EagleFile:
         """The whole assistant. Raises ValueError in one line if it is damaged or made for another target."""
-        read = ConfigReader(described(self.path), str(self.path))
+        read = ConfigReader(self.raw, str(self.path / "config.json"))
         text = read.config.get("text_config")
         if not isinstance(text, dict):
             raise read.error("text_config must be an object.")

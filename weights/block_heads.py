@@ -18,6 +18,7 @@ from support.reader import is_a
 from weights import heads
 from weights.assistant import ASSISTANTS, AssistantReader
 from weights.files import few_names, local_path, write_directory
+from weights.gguf_heads import Published
 from weights.heads import HeadFile, HeadReader, Table, layer_tensors, published_parts
 from weights.hf import config_to_hf
 from weights.quantized import rows_from
@@ -136,16 +137,17 @@ def read_head(path: str | Path, target: ModelConfig, overrides: Mapping[str, str
     if path == heads.MTP:
         return heads.mtp_head(target)
     path, given = local_path(path), overrides or {}
-    raw = heads.described(path)
+    source = heads.described(path)
+    raw, _ = source
     if BlockConfig.key in raw:
         return heads.read_quantized(heads.folder_of(path), BlockConfig, block_tensors, target)
     if str(raw.get("model_type")) in ASSISTANTS:
-        return AssistantReader(path, target, given).read()
+        return AssistantReader(path, source, target, given).read()
     names = raw.get("architectures")
     known = isinstance(names, list) and any(name in ARCHITECTURES for name in names)
     if known or raw.get("speculators_model_type") in list(SPECULATORS):
-        return heads.fitted(_BlockReader(path, raw, target, given).read(), target, path)
-    return heads.read_eagle(path, target, overrides)
+        return heads.fitted(_BlockReader(path, source, target, given).read(), target, path)
+    return heads.read_eagle(path, target, overrides, source)
 
 
 def save_block(
@@ -193,9 +195,10 @@ class _BlockReader(HeadReader):
     prefixes = {r"^(draft_model|model)\.": "", r"^logit_head\.": "markov_head."}
     prefixes |= {r"^confidence_proj\.": "confidence_head.proj."}
 
-    def __init__(self, path: Path, raw: dict[str, Any], target: ModelConfig, overrides: Mapping[str, str]):
-        super().__init__(path, target, overrides)
+    def __init__(self, path: Path, source: Published, target: ModelConfig, overrides: Mapping[str, str]):
+        super().__init__(path, source, target, overrides)
         self.name_entries()
+        raw = self.raw
         layer, nested = self.read_settings(raw, "dflash_config")
         self._refuse(raw, (*TOP, *IDLE, *NESTED, *(() if self.speculators else GEOMETRY)), "")
         self._refuse(nested, NESTED, "dflash_config.")

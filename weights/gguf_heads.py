@@ -78,7 +78,7 @@ def _eagle3(file: GGUFFile) -> Published:
 def _dflash(file: GGUFFile) -> Published:
     layer, keys, tensors = _config(file), file.metadata, file.tensors
     fork = keys["general.architecture"] == "dflash-draft"
-    prefix = "dflash-draft.dflash." if fork else "dflash."
+    prefix, attention = "dflash-draft.dflash." if fork else "dflash.", f"{keys['general.architecture']}.attention."
 
     def first(*names: str) -> Any:
         return next((keys[name] for name in names if name in keys), None)
@@ -93,22 +93,22 @@ def _dflash(file: GGUFFile) -> Published:
         "aux_hidden_state_layer_ids": taps,
         "block_size": first(f"{prefix}block_size"),
         "mask_token_id": first("tokenizer.ggml.mask_token_id", f"{prefix}mask_token_id"),
-        "is_causal": first(f"{keys['general.architecture']}.attention.causal"),
+        "is_causal": first(f"{attention}causal"),
+        "sample_from_anchor": first(f"{prefix}sample_from_anchor"),
     }
-    config["sample_from_anchor"] = first(f"{prefix}sample_from_anchor")
     if kind == "dspark":
         config |= {"markov_rank": tensors["markov_w1.weight"].shape[0], "markov_head_type": "vanilla"}
-        config["confidence_head_with_markov"] = tensors["conf_proj.weight"].shape[0] > layer["hidden_size"] if (
-            "conf_proj.weight" in tensors) else None  # fmt: skip
+    if estimate := tensors.get("conf_proj.weight"):
+        config["confidence_head_with_markov"] = estimate.shape[0] > layer["hidden_size"]
     names = {"input_embedding_scale": "embedding_scale"}
     if kind == "dflash2":
         names |= {name: name for name in "selector_rank selector_top_k conv_kernel_size conv_group_size".split()}
         names |= {"output_multiplier": "logit_scale", "final_logit_softcapping": "final_logit_softcapping"}
     config["dflash_config"] = {ours: first(f"{prefix}{theirs}") for ours, theirs in names.items()}
-    windows = first("dflash.attention.sliding_window_pattern")
+    windows = first(f"{attention}sliding_window_pattern")
     if isinstance(windows, list):
         layer["layer_types"] = ["sliding_attention" if window else "full_attention" for window in windows]
-        layer |= {"sliding_window": first("dflash.attention.sliding_window"), "use_sliding_window": any(windows)}
+        layer |= {"sliding_window": first(f"{attention}sliding_window"), "use_sliding_window": any(windows)}
     entries = _entries(file, DFLASH, DFLASH_BLOCK, {})
     if "d2t" in entries:
         ids = entries["d2t"].read().long()

@@ -18,7 +18,7 @@ from weights.heads import EagleConfig, EagleFile, head_tensors, published_parts
 
 
 def write_head(path: Path, file: EagleFile | BlockFile, tokens: Path, dtype: torch.dtype = torch.float16) -> None:
-    """Write a float head as llama.cpp reads it.
+    """Write a head as llama.cpp reads it, with matrices in `dtype`; of a rounded one the values that it stands for.
 
     tokens: the target. Of a GGUF file the tokenizer is copied, and otherwise stand-ins tell how many tokens there are:
     llama.cpp takes the tokenizer of the target that runs. Raises UsageError for what its files cannot tell.
@@ -29,7 +29,7 @@ def write_head(path: Path, file: EagleFile | BlockFile, tokens: Path, dtype: tor
     else:
         architecture, keys, table = "dflash", _dflash_keys(config), (DFLASH, DFLASH_BLOCK, block_tensors(config))
     top, block, own = table
-    tensors = _named(published_parts(own, file.tensors), top, block)
+    tensors = _named(published_parts(own, file.floats()), top, block)
     if architecture == "eagle3":  # llama.cpp rotates neighbouring rows of Q and K
         for part, heads in (("attn_q", layer.num_attention_heads), ("attn_k", layer.num_key_value_heads)):
             rows = tensors[f"blk.0.{part}.weight"]
@@ -39,12 +39,14 @@ def write_head(path: Path, file: EagleFile | BlockFile, tokens: Path, dtype: tor
     key, count = "tokenizer.ggml.", config.target_vocab_size
     given = GGUFFile.open(tokens).metadata if tokens.suffix == ".gguf" else {}
     texts = {name: value for name, value in given.items() if name.startswith(key)}
-    if not texts:  # "dflash" needs a token for the mask, and so tokens
+    if not texts:
         keys["vocab_size"] = count
-        texts = {f"{key}model": "none"} if architecture == "eagle3" else {f"{key}model": "llama"}
-        texts |= {} if architecture == "eagle3" else {f"{key}tokens": [f"<{i}>" for i in range(count)]}
-    mask = {f"{key}mask_token_id": config.mask_id} if isinstance(config, BlockConfig) else {}
-    _write(path, architecture, layer, keys, tensors, texts | mask, dtype)
+        texts = {f"{key}model": "none"}
+        if architecture == "dflash":  # it needs a token for the mask, and so tokens
+            texts = {f"{key}model": "llama", f"{key}tokens": [f"<{i}>" for i in range(count)]}
+    if architecture == "dflash":
+        texts[f"{key}mask_token_id"] = config.mask_id
+    _write(path, architecture, layer, keys, tensors, texts, dtype)
 
 
 def _eagle_keys(config: EagleConfig) -> dict[str, Any]:
@@ -139,13 +141,10 @@ def _write(
         found |= {"rope.scaling.type": rope.kind, "rope.scaling.factor": float(rope.factor)}
         found |= {"rope.scaling.original_context_length": rope.original_max_positions} if rope.kind == "yarn" else {}
     writer = gguf.GGUFWriter(path, architecture)
-    for key, value in [
-        *((f"{architecture}.{key}", value) for key, value in (found | dict(keys)).items()),
-        *tokenizer.items(),
-    ]:
-        kind = type(value)
-        add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
-        add.get(kind, writer.add_array)(key, value)
+    add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
+    named = {f"{architecture}.{key}": value for key, value in (found | dict(keys)).items()}
+    for key, value in (named | dict(tokenizer)).items():
+        add.get(type(value), writer.add_array)(key, value)
     for name, tensor in tensors.items():
         wide = tensor.dim() == 1 or not name.endswith(".weight")  # as llama.cpp's own converter has it
         values = tensor if not tensor.is_floating_point() else tensor.float() if wide else tensor.to(dtype)

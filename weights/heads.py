@@ -21,7 +21,7 @@ from support.errors import UsageError
 from support.files import read_json
 from support.reader import ConfigReader, check, is_a, parse_json, refusal
 from weights.files import Entry, Shapes, check_entries, local_path, read_entries, tensor_files, write_directory
-from weights.gguf_heads import published
+from weights.gguf_heads import Published, published
 from weights.hf import config_to_hf, read_parameter
 from weights.quantized import LOOKED_UP, TENSORS, QuantLinear, QuantSpec, empty_tensors, read_spec, spec_to_json
 from weights.stored import check_stored, read_stored
@@ -173,7 +173,9 @@ def head_tensors(config: EagleConfig) -> Table:
     return table
 
 
-def read_eagle(path: str | Path, target: ModelConfig, overrides: Mapping[str, str] | None = None) -> EagleFile:
+def read_eagle(
+    path: str | Path, target: ModelConfig, overrides: Mapping[str, str] | None = None, source: Published | None = None
+) -> EagleFile:
     """Read an EAGLE-1/2/3 head: a published one in any layout, one of ours (quantized too), or a bare weight file.
 
     Generation, draft vocabulary and biases follow from the tensors. RoPE and eps come from the head's own config, never
@@ -184,6 +186,7 @@ def read_eagle(path: str | Path, target: ModelConfig, overrides: Mapping[str, st
             or `org/name` in the Hugging Face cache.
         target: the model that the head shall draft for.
         overrides: config keys (`_EagleReader.overrides`) to replace, with values as JSON text.
+        source: `described(path)`, if it is read already.
 
     Returns:
         EagleFile with tensors on the CPU in their stored dtype.
@@ -192,9 +195,10 @@ def read_eagle(path: str | Path, target: ModelConfig, overrides: Mapping[str, st
         ValueError: one line, if the head is damaged, does not fit the target, or needs something not implemented.
     """
     path = local_path(path)
-    if path.is_dir() and described(path).get("eaglet_quant"):
+    source = source or described(path)
+    if path.is_dir() and source[0].get("eaglet_quant"):
         return read_quantized(path, EagleConfig, head_tensors, target)
-    return fitted(_EagleReader(path, target, overrides or {}).read(), target, path)
+    return fitted(_EagleReader(path, source, target, overrides or {}).read(), target, path)
 
 
 def folder_of(path: Path) -> Path:
@@ -202,12 +206,12 @@ def folder_of(path: Path) -> Path:
     return path if path.is_dir() else path.parent
 
 
-def described(path: Path) -> dict[str, Any]:
-    """The config.json of a head, or what a GGUF file says in its place. {} if there is none."""
+def described(path: Path) -> Published:
+    """The config.json of a head, {} if there is none. A GGUF file stands for one, and has its tensors beside it."""
     if path.suffix == ".gguf" and path.is_file():
-        return published(path)[0]
+        return published(path)
     file = folder_of(path) / "config.json"
-    return read_json(file) if file.is_file() else {}
+    return (read_json(file) if file.is_file() else {}), {}
 
 
 def same_but_padding(rows: int, vocab: int) -> bool:
@@ -419,8 +423,10 @@ class HeadReader:
     overrides: Sequence[str] = ()  # what --eagle-config may set
     prefixes: Mapping[str, str] = {}  # regular expressions for the begin of a name, and what takes their place
 
-    def __init__(self, path: Path, target: ModelConfig, overrides: Mapping[str, str]):
+    def __init__(self, path: Path, source: Published, target: ModelConfig, overrides: Mapping[str, str]):
+        """source: `described(path)`."""
         self.path = path
+        self.raw, self.stored = source
         self.target = target
         self.notes: list[str] = []
         self.entries: dict[str, Entry] = {}
@@ -455,7 +461,7 @@ class HeadReader:
         files = [path] if path.is_file() else tensor_files(path) or sorted(path.glob("*.pth"))
         if not files:
             self.fail("no head here: expected model.safetensors, pytorch_model.bin or a .pth file.")
-        for name, entry in (published(path)[1] if path.suffix == ".gguf" else read_entries(files)).items():
+        for name, entry in (self.stored or read_entries(files)).items():
             for pattern, prefix in self.prefixes.items():
                 name = re.sub(pattern, prefix, name)
             if name in self.entries:
@@ -538,8 +544,8 @@ class _EagleReader(HeadReader):
     overrides = (*HEAD_KEYS, "max_position_embeddings", "norm_before_residual", "norm_output", AUX)
     prefixes = {r"^(draft_model|model)\.": "", r"^(midlayer|transformer)\.": "layers.0.", r"^fusion_fc\.": "fc."}
 
-    def __init__(self, path: Path, target: ModelConfig, overrides: Mapping[str, str]):
-        super().__init__(path, target, overrides)
+    def __init__(self, path: Path, source: Published, target: ModelConfig, overrides: Mapping[str, str]):
+        super().__init__(path, source, target, overrides)
         raw = self._open()
         self.bare = not raw
         _, _, own = self.read_settings(raw, "eagle_config", "eaglet_eagle")
@@ -548,7 +554,7 @@ class _EagleReader(HeadReader):
     def _open(self) -> dict[str, Any]:
         """Fill self.entries. Returns the head's config, or {} if it has none."""
         self.name_entries()
-        path, folder, raw = self.path, folder_of(self.path), described(self.path)
+        path, folder, raw = self.path, folder_of(self.path), self.raw
         known = raw.keys() & {"speculators_model_type", "draft_vocab_size", "eagle_config", "eaglet_eagle"}
         if raw and not known and path.is_file() and raw.get("num_hidden_layers") != 1:
             self.notes.append(f"{folder / 'config.json'} describes a whole model, not this head: ignored")

@@ -153,9 +153,14 @@ def _fp8(weight: Entry, scale: Entry, sizes: list[int]) -> Tensor:
     return weight.read().float() * factors.repeat_interleave(sizes[0], 0)[:N]
 
 
+def _low_first(data: Tensor) -> Tensor:
+    """The codes of bytes [..., n] that hold two each: uint8 [..., 2 n]."""
+    return torch.stack((data & 15, data >> 4), -1).flatten(-2)
+
+
 def _expert(codes: Tensor, exponents: Tensor) -> Blocks:
-    """An expert's matrix [out, in] in MXFP4."""
-    codes = torch.stack((codes & 15, codes >> 4), -1).flatten(-3)
+    """A matrix [out, in] in MXFP4."""
+    codes = _low_first(codes).flatten(-2)
     return Blocks(codes, powers(exponents, codes))
 
 
@@ -224,26 +229,30 @@ class Scaled(NamedTuple):
         return [*self.parts]
 
     @property
+    def own(self) -> Format:
+        """The format that it has."""
+        return nvfp4(self.shape[1]) if len(self.parts) == 3 else MXFP4
+
+    @property
     def form(self) -> Format | None:
-        """The format in which kernels keep it, None if they cannot."""
-        return None if self.shape[1] % 32 else nvfp4(self.shape[1]) if len(self.parts) == 3 else MXFP4
+        """The same if kernels can keep it, else None."""
+        return None if self.shape[1] % 32 else self.own
 
     def blocks(self) -> Blocks:
         """All of it in this format. Raises ValueError for scales that are damaged."""
         (name, data), scale, *factor = self.parts.items()
         data, small = data.read(), scale[1].read().view(torch.uint8)
-        codes = torch.stack((data & 15, data >> 4), -1).flatten(1)
         if not factor:
-            return Blocks(codes, powers(small, codes))
+            return _expert(data.unflatten(1, (-1, 16)), small)
         number = factor[0][1].read().float().reshape(1, 1)
         large = 128 * (1 / number if self.divides else number)  # 256 for the scales, 1 / 2 for the codes
         if not large.isfinite() or large <= 0 or (small >= 0x7F).any():
             raise ValueError(f"{scale[1].file}: the scales of {name} are not all positive numbers: damaged?")
-        return Blocks(codes, large.expand(len(codes), 1).contiguous(), None, small)
+        return Blocks(_low_first(data), large.expand(len(data), 1).contiguous(), None, small)
 
     def floats(self) -> Tensor:
         """float32 [N, K]"""
-        return self.blocks().floats(nvfp4(self.shape[1]) if len(self.parts) == 3 else MXFP4)
+        return self.blocks().floats(self.own)
 
 
 def scaled(entries: Entries, name: str, where: str) -> Scaled | None:
@@ -252,13 +261,7 @@ def scaled(entries: Entries, name: str, where: str) -> Scaled | None:
     base = name.removesuffix("_packed")
     packed = f"{base}_packed" in entries
     codes, scale = entries.get(f"{base}_packed" if packed else base), entries.get(f"{base}_scale")
-    if (
-        not codes
-        or codes.dtype != torch.uint8
-        or len(codes.shape) != 2
-        or not (packed or scale)
-        or name.endswith("_scale")
-    ):
+    if not codes or codes.dtype != torch.uint8 or len(codes.shape) != 2 or not (packed or scale):
         return None
     rows, columns = codes.shape[0], 2 * codes.shape[1]
     mx = packed and scale is not None and scale.dtype == torch.uint8
@@ -266,7 +269,7 @@ def scaled(entries: Entries, name: str, where: str) -> Scaled | None:
     parts = {base + leaf: entries[base + leaf] for leaf in names if base + leaf in entries}
     grid = (torch.uint8, (rows, columns // 32)) if mx else ("F8_E4M3", (rows, columns // 16))
     found = [(part.dtype, part.shape) for part in parts.values()][1:]
-    if found[:1] != [grid] or columns % 32 % (32 if mx else 16) or found[1:] not in ([[]] if mx else FACTOR):
+    if found[:1] != [grid] or columns % (32 if mx else 16) or found[1:] not in ([[]] if mx else FACTOR):
         has = ", ".join(f"{dtype} {list(shape)}".removeprefix("torch.") for dtype, shape in found) or "missing"
         raise refusal(where, f"the scales of {base} are {has:.80}, which fit no NVFP4 or MXFP4 [{rows}, {columns}].")
     return Scaled((rows, columns), parts, packed)

@@ -415,7 +415,7 @@ class TokenInputs(nn.Module):
     def forward(self, tokens: Tensor, x: Tensor) -> Tensor:
         """tokens [B, T], their embeddings x [B, T, H] -> [B, T, L size]."""
         projected = (self.projection(x) * x.shape[-1] ** -0.5).unflatten(-1, (-1, self.size))
-        return (self.norm(projected).flatten(-2) + self.embed_tokens(tokens) * self.size**0.5) * 2**-0.5
+        return (self.norm(projected).flatten(-2) + self.embed_tokens(tokens).to(x.dtype) * self.size**0.5) * 2**-0.5
 
 
 class TokenGate(nn.Module):

@@ -6,6 +6,7 @@ tests/smollm2_ids.json, asked again where llama-cpp-python is installed).
 
 import functools
 import importlib.util
+import itertools
 import json
 import math
 import subprocess
@@ -23,6 +24,7 @@ from test_checkpoint import one_line
 from test_model import feed, run, tokens_of
 from tiny import held, random_blocks, skip_without_kernels
 
+import quantize
 from decoding.params import SamplingParams
 from engine.load import load
 from families.config import ModelConfig, RopeConfig
@@ -38,7 +40,7 @@ from weights.checkpoint import Checkpoint
 from weights.gguf import GGUFFile
 from weights.gguf_metadata import SPLITS, stop_ids
 from weights.hf import EXPERT_NAMES, as_stored, hf_views, unpacked
-from weights.quantized import FloatLinear, QuantLinear, pack_
+from weights.quantized import FloatLinear, QuantEmbedding, QuantLinear, pack_
 
 gguf = pytest.importorskip("gguf")
 ROOT = Path(__file__).resolve().parent.parent
@@ -55,10 +57,16 @@ NAMES = {
     "linear_attn.in_proj_b": "ssm_beta", "linear_attn.in_proj_a": "ssm_alpha", "linear_attn.conv1d": "ssm_conv1d",
     "linear_attn.norm": "ssm_norm", "linear_attn.out_proj": "ssm_out", "fc": "nextn.eh_proj", "norm":
     "nextn.shared_head_norm", "pre_fc_norm_embedding": "nextn.enorm", "pre_fc_norm_hidden": "nextn.hnorm",
+    "model.embed_tokens_per_layer": "per_layer_token_embd", "model.per_layer_model_projection": "per_layer_model_proj",
+    "model.per_layer_projection_norm": "per_layer_proj_norm", "per_layer_input_gate": "inp_gate",
+    "router": "ffn_gate_inp",
+    "per_layer_projection": "proj", "post_per_layer_input_norm": "post_norm", "router.proj": "ffn_gate_inp",
+    "pre_feedforward_layernorm_2": "pre_ffw_norm_2", "post_feedforward_layernorm_1": "post_ffw_norm_1",
+    "post_feedforward_layernorm_2": "post_ffw_norm_2", "": "layer_output_scale",
 } | {f"mlp.shared_expert.{x}_proj": f"ffn_{x}_shexp" for x in ("gate", "up", "down")}  # fmt: skip
 ARCHITECTURES = {"mixtral": "llama", "mistral": "llama", "gemma3_text": "gemma3", "olmo3": "olmo2"}
 ARCHITECTURES |= {"qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe", "gpt_oss": "gpt-oss", "qwen3_next": "qwen3next"}
-ARCHITECTURES |= {"qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe"}
+ARCHITECTURES |= {"qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe", "gemma4_text": "gemma4"}
 RECORDED = [text for text, _ in json.loads((ROOT / "tests/smollm2_ids.json").read_text(encoding="utf-8"))]
 READ_TYPES = "Q2_K Q3_K Q4_K Q5_K Q6_K IQ4_NL IQ4_XS".split()  # the package can only read them
 OTHER_TYPES = "F32 F16 BF16 Q8_0 Q4_0 Q4_1 Q5_0 Q5_1 MXFP4".split()
@@ -104,6 +112,24 @@ def metadata_of(config: ModelConfig) -> dict:
         data |= {"expert_feed_forward_length": config.intermediate_size} if config.num_local_experts else {}
         data["block_count"] += config.mtp
         data |= {"nextn_predict_layers": 1} if config.mtp else {}
+    if config.full_heads:
+        data |= {"final_logit_softcapping": config.logits_cap, "rope.freq_base_swa": config.window_rope.theta}
+        data |= {"attention.shared_kv_layers": config.shared_layers}
+        data |= {"embedding_length_per_layer_input": config.token_inputs}
+        kv, sizes = zip(*map(config.heads_of, range(config.num_hidden_layers)), strict=True)
+        data["attention.head_count_kv"] = list(kv) if len(set(kv)) > 1 else kv[0]
+        for at, key in itertools.product(
+            (-1, 0), ("attention.key_length", "attention.value_length", "rope.dimension_count")
+        ):
+            data[f"{key}_swa" if at == 0 else key] = sizes[at]
+        if config.wide_shared:
+            wide, own = (
+                [2 * config.intermediate_size] * config.shared_layers,
+                config.num_hidden_layers - config.shared_layers,
+            )
+            data["feed_forward_length"] = [config.intermediate_size] * own + wide
+        if config.num_local_experts:
+            data |= {"feed_forward_length": config.dense_size, "expert_feed_forward_length": config.intermediate_size}
     if config.rope.kind in ("linear", "yarn"):
         data |= {"rope.scaling.type": config.rope.kind, "rope.scaling.factor": config.rope.factor}
     if config.rope.kind == "yarn":
@@ -162,14 +188,24 @@ def tensors_of(checkpoint: Checkpoint) -> dict[str, np.ndarray]:
             found |= {f"blk.{layer}.{x}": t for x, t in of_recurrent(rest, view.numpy(), config).items()}
             continue
         layer, _, rest = base.partition(".")
+        if rest == "experts":  # Gemma 4's, all in one tensor
+            found[f"blk.{layer}.ffn_{kind.removesuffix('_proj')}_exps.weight"] = view.numpy()
+            continue
         ours = f"blk.{layer}.{names[rest]}" if layer.isdigit() else names[base]
         heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}.get(names.get(rest))
-        value = view.numpy() if rest != "mlp.shared_expert_gate" else view[0].numpy()  # a vector, as a router's bias
-        kind = kind.replace("sinks", "weight")
+        value = view.float().numpy()
+        value = value[0] if rest == "mlp.shared_expert_gate" else value  # a vector, as a router's bias
+        kind = kind.replace("sinks", "weight").replace("layer_scalar", "weight")
+        if kind == "per_expert_scale":
+            ours, kind = f"blk.{layer}.ffn_down_exps", "scale"
         found[f"{ours}.{kind}"] = permuted(value, heads) if heads and permutes else value
     if config.rope.kind == "longrope":
         for x in ("short", "long"):
             found[f"rope_factors_{x}.weight"] = np.float32(getattr(config.rope, f"{x}_factor"))
+    if config.full_heads:
+        half, turned = config.full_heads[1] // 2, int(config.full_heads[1] * config.rope.partial / 2)
+        found["rope_freqs.weight"] = np.float32([1.0] * turned + [1e30] * (half - turned))
+        return found
     for i in range(config.num_hidden_layers + config.mtp if config.num_local_experts else 0):
         place, _, matrices = EXPERT_NAMES[config.model_type]
         for ours, theirs in zip(("gate", "up", "down"), matrices, strict=True):
@@ -259,6 +295,7 @@ def test_only_a_file_of_floats_is_rounded_at_load(tmp_path):
 FAMILIES = "llama llama-mha llama-bias codellama linear yarn mistral-full mixtral qwen2 qwen3".split()
 FAMILIES += "gemma2 gemma3 granite olmo2 olmo3 qwen3_moe-normed smollm3-default".split()
 FAMILIES += "qwen3_5 qwen3_5_moe qwen3_next".split()
+FAMILIES += "gemma4 gemma4-values gemma4-moe".split()
 FAMILIES += "phi3 phi3-partial phi3-long glm4 exaone4 exaone4-full seed_oss qwen2_moe ernie4_5 gpt_oss".split()
 
 
@@ -270,6 +307,7 @@ def test_a_model_is_the_same_as_its_original(as_gguf, tiny_checkpoint, family):
     assert (found.kind, found.quantization, found.notes) == ("gguf", None, [])
     ours, theirs = hf_views(found.load()), hf_views(source.load())
     assert ours.keys() == theirs.keys()
+    assert found.config.windows == source.config.windows
     for name in ours:  # files have the exponential of A_log
         assert torch.allclose(ours[name], theirs[name], rtol=0, atol=1e-6 if "A_log" in name else 0), name
     tokens = tokens_of(100)
@@ -288,7 +326,9 @@ def of_llama_cpp(path: Path, tokens: torch.Tensor) -> torch.Tensor:
 NO_TOKENIZER = {"tokenizer.ggml.model": "none"}
 
 
-@pytest.mark.parametrize("family", "yarn gemma3 glm4 gpt_oss granite phi3 seed_oss smollm3-default".split())
+@pytest.mark.parametrize(
+    "family", "yarn gemma3 gemma4 gemma4-values gemma4-moe glm4 gpt_oss granite phi3 seed_oss smollm3-default".split()
+)
 def test_llama_cpp_computes_the_same(tiny_checkpoint, tmp_path, family):
     """Catches a file that is read in another way than llama.cpp reads it: a name or a fact wrong in the reader and
     in the writer above. llama.cpp has no windows for Phi-3, and takes GELU from a table of 16 bits."""
@@ -298,7 +338,8 @@ def test_llama_cpp_computes_the_same(tiny_checkpoint, tmp_path, family):
         found = replace(found, config=replace(found.config, rope=replace(found.config.rope, truncate=True)))
     want, length = of_llama_cpp(path, tokens), 8 if family == "phi3" else 100
     differences = (run(found.load(dtype=torch.float32), tokens, 100)[0] - want)[:length].abs()
-    assert differences.max() < (1e-3 if family == "gemma3" else 1e-5) * want.abs().max()
+    tolerance = 5e-3 if "gemma4" in family else 1e-3 if family == "gemma3" else 1e-5
+    assert differences.max() < tolerance * want.abs().max()
 
 
 @pytest.mark.skipif(bool(cpu.problem()), reason="the CPU kernels do not run here")
@@ -437,6 +478,60 @@ def test_matrices_of_recurrent_layers_keep_their_types(tmp_path, mode, kind):
     if mode == "cpu":
         assert engine.plan.weights == pytest.approx(held(engine.model) - held(engine.model.rotary), rel=1e-3)
     assert_logits_of_floats(engine, path, 1e-4)
+
+
+@pytest.mark.parametrize("mode", ["cpu", "reference"])
+@pytest.mark.parametrize(
+    "family,kind", [("gemma4", "Q8_0"), ("gemma4", "Q4_0"), ("gemma4-values", "Q4_0"), ("gemma4-moe", "Q4_0")]
+)
+def test_gemma4_keeps_the_types_of_its_file(tmp_path, family, kind, mode):
+    """Catches an embedding of each layer, or experts, that become floats in the CPU kernels, or codes that the reference
+    cannot look up; and keys of layers that share those of another one, which files of the originals have."""
+    skip_without_kernels(mode)
+    build_hf(family, moe_intermediate_size=64, hidden_size_per_layer_input=32 * (family == "gemma4")).save_pretrained(
+        tmp_path
+    )
+    source = Checkpoint.open(tmp_path)
+    tensors = tensors_of(source)
+    for x in ("k", "v", "k_norm") if family == "gemma4" else ():
+        tensors[f"blk.3.attn_{x}.weight"] = tensors[f"blk.1.attn_{x}.weight"]
+    if family == "gemma4-moe" and mode == "cpu":  # as some converters write it
+        for name in [name for name in tensors if "gate_up" in name]:
+            gate, up = np.split(tensors.pop(name), 2, 1)
+            tensors |= {name.replace("gate_up", "gate"): gate, name.replace("gate_up", "up"): up}
+    floats = dict.fromkeys(("ffn_gate_inp", "per_layer_model_proj", "ffn_down_exps.scale"), "F32")
+    extra = NO_TOKENIZER | {"gemma4.vocab_size": 128}
+    path = write(tmp_path / "m.gguf", "gemma4", metadata_of(source.config), tensors, kind, extra, floats)
+    engine = load(path, kernels=mode, dtype="float32", ctx=128, **({"activations": "float"} if mode == "cpu" else {}))
+    if mode == "cpu":
+        assert Checkpoint.open(path, layout="tiles").notes == []
+        assert engine.plan.weights == pytest.approx(held(engine.model) - held(engine.model.rotary), rel=0.01)
+        if family == "gemma4":
+            assert isinstance(engine.model.token_inputs.embed_tokens, QuantEmbedding)
+    assert_logits_of_floats(engine, path, 1e-4)
+
+
+@pytest.mark.parametrize("form", ["a folder", "rounded", "a GGUF file"])
+def test_the_embedding_of_each_layer_keeps_16_bits_on_a_cpu(tmp_path, form):
+    """Catches 9.4 GB of floats for the table of Gemma 4 E2B, of which a step reads one row for each token, a memory plan
+    that counts them, and other values than the file's."""
+    original = build_hf("gemma4").bfloat16()
+    original.save_pretrained(path := tmp_path / "model")
+    if form == "rounded":
+        assert (
+            quantize.main(["--checkpoint", str(path), "--out", str(path := tmp_path / "int8"), "--mode", "int8"]) == 0
+        )
+    if form == "a GGUF file":
+        path = mixed_file(tmp_path / "m.gguf", Checkpoint.open(path), {"per_layer_token_embd": "BF16"}, "F32")
+    engine = load(path, ctx=128, dtype="float32", kernels="reference")
+    table = engine.model.token_inputs.embed_tokens
+    assert table.weight.dtype == torch.bfloat16 and engine.model.dtype == torch.float32
+    assert torch.equal(table.weight, original.model.embed_tokens_per_layer.weight)
+    assert engine.plan.weights == pytest.approx(held(engine.model) - held(engine.model.rotary), rel=0.02)
+    tokens = tokens_of(40)
+    want = run(engine.model, tokens, 40)
+    table.float()
+    assert torch.equal(run(engine.model, tokens, 40), want)
 
 
 def test_an_old_file_of_qwen3_next_is_the_same(as_gguf, tiny_checkpoint, tmp_path):
@@ -597,6 +692,54 @@ def open_tokenizer(folder: Path, extra: dict):
     return load_tokenizer(checkpoint.tokenizer_source, checkpoint.config.vocab_size)
 
 
+GEMMA4_MARKS = ["<turn|>", "<|tool_response>", "<|turn>", "<|channel>", '<|"|>']
+
+
+def test_gemma4_ids_equal_the_original_tokenizer(tmp_path):
+    """The ids equal those of a BPE over characters that writes unknown ones as bytes. Catches marks of thoughts and calls
+    that a user's text would be read as, because files call them user-defined, and an <eos> that files call normal."""
+    tokenizers = pytest.importorskip("tokenizers")
+    form = {"unk_token": "<unk>", "fuse_unk": True, "byte_fallback": True}
+    own = tokenizers.Tokenizer(tokenizers.models.BPE(**form))
+    own.normalizer = tokenizers.normalizers.Replace(" ", "\u2581")
+    special = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>", *GEMMA4_MARKS]
+    how = {"special_tokens": [*special, *(f"<0x{i:02X}>" for i in range(256))], "show_progress": False}
+    texts = [*RECORDED[:50], Path(__file__).read_text(encoding="utf-8")[:20000]]
+    own.train_from_iterator(texts, tokenizers.trainers.BpeTrainer(vocab_size=900, **how))
+    model = json.loads(own.to_str())["model"]
+    own = tokenizers.Tokenizer(tokenizers.models.BPE(model["vocab"], [tuple(m) for m in model["merges"]], **form))
+    own.normalizer = tokenizers.normalizers.Replace(" ", "\u2581")
+    extra = bpe_metadata({"model": model, "added_tokens": []}, "")
+    extra["tokenizer.ggml.token_type"][:266] = [3, 1, 3, 2, 3, 3, *[4] * 4, *[6] * 256]
+    extra |= {"tokenizer.ggml.model": "gemma4", "tokenizer.ggml.eos_token_id": 5, "tokenizer.ggml.bos_token_id": 2}
+    ours = open_tokenizer(tmp_path, {**extra, "tokenizer.ggml.unknown_token_id": 3})
+    for text in [*RECORDED, *TEXTS, "\n" * 5 + "a", " a", "\t  b \n"]:
+        assert ours.encode(text, add_bos=False) == own.encode(text).ids, text
+        assert ours.decode(ours.encode(text)) == text
+    assert ours.bos_id == ours.encode("a")[0] == 2 and set(ours.eos_ids) == {1, 5, 6}
+    assert ours.special_ids >= set(range(10))
+    assert len(ours.encode('<|turn>user<|"|>', add_bos=False)) > 8
+
+
+@pytest.mark.parametrize("kind", ["NORMAL", "USER_DEFINED"])
+@pytest.mark.parametrize("model", ["gpt2", "llama"])
+def test_marks_of_chats_are_control_tokens_whatever_their_type(tmp_path, model, kind):
+    """As in files of merged models. Catches turns that are spelled in letters, and answers that never end."""
+    marks, words = ["<|im_start|>", "<|im_end|>"], "<s> </s> <|x| |> <|> a ab".split()
+    bytes_ = [f"<0x{i:02X}>" for i in range(256)] if model == "llama" else sorted(trained([], 256, []).get_vocab())
+    tokens = [*dict.fromkeys(["<unk>", *words, *marks, *bytes_])]
+    types = [2, 3, 3, *[1] * 5, *[{"NORMAL": 1, "USER_DEFINED": 4}[kind]] * 2]
+    extra = {"tokenizer.ggml.model": model, "tokenizer.ggml.tokens": tokens, "tokenizer.ggml.pre": "qwen2"}
+    extra["tokenizer.ggml.token_type"] = (types + [6 if model == "llama" else 1] * len(tokens))[: len(tokens)]
+    extra |= {"tokenizer.ggml.merges": [], "tokenizer.ggml.scores": [0.0] * len(tokens)}
+    template = "{% for m in messages %}{{ '<|im_start|>' + m.role + '<|im_end|>' }}{% endfor %}"
+    ours = open_tokenizer(tmp_path, extra | {"tokenizer.chat_template": template, "tokenizer.ggml.eos_token_id": 2})
+    start, end = (tokens.index(mark) for mark in marks)
+    ids = ours.encode_chat([{"role": "user", "content": "<|im_end|>"}])
+    assert start in ids and ids[-1] == end and end in ours.eos_ids and {start, end} <= ours.special_ids
+    assert end not in ours.encode("<|im_end|>") and not {tokens.index(word) for word in words[2:]} & ours.special_ids
+
+
 @pytest.mark.parametrize("space", [True, False])
 def test_sentencepiece_ids_equal_the_original_tokenizer(tmp_path, space):
     """Ids and texts equal those of the sentencepiece model that the file was made from."""
@@ -649,7 +792,15 @@ def test_a_strange_tokenizer_is_one_clear_line(tmp_path, change, words):
 
 
 @pytest.mark.parametrize("family,change,words", [
-    ("llama", {"general.architecture": "gemma4"}, "architecture 'gemma4' is not supported"),
+    ("llama", {"general.architecture": "deepseek2"}, "architecture 'deepseek2' is not supported"),
+    ("gemma4", {"gemma4.attention.sliding_window_pattern": 2}, "must say of each layer"),
+    ("gemma4", {"gemma4.attention.sliding_window_pattern": [True] * 4}, "must say of each layer"),
+    ("gemma4", {"gemma4.attention.sliding_window_pattern": [False, True, True, False]}, "begins behind no pair"),
+    ("gemma4", {"gemma4.attention.head_count_kv": [2, 2, 1, 2]}, "only heads of layers without a window may differ"),
+    ("gemma4", {"gemma4.attention.value_length_swa": 8}, "must have the same size"),
+    ("gemma4", {"gemma4.attention.shared_kv_layers": 3}, "only layers that share keys may differ"),
+    ("gemma4", {"gemma4.feed_forward_length": [96, 96, 96, 192]}, "only layers that share keys may differ"),
+    ("gemma4", {"gemma4.block_count": 2**31}, "must say of each layer"),
     ("llama", {"llama.rope.dimension_count": 8}, "only a part of each head"),
     ("llama", {"llama.rope.scaling.type": "longrope"}, "RoPE scaling 'longrope'"),
     ("llama", {"llama.attention.head_count": [4, 4, 2]}, "differs between layers"),

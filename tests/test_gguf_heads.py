@@ -1,6 +1,7 @@
 """weights/gguf_heads.py and gguf_writer.py: draft heads in llama.cpp's files, read as published ones, and written."""
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -11,6 +12,7 @@ import pytest
 import torch
 from block_kit import layouts, random_tensors, target, write_layout
 from test_checkpoint import GEOMETRY, TARGET, VD, eagle3, write_head
+from test_gemma4 import with_assistant
 from tiny import DRAFT_VOCAB, one_line, tiny_head, tiny_model
 
 from bench import suites
@@ -21,6 +23,7 @@ from scripts import convert
 from support.errors import UsageError
 from weights import gguf_writer
 from weights.block_heads import read_head
+from weights.checkpoint import Checkpoint
 from weights.gguf import GGUFFile
 from weights.heads import save_eagle
 from weights.hf import save_hf
@@ -67,7 +70,10 @@ def differences(ours, theirs) -> list:
     pairs = [(vars(a), vars(b)) for a, b in ((ours.config, theirs.config), (ours.config.layer, theirs.config.layer))]
     left = {"layer", "dtype", "vocab_size", "rms_norm_eps", "eos_token_ids", "bos_token_id"}
     return found + [
-        (key, a[key], b[key]) for a, b in pairs for key in a.keys() - left if a[key] != pytest.approx(b[key])
+        (key, a[key], b[key])
+        for a, b in pairs
+        for key in a.keys() - left
+        if a[key] != b[key] and a[key] != pytest.approx(b[key])
     ]
 
 
@@ -168,6 +174,67 @@ def test_block_heads_are_written_and_read(tmp_path, kind):
         moved |= {key: None for key in moved if "sliding" in key}
         fork = read_head(changed(out, tmp_path / "f.gguf", "dflash-draft", moved, names), BLOCK_TARGET)
         assert fork.config == found.config and all(torch.equal(t, found.tensors[n]) for n, t in fork.tensors.items())
+
+
+# The keys and names of an assistant in llama.cpp's files, in those of a fork from before, and in ik_llama.cpp's.
+ASSISTANTS = {
+    "gemma4-assistant": ("embedding_length_out", "nextn.{}ection", "masked_embd_centroids", "masked_embd_ordering"),
+    "gemma4_assistant": ("n_embd_backbone", "mtp.{}ection", "mtp.centroids", "mtp.token_ordering"),
+    "gemma4_mtp": ("backbone_embedding_length", "mtp_{}", "mtp_centroids", "mtp_token_ordering"),
+}
+ASSISTANT_LAYER = {
+    "input_layernorm": "attn_norm", "self_attn.q_proj": "attn_q", "self_attn.q_norm": "attn_q_norm",
+    "self_attn.o_proj": "attn_output", "post_attention_layernorm": "post_attention_norm", "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down", "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+@pytest.mark.parametrize("architecture", ASSISTANTS)
+def test_assistants_of_every_spelling(tmp_path, architecture, ordered):
+    """The head is that of the folder. Catches a matrix of another kind, a rotation of a part of the wrong layers,
+    clusters that are left out, and layers that are taken for wide ones because the file says that they share keys."""
+    target_model, assistant = with_assistant("gemma4", ordered)
+    target_model.float().save_pretrained(tmp_path / "target")
+    assistant.float().save_pretrained(tmp_path / "assistant")
+    width, projection, centroids, ordering = ASSISTANTS[architecture]
+    names = {"model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight"}
+    names |= {f"{x}_projection.weight": f"{projection.format(f'{x}_proj')}.weight" for x in ("pre", "post")}
+    names |= {"masked_embedding.centroids.weight": f"{centroids}.weight"}
+    names |= {"masked_embedding.token_ordering": ordering + ".weight" * (architecture != "gemma4-assistant")}
+    target_config = Checkpoint.open(tmp_path / "target").config
+    read = read_head(tmp_path / "assistant", target_config)
+    writer, text = gguf.GGUFWriter(tmp_path / "a.gguf", architecture), read.config.layer
+    kv, sizes = zip(text.heads_of(0), text.heads_of(1), strict=True)
+    keys = {
+        "context_length": text.max_position_embeddings, "embedding_length": text.hidden_size,
+        width: 64, "feed_forward_length": text.intermediate_size, "block_count": 2, "attention.head_count": 4,
+        "attention.head_count_kv": list(kv), "rope.freq_base": text.rope.theta, "attention.sliding_window": 64,
+        "rope.freq_base_swa": text.window_rope.theta, "attention.layer_norm_rms_epsilon": text.rms_norm_eps,
+        "attention.sliding_window_pattern": [True, False], "attention.shared_kv_layers": 2, "nextn_predict_layers": 2,
+        "embedding_length_per_layer_input": 0, "centroid_top_k": 4, "final_logit_softcapping": 2.0,
+    }  # fmt: skip
+    for kind, size in zip(("_swa", ""), sizes, strict=True):
+        keys |= {f"attention.{x}_length{kind}": size for x in ("key", "value")}
+    for key, value in keys.items():
+        kinds = {int: writer.add_uint32, float: writer.add_float32}
+        kinds.get(type(value), writer.add_array)(f"{architecture}.{key}", value)
+    for name, tensor in assistant.float().state_dict().items():
+        layer = re.fullmatch(r"model\.layers\.(\d+)\.(.*?)(\.weight)?", name)
+        if layer:
+            name = f"blk.{layer[1]}.{ASSISTANT_LAYER.get(layer[2], 'layer_output_scale')}.weight"
+        elif name not in names:  # tied
+            continue
+        writer.add_tensor(names.get(name, name), tensor.int().numpy() if "ordering" in name else tensor.numpy())
+    half, turned = sizes[1] // 2, int(sizes[1] * text.rope.partial / 2)
+    writer.add_tensor("rope_freqs.weight", np.float32([1.0] * turned + [1e30] * (half - turned)))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    found = read_head(tmp_path / "a.gguf", target_config)
+    assert differences(found, read) == [] and read.tensors.keys() == found.tensors.keys()
 
 
 def test_what_is_not_understood_is_refused(eagle, tmp_path):

@@ -454,7 +454,8 @@ def _from_parts(value: dict[str, Any]) -> Any:
     model = value["model"]
     rest = value | {"added_tokens": [], "model": model | {"vocab": {}, "merges": []}}
     rust = tokenizers.Tokenizer.from_str(json.dumps(rest))
-    rust.model = tokenizers.models.BPE(model["vocab"], model["merges"], ignore_merges=model["ignore_merges"])
+    flags = {key: flag for key, flag in model.items() if key not in ("type", "vocab", "merges")}
+    rust.model = tokenizers.models.BPE(model["vocab"], model["merges"], **flags)
     for token in value["added_tokens"]:
         _add_token(rust, token["content"], token["special"])
     return rust

@@ -49,8 +49,19 @@ from weights.gguf_types import (
     source_of,
     values_of,
 )
-from weights.hf import EXPERT_NAMES, FUSED_GATE_UP, checked_views, hf_views, norm_names, parameter_sources, row_order
-from weights.quantized import Stored, TiedEmbedding, pack_nibbles, untie_
+from weights.hf import (
+    EMBEDDING,
+    EXPERT_NAMES,
+    FUSED_GATE_UP,
+    GATE_UP_DOWN,
+    checked_views,
+    hf_views,
+    norm_names,
+    parameter_sources,
+    row_order,
+    shared_keys,
+)
+from weights.quantized import PER_LAYER, Stored, TiedEmbedding, pack_nibbles, untie_
 from weights.shards import Shard
 from weights.stored import fill_parameters
 
@@ -62,6 +73,11 @@ BLOCK = 32  # values of a row that share a scale in Q4_0, Q4_1 and Q8_0
 MOST_ELEMENTS, MOST_TENSORS = 2_000_000, 100_000
 SMALL = 64 << 20  # bytes of floats that a quantized file may become at least; else a twentieth of its size
 TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+TOP |= {
+    "per_layer_token_embd": "model.embed_tokens_per_layer",
+    "per_layer_proj_norm": "model.per_layer_projection_norm",
+}
+TOP |= {"per_layer_model_proj": "model.per_layer_model_projection"}
 LAYER = """attn_q=self_attn.q_proj attn_k=self_attn.k_proj attn_v=self_attn.v_proj attn_output=self_attn.o_proj
     attn_q_norm=self_attn.q_norm attn_k_norm=self_attn.k_norm attn_qkv=self_attn.qkv_proj
     ffn_gate_inp_shexp=mlp.shared_expert_gate ffn_gate_shexp=mlp.shared_expert.gate_proj
@@ -72,6 +88,11 @@ LAYER = dict(pair.split("=") for pair in LAYER.split())
 RECURRENT = """attn_qkv=in_proj_qkv attn_gate=in_proj_z ssm_in=in_proj_qkvz ssm_ba=in_proj_ba ssm_beta=in_proj_b
     ssm_alpha=in_proj_a ssm_a=A_log ssm_dt.bias=dt_bias ssm_conv1d=conv1d ssm_norm=norm ssm_out=out_proj"""
 RECURRENT = {ours: f"linear_attn.{theirs}" for ours, theirs in (pair.split("=") for pair in RECURRENT.split())}
+GEMMA4 = """inp_gate=per_layer_input_gate proj=per_layer_projection post_norm=post_per_layer_input_norm
+    layer_output_scale.weight=layer_scalar ffn_gate_inp=router.proj ffn_gate_inp.scale=router.scale
+    ffn_down_exps.scale=router.per_expert_scale pre_ffw_norm_2=pre_feedforward_layernorm_2
+    post_ffw_norm_1=post_feedforward_layernorm_1 post_ffw_norm_2=post_feedforward_layernorm_2"""
+GEMMA4 = dict(pair.split("=") for pair in GEMMA4.split())
 NEXTN = """eh_proj=fc enorm=pre_fc_norm_embedding hnorm=pre_fc_norm_hidden shared_head_norm=norm embed_tokens=embed_tokens
     shared_head_head=lm_head"""
 NEXTN = dict(pair.split("=") for pair in NEXTN.split())
@@ -261,14 +282,19 @@ class GGUFFile:
             names["post_attention_norm"] = "post_attention_layernorm"  # what other files call ffn_norm
         if family in FUSED_GATE_UP:
             names["ffn_up"] = "mlp.gate_up_proj"
-        names |= {role: f"{place}.experts.{{}}.{m}" for role, m in zip(("gate", "up", "down"), matrices, strict=True)}
+        if family == "gemma4_text":
+            names |= GEMMA4
+            place, matrices = "", GATE_UP_DOWN
+        roles = zip(("gate", "up", "down", "gate_up"), (*matrices, "gate_up_proj"), strict=True)
+        names |= {role: f"{place}.experts.{{}}.{matrix}".lstrip(".") for role, matrix in roles}
         names |= RECURRENT if family in HYBRID.values() else {}
         layers = self._turning.num_hidden_layers if family in HYBRID.values() else math.inf
+        unread = tuple(shared_keys(self._turning))
         return {
             hf: (tensor, expert)
             for name, tensor in self.tensors.items()
             for hf, expert in _hf_names(name, tensor.shape[-1], names, layers)
-            if self.mtp or not hf.startswith("mtp.")
+            if (self.mtp or not hf.startswith("mtp.")) and not hf.startswith(unread)
         }
 
     @property
@@ -332,6 +358,7 @@ class GGUFFile:
         rows = self._rows(tensor, expert, name, spans)
         values = values_of(tensor.kind, rows)
         values = (-values).log() if name.endswith(".A_log") else values
+        values = values * self._turning.hidden_size**-0.5 if name.endswith(".router.scale") else values
         order = self._value_heads(values.shape[1]) if name.endswith(OUT) else None
         return values if order is None else values[:, order]
 
@@ -350,7 +377,8 @@ class GGUFFile:
         kinds = set(self._kinds(names))
         if any(".experts." in name for name in names):
             return kinds == {"Q4_0"} and self.layout != "tiles"
-        if not kinds or names == ["model.embed_tokens.weight"] and not (self.layout == "tiles" and self.tied_blocks):
+        tied = self.layout == "tiles" and self.tied_blocks
+        if not kinds or names[0].endswith(PER_LAYER) or names == [EMBEDDING] and not tied:
             return False
         return kinds <= {"Q4_0", "Q4_1"} or (self.layout == "tiles" and kinds == {"Q8_0"})
 
@@ -362,7 +390,7 @@ class GGUFFile:
         each = len({name.rpartition(".experts.")[2].partition(".")[2] for name in names})  # tensors of an expert
         if any(".experts." in name for name in names) and kinds != kinds[:each] * (len(kinds) // each):
             return False
-        if self.shard and names == ["model.embed_tokens.weight"]:
+        if self.shard and names == [EMBEDDING]:
             return False
         try:
             shapes, forms = [self._place(name)[0] for name in names], [FORMATS[kind] for kind in kinds]
@@ -552,12 +580,12 @@ def _hf_names(name: str, experts: int, names: Mapping[str, str], layers: float) 
             yield (f"{TOP[stem]}.{kind}" if stem in TOP else name), None
         return
     at = f"model.layers.{match[1]}" if int(match[1]) < layers else f"mtp.layers.{int(match[1]) - layers}"
-    role = re.fullmatch("ffn_(gate|up|down)(_exps)?", match[2])
-    if role and (role[2] or match[3]):  # all experts in one tensor, or each in its own
+    whole = name.removeprefix(f"blk.{match[1]}.")  # the names of some tensors have other ends
+    role = re.fullmatch("ffn_(gate_up|gate|up|down)(_exps)?", match[2])
+    if role and (role[2] or match[3]) and whole not in names:  # all experts in one tensor, or each in its own
         for e in range(experts) if role[2] else [int(match[3])]:
             yield f"{at}.{names[role[1]].format(e)}.{kind}", e if role[2] else None
     else:
-        whole = name.removeprefix(f"blk.{match[1]}.")  # the names of some tensors have other ends
         known = names.get(whole) or (names.get(match[2]) and f"{names[match[2]]}.{kind}")
         yield (f"{at}.{known}" if known else name), None
 

@@ -1,8 +1,8 @@
 """Draft heads in GGUF files, rewritten as the folders in which they are published: a config.json, and tensors.
 
-llama.cpp's "eagle3" becomes EAGLE-3 of our own layout, whose flags are clear, and "dflash" becomes DFlash, DFlash2 or
-DSpark as speculators writes them. Names of earlier files, from before llama.cpp had these architectures, are read too.
-All matrices are read as floats.
+llama.cpp's "eagle3" becomes EAGLE-3 of our own layout, whose flags are clear, "dflash" becomes DFlash, DFlash2 or DSpark
+as speculators writes them, and "gemma4-assistant" what Google publishes. Names of earlier files, from before llama.cpp
+had these architectures, are read too. All matrices are read as floats.
 """
 
 import re
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from weights.files import Entry
 from weights.gguf import LAYER, GGUFFile, GGUFTensor, errors_of
-from weights.gguf_metadata import geometry, getter, token_texts
+from weights.gguf_metadata import geometry, getter, hf_config, token_texts
 from weights.gguf_types import PLAIN_TYPES, values_of
 
 Published = tuple[dict[str, Any], dict[str, Entry]]  # a config.json, and tensors by name
@@ -36,6 +36,19 @@ DFLASH = TOP | {
 DFLASH_BLOCK = BLOCK | {"post_attention_norm": "post_attention_layernorm"}  # so a fork calls the norm before the MLP
 DFLASH_BLOCK |= {"attn_conv_base": "attention_conv.base_kernel", "ffn_conv_base": "mlp_conv.base_kernel"}
 DFLASH_BLOCK |= {"attn_conv_proj": "attention_conv.kernel_projection", "ffn_conv_proj": "mlp_conv.kernel_projection"}
+
+# An assistant's, whose matrices lie at the top under three spellings.
+ASSISTANT = {"token_embd": "model.embed_tokens", "output_norm": "model.norm"}
+ASSISTANT |= {
+    f"{at}{x}_proj{end}": f"{x}_projection"
+    for x in ("pre", "post")
+    for at, end in (("nextn.", "ection"), ("mtp.", "ection"), ("mtp_", ""))
+}
+ASSISTANT |= dict.fromkeys(("masked_embd_centroids", "mtp.centroids", "mtp_centroids"), "masked_embedding.centroids")
+ORDERINGS = "masked_embd_ordering", "mtp.token_ordering", "mtp_token_ordering"
+ASSISTANT |= dict.fromkeys(ORDERINGS, "masked_embedding.token_ordering")
+ASSISTANT_BLOCK = BLOCK | {"post_attention_norm": "post_attention_layernorm", "ffn_norm": "pre_feedforward_layernorm"}
+ASSISTANT_BLOCK |= {"post_ffw_norm": "post_feedforward_layernorm", "layer_output_scale": "layer_scalar"}
 
 
 def published(path: Path) -> Published:
@@ -116,22 +129,49 @@ def _dflash(file: GGUFFile) -> Published:
     return config, entries
 
 
+def _assistant(file: GGUFFile) -> Published:
+    name, tensors = file.metadata["general.architecture"], file.tensors
+    # All its layers read the keys of another model, whatever the file says.
+    keys = {key.replace(f"{name}.", "gemma4.", 1): value for key, value in file.metadata.items()}
+    keys |= {"general.architecture": "gemma4", "gemma4.attention.shared_kv_layers": 0}
+
+    def first(*names: str) -> Any:
+        return next((keys[f"gemma4.{key}"] for key in names if f"gemma4.{key}" in keys), None)
+
+    config = {
+        "model_type": "gemma4_assistant",
+        "text_config": hf_config(keys, tensors, _rotations(file), str(file.path)) | {"attention_k_eq_v": False},
+        "backbone_hidden_size": first("embedding_length_out", "n_embd_backbone", "backbone_embedding_length"),
+    }
+    entries = _entries(file, ASSISTANT, ASSISTANT_BLOCK, {}, "model.layers")
+    if clusters := entries.get("masked_embedding.centroids.weight"):
+        config |= {"use_ordered_embeddings": True, "num_centroids": clusters.shape[0]}
+        config["centroid_intermediate_top_k"] = first("centroid_top_k") or 32
+    return config, entries
+
+
 READERS = {"eagle3": _eagle3, "dflash": _dflash, "dflash-draft": _dflash}
+READERS |= dict.fromkeys(("gemma4-assistant", "gemma4_assistant", "gemma4_mtp"), _assistant)
 
 
 def _config(file: GGUFFile) -> dict[str, Any]:
     """The sizes of layers, and of the vocabulary if the file has its tokens."""
-    where, rotations = str(file.path), {}
-    if tensor := file.tensors.get("rope_freqs.weight"):
-        rotations["rope_freqs"] = values_of(tensor.kind, tensor.data)
+    where = str(file.path)
     get = getter(file.metadata, where)
-    config = geometry(get, rotations, where)
+    config = geometry(get, _rotations(file), where)
     if get("rope.dimension_count", config["head_dim"]) != config["head_dim"]:
         raise ValueError("a rotation of only a part of each head is not implemented")
     return config | ({"vocab_size": count} if (count := len(token_texts(file.metadata))) else {})
 
 
-def _entries(file: GGUFFile, top: dict[str, str], block: dict[str, str], orders: dict[str, Tensor]) -> dict[str, Entry]:
+def _rotations(file: GGUFFile) -> dict[str, Tensor]:
+    tensor = file.tensors.get("rope_freqs.weight")
+    return {} if tensor is None else {"rope_freqs": values_of(tensor.kind, tensor.data)}
+
+
+def _entries(
+    file: GGUFFile, top: dict[str, str], block: dict[str, str], orders: dict[str, Tensor], layers: str = "layers"
+) -> dict[str, Entry]:
     """All tensors under their published names. orders: of the rows of some of them, by their names here."""
     entries = {}
     for tensor in file.tensors.values():
@@ -140,8 +180,8 @@ def _entries(file: GGUFFile, top: dict[str, str], block: dict[str, str], orders:
             continue
         if (names := block if layer else top).get(name) is None:
             raise ValueError(f"tensor {tensor.name!r:.80} is not understood")
-        there = names[name] + ending * (not names[name].endswith("_codebook"))
-        there = f"layers.{layer}.{there}" if layer else there
+        there = names[name] + ending * (not names[name].endswith(("_codebook", "_ordering", "_scalar")))
+        there = f"{layers}.{layer}.{there}" if layer else there
         read = partial(_read, tensor, orders.get(name))
         entries[there] = Entry(tensor.shape[::-1], PLAIN_TYPES.get(tensor.kind, torch.float32), file.path.name, read)
     return entries

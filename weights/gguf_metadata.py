@@ -8,6 +8,7 @@ own, in which marks such as accents belong to their letters: llama.cpp's stand-i
 import collections
 import json
 import math
+import re
 import struct
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -23,7 +24,7 @@ SAME = "ernie4_5 exaone4 gemma2 glm4 granite llama mistral olmo2 phi3 qwen2 qwen
 ARCHITECTURES = dict(zip(SAME, SAME, strict=True))
 ARCHITECTURES |= {"gemma3": "gemma3_text", "gpt-oss": "gpt_oss", "qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe"}
 HYBRID = {"qwen35": "qwen3_5_text", "qwen35moe": "qwen3_5_moe_text", "qwen3next": "qwen3_next"}  # with recurrent layers
-ARCHITECTURES |= HYBRID
+ARCHITECTURES |= HYBRID | {"gemma4": "gemma4_text"}
 # Those that order value heads by their place among those of a key head, and not by key heads.
 BY_PLACE = ("qwen35", "qwen35moe")
 PARTIAL = ("glm4", "phi3", *HYBRID)  # architectures that may rotate a part of each head
@@ -62,7 +63,9 @@ SPLITS: dict[str, list[str]] = {
 BEGINS = frozenset("llama-bpe llama3 llama-v3 falcon3 pixtral midm-2.0 tekken".split())
 WHOLE_WORDS = BEGINS | {"glm4"}  # these take a word that is a token as it is, without merges
 ENDS = """<|eot_id|> <|im_end|> <|end|> <end_of_turn> <|endoftext|> </s> <|eom_id|> <EOT> _<EOT> [EOT] <|end_of_text|>
-    <｜end▁of▁sentence｜> <|return|> <|call|>""".split()
+    <｜end▁of▁sentence｜> <|return|> <|call|> <turn|> <|tool_response>""".split()
+# What looks like a mark of a chat, such as <|user|>, <turn|> or <start_of_turn>.
+MARK = re.compile(r'<(?=[^<>]*\|)(?=[^<>]*[\w"])[^\s<>]+>|<｜[^\s<>]+｜>|<(?:start|end)_of_turn>')
 
 
 Get = Callable[..., Any]  # of a key without the architecture's name, and a default
@@ -120,10 +123,14 @@ def hf_config(
     if family not in ARCHITECTURES:
         raise ValueError(f"{where}: architecture {family!r:.60} is not supported; {', '.join(ARCHITECTURES)} are.")
 
-    get = getter(metadata, where)
     embedding = tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
         raise ValueError(f"{where}: tensor token_embd.weight is missing or no matrix. Is this a whole model?")
+    kinds_of_layers = {}
+    if family == "gemma4":
+        metadata, kinds_of_layers = gemma4(metadata, tensors, rotations, where)
+        rotations = {}
+    get = getter(metadata, where)
     config = geometry(get, rotations, where)
     heads, width, head_dim = (config[key] for key in ("num_attention_heads", "hidden_size", "head_dim"))
     rotated = get("rope.dimension_count", head_dim)
@@ -139,10 +146,12 @@ def hf_config(
         "eos_token_id": stop_ids(metadata) or None,
     }
     if get("expert_count", 0):
-        widths = [getattr(tensors.get(f"blk.0.ffn_gate_{x}.weight"), "shape", (0, 0))[1] for x in ("exps", "shexp")]
+        parts = "exps", "up_exps", "shexp"
+        widths = [getattr(tensors.get(f"blk.0.ffn_gate_{x}.weight"), "shape", (0, 0))[1] for x in parts]
+        width = widths[0] or widths[1] // 2  # "up_exps": gate and up are one tensor
         config |= {"num_experts": get("expert_count"), "num_experts_per_tok": get("expert_used_count")}
-        config |= {"moe_intermediate_size": widths[0], "shared_expert_intermediate_size": widths[1]}
-        config["intermediate_size"] = widths[0] or config["intermediate_size"]
+        config |= {"moe_intermediate_size": width, "shared_expert_intermediate_size": widths[2]}
+        config["intermediate_size"] = width or config["intermediate_size"]
         config["norm_topk_prob"] = family in ("qwen3moe", "qwen3next")
     if family == "gpt-oss" and config["rope_scaling"]:
         config["rope_scaling"]["truncate"] = False  # as its publisher computes, which no file says
@@ -168,7 +177,72 @@ def hf_config(
         config["sliding_window_pattern"] = kinds
     bias, out_bias, mlp_bias = (f"blk.0.{name}.bias" in tensors for name in ("attn_q", "attn_output", "ffn_up"))
     config |= {"attention_bias": bias, "qkv_bias": bias, "use_bias": bias}
-    return config | {"attention_out_bias": out_bias, "mlp_bias": mlp_bias}
+    return config | {"attention_out_bias": out_bias, "mlp_bias": mlp_bias} | kinds_of_layers
+
+
+def gemma4(
+    metadata: Mapping[str, Any], tensors: Mapping[str, Any], rotations: Mapping[str, Tensor], where: str
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Gemma 4's metadata as if all layers had a window, and what its config.json says beside that.
+
+    Layers without a window have heads, and a rotation, of their own. The last layers may read the keys and values of the
+    last two that have some, and be twice as wide.
+    """
+    family = metadata["general.architecture"]
+
+    def get(key: str, default: Any = None) -> Any:
+        return metadata.get(f"{family}.{key}", default)
+
+    layers, sliding = get("block_count"), get("attention.sliding_window_pattern")
+    known = isinstance(sliding, list) and len(sliding) == layers and set(sliding) == {0, 1}
+    if not known or sliding[-1]:
+        problem = f"{family}.attention.sliding_window_pattern must say of each layer whether it has a window"
+        raise ValueError(f"{where}: {problem}. Some must have one, and not the last.")
+    heads, widths = (
+        value if isinstance(value, list) else [value] * layers
+        for value in (get("attention.head_count_kv"), get("feed_forward_length"))
+    )
+    shared, wide = get("attention.shared_kv_layers", 0), widths[-1] != widths[0]
+    own = layers - shared
+    if widths != [widths[0]] * own + [widths[0] * (1 + wide)] * shared and widths != [widths[0]] * layers:
+        raise ValueError(f"{where}: {family}.feed_forward_length: only layers that share keys may differ, by twice.")
+    if shared and sliding[:own][-2:] != [1, 0]:
+        raise ValueError(f"{where}: {family}.attention.shared_kv_layers {shared} begins behind no pair of layers.")
+    sizes = {}
+    for kind in ("", "_swa"):
+        size = sizes[kind] = get(f"attention.key_length{kind}")
+        if any(get(f"{key}{kind}", size) != size for key in ("attention.value_length", "rope.dimension_count")):
+            raise ValueError(f"{where}: {family}: keys, values and rotations of a layer must have the same size.")
+    divisors = rotations.get("rope_freqs", torch.empty(0))
+    turned = int((divisors == 1).sum())  # a pair of dimensions that does not turn has a huge divisor
+    if len(divisors) != sizes[""] // 2 or not turned or (divisors[turned:] < 1e29).any():
+        raise ValueError(f"{where}: rope_freqs.weight must hold ones, and then 1e30, for a half of a wide head.")
+    full = {"rope_type": "proportional", "rope_theta": get("rope.freq_base", 10000.0)}
+    full["partial_rotary_factor"] = 2 * turned / sizes[""]
+    one = {"attention.head_count_kv": heads[sliding.index(1)], "feed_forward_length": widths[0]}
+    one |= dict.fromkeys(("attention.key_length", "rope.dimension_count"), sizes["_swa"])
+    each = {
+        str(i): {"num_key_value_heads": count, "head_dim": sizes["_swa" if window else ""]}
+        for i, (count, window) in enumerate(zip(heads, sliding, strict=True))
+    }
+    config = {
+        "intermediate_size": widths[0],
+        "per_layer_config": each,
+        "attention_k_eq_v": f"blk.{sliding.index(0)}.attn_v.weight" not in tensors,
+        "num_kv_shared_layers": shared,
+        "use_double_wide_mlp": wide,
+        "hidden_size_per_layer_input": get("embedding_length_per_layer_input", 0),
+        "vocab_size_per_layer_input": tensors["token_embd.weight"].shape[-1],
+        "final_logit_softcapping": get("final_logit_softcapping", 30.0),  # as llama.cpp computes without it
+        "rope_parameters": {
+            "full_attention": full,
+            "sliding_attention": {"rope_type": "default", "rope_theta": get("rope.freq_base_swa", 10000.0)},
+        },
+    }
+    if experts := get("expert_count", 0):
+        config |= {"enable_moe_block": True, "num_experts": experts, "top_k_experts": get("expert_used_count")}
+        config["moe_intermediate_size"] = get("expert_feed_forward_length")
+    return {**metadata, **{f"{family}.{key}": value for key, value in one.items()}}, config
 
 
 def _recurrent(get: Get, tensors: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -247,17 +321,34 @@ def stop_ids(metadata: Mapping[str, Any]) -> list[int]:
     """The ids that end a text: those that the file names, and the control tokens that are known to end one."""
     texts = token_texts(metadata)
     named = [metadata.get(f"{KEY}{name}_token_id") for name in ("eos", "eot", "eom")]
-    types = metadata.get(f"{KEY}token_type") or [NORMAL] * len(texts)
-    ids = {texts[i]: i for i, kind in enumerate(types[: len(texts)]) if kind == CONTROL}
+    ids = {text: i for i, (text, kind) in enumerate(zip(texts, token_types(metadata), strict=False)) if kind == CONTROL}
     if ids.keys() >= {"<|return|>", "<|call|>"}:
         ids.pop("<|end|>", None)  # which ends a part of an answer there
-    ends = [*named, *(ids.get(text) for text in ENDS)]
+    ends = [*named, *(ids.get(text) for text in (*ENDS, "<eos>"))]
     return list(dict.fromkeys(i for i in ends if is_a(i, int) and 0 <= i < max(1, len(texts))))
 
 
 def token_texts(metadata: Mapping[str, Any]) -> list[str]:
     """The texts of all tokens in the order of their ids, [] if the file holds no tokenizer."""
     return metadata.get(f"{KEY}tokens") or []
+
+
+def token_types(metadata: Mapping[str, Any]) -> list[int]:
+    """The types of all tokens. What looks like a mark of chats is a control token, whatever type a file gives it: what
+    ends an answer, and else a mark that is no plain text, or that the chat template writes."""
+    texts, template = token_texts(metadata), metadata.get("tokenizer.chat_template")
+    types = metadata.get(f"{KEY}token_type") or [NORMAL] * len(texts)
+    written = template if isinstance(template, str) else ""
+    # Where `</s>` is no control token, it is HTML.
+    ends = {*ENDS} - {"</s>"} | ({"<eos>"} if metadata.get(f"{KEY}model") == "gemma4" else set())
+
+    def of(text: Any, kind: int) -> int:
+        if kind not in (NORMAL, USER_DEFINED) or not isinstance(text, str) or text[:1] not in "<_[":
+            return kind
+        mark = text in ends or (MARK.fullmatch(text) and (kind == USER_DEFINED or text in written))
+        return CONTROL if mark else kind
+
+    return [of(text, kind) for text, kind in zip(texts, types, strict=False)] + types[len(texts) :]
 
 
 def tokenizer_files(metadata: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -270,7 +361,7 @@ def tokenizer_files(metadata: Mapping[str, Any], where: str) -> dict[str, Any]:
     tokens, model = token_texts(metadata), metadata.get(f"{KEY}model")
     if not tokens:
         return {}
-    types = metadata.get(f"{KEY}token_type") or [NORMAL] * len(tokens)
+    types = token_types(metadata)
     if len(types) != len(tokens) or not all(isinstance(text, str) for text in tokens):
         raise ValueError(f"{where}: tokenizer.ggml.tokens and token_type do not belong together. Damaged file?")
     config: dict[str, Any] = {}
@@ -285,7 +376,10 @@ def tokenizer_files(metadata: Mapping[str, Any], where: str) -> dict[str, Any]:
         templates[name] = metadata.get(f"tokenizer.chat_template.{name}")
     config["chat_template"] = [{"name": name, "template": text} for name, text in templates.items() if text]
     flags = {f"add_{end}_token": metadata.get(f"{KEY}add_{end}_token") for end in ("bos", "eos")}
-    if model == "gpt2":
+    if model == "gemma4":
+        vocabulary = _bpe(tokens, types, metadata.get(f"{KEY}merges") or [], None, [config.get("bos_token"), None])
+        files: dict[str, Any] = {"tokenizer.json": vocabulary}
+    elif model == "gpt2":
         pre = metadata.get(f"{KEY}pre", "default")
         if pre not in SPLITS:
             problem = f"pre-tokenizer {pre!r:.60} is not known; known are those of common models, such as llama-bpe"
@@ -293,32 +387,46 @@ def tokenizer_files(metadata: Mapping[str, Any], where: str) -> dict[str, Any]:
         begins = pre in BEGINS if flags["add_bos_token"] is None else flags["add_bos_token"]
         ends = flags["add_eos_token"]
         around = [config.get("bos_token") if begins else None, config.get("eos_token") if ends else None]
-        vocabulary = _byte_level_bpe(tokens, types, metadata.get(f"{KEY}merges") or [], pre, around)
-        files: dict[str, Any] = {"tokenizer.json": vocabulary}
+        files = {"tokenizer.json": _bpe(tokens, types, metadata.get(f"{KEY}merges") or [], pre, around)}
     elif model == "llama":
         config |= {key: flag for key, flag in flags.items() if flag is not None}
         files = {"tokenizer.model": _sentencepiece(metadata, tokens, types, where)}
     else:
-        raise ValueError(f"{where}: tokenizer {model!r:.60} is not supported; gpt2 (BPE), llama (sentencepiece) are.")
+        raise ValueError(
+            f"{where}: tokenizer {model!r:.60} is not supported; gpt2 and gemma4 (BPE), llama (sentencepiece) are."
+        )
     files["tokenizer_config.json"] = json.dumps(config).encode()
     files["generation_config.json"] = json.dumps({"eos_token_id": stop_ids(metadata)}).encode()
     return files
 
 
-def _byte_level_bpe(
-    tokens: list[str], types: list[int], merges: list[str], pre: str, around: list[str | None]
+def _bpe(
+    tokens: list[str], types: list[int], merges: list[str], pre: str | None, around: list[str | None]
 ) -> dict[str, Any]:
-    """A tokenizer.json. `around`: the tokens that stand before and after every text, or None."""
+    """A tokenizer.json of a byte-level BPE, or of one over characters that writes unknown ones as bytes (Gemma 4).
+
+    pre: how texts are split; None: over characters. around: the tokens before and after every text, or None.
+    """
     added = [
         {"id": i, "content": text, "special": kind != USER_DEFINED, "normalized": False}
         | dict.fromkeys(("single_word", "lstrip", "rstrip"), False)
         for i, (text, kind) in enumerate(zip(tokens, types, strict=True))
         if kind in (UNKNOWN, CONTROL, USER_DEFINED)
     ]
-    splits = [
-        {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False} for regex in SPLITS[pre]
-    ]
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    splits = [
+        {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False}
+        for regex in SPLITS.get(pre, ())
+    ]
+    parts: dict[str, Any] = {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [*splits, byte_level]}}
+    parts |= {"decoder": byte_level, "flags": {"ignore_merges": pre in WHOLE_WORDS}}
+    if pre is None:
+        to, back = ({"type": "Replace", "pattern": {"String": a}, "content": b} for a, b in (" \u2581", "\u2581 "))
+        parts = {
+            "normalizer": to,
+            "decoder": {"type": "Sequence", "decoders": [back, {"type": "ByteFallback"}, {"type": "Fuse"}]},
+        }
+        parts["flags"] = {"unk_token": "<unk>", "fuse_unk": True, "byte_fallback": True}
     vocabulary = {text: i for i, text in enumerate(tokens)}
     text_itself = [{"Sequence": {"id": "A", "type_id": 0}}]
     before, after = ([{"SpecialToken": {"id": t, "type_id": 0}}] if t else [] for t in around)
@@ -331,15 +439,14 @@ def _byte_level_bpe(
         "vocab": vocabulary,
         # A space separates the two parts. The first part may begin with one.
         "merges": [(merge[: (at := merge.index(" ", 1))], merge[at + 1 :]) for merge in merges],
-        "ignore_merges": pre in WHOLE_WORDS,
+        **parts.pop("flags"),
     }
     return {
         "version": "1.0",
         "added_tokens": added,
-        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*splits, byte_level]},
         "post_processor": template if special else None,
-        "decoder": byte_level,
         "model": model,
+        **parts,
     }
 
 

@@ -230,7 +230,7 @@ def hf_views(model: Transformer, names: Collection[str] = ()) -> dict[str, Tenso
         if (gate := block.token_gate) is not None:
             views.put(at, per_layer_input_gate=gate.gate, post_per_layer_input_norm=gate.norm)
             views.put(at, per_layer_projection=gate.projection)
-        _put_behind_attention(views, at, block.mlp, c, fused_experts)
+        _put_behind_attention(views, at, block.mlp, c, fused_experts, names)
     views.put("model", norm=model.norm)
     return views if model.lm_head is None else views | {"lm_head.weight": model.lm_head.weight}
 
@@ -247,14 +247,22 @@ def _put_attention(views: _Views, at: str, own: Attention, config: ModelConfig) 
     views.put(at, **dict(zip(names, (own.q_norm, own.k_norm), strict=True)), o_proj=own.o, sinks=own.sinks)
 
 
-def _put_behind_attention(views: _Views, at: str, mlp: nn.Module, config: ModelConfig, fused_experts: bool) -> None:
+def _put_behind_attention(
+    views: _Views, at: str, mlp: nn.Module, config: ModelConfig, fused_experts: bool, present: Collection[str]
+) -> None:
     """`hf_views` of what a layer has behind its attention."""
+
+    def of_one(place: str, names: Sequence[str]) -> Sequence[str]:  # the names of an expert's matrices
+        merged = f"{place}.experts.0.gate_up_proj.weight" in present
+        return ("gate_up_proj", names[-1]) if merged else names
+
     if isinstance(mlp, Beside):
         experts = mlp.experts
         views.put(f"{at}.router", proj=experts.router, scale=mlp.router_norm.weight, per_expert_scale=experts.factors)
         views.put(at, post_feedforward_layernorm_1=mlp.dense_out, post_feedforward_layernorm_2=mlp.experts_out)
         views.put(at, pre_feedforward_layernorm_2=mlp.experts_norm)
-        views.put(f"{at}.experts", **_expert_views(experts, ()))
+        each = f"{at}.experts.0.down_proj.weight" in present
+        views.put(f"{at}.experts", **_expert_views(experts, of_one(at, GATE_UP_DOWN) if each else ()))
         mlp = mlp.dense
     if isinstance(mlp, MLP):
         views.put_mlp(f"{at}.mlp", mlp, config.model_type in FUSED_GATE_UP)
@@ -265,7 +273,8 @@ def _put_behind_attention(views: _Views, at: str, mlp: nn.Module, config: ModelC
         if mlp.shared is not None:
             views.put_mlp(f"{at}.mlp.{'shared_expert' if config.shared_gate else 'shared_experts'}", mlp.shared)
             views.put(f"{at}.mlp", shared_expert_gate=mlp.shared_gate)
-        views.put(f"{at}.{place}.experts", **_expert_views(mlp, () if fused_experts else names))
+        names = () if fused_experts else of_one(f"{at}.{place}", names)
+        views.put(f"{at}.{place}.experts", **_expert_views(mlp, names))
 
 
 def _put_recurrent(views: _Views, at: str, layer: DeltaNet, config: ModelConfig, names: Collection[str]) -> None:
@@ -290,7 +299,7 @@ def _expert_views(experts: Experts, names: Sequence[str]) -> dict[str, Tensor | 
     views = {}
     for kind, (gate_up, down) in {"weight": weights, "bias": biases}.items():
         for e in range(0 if down is None else len(down)):
-            tensors = *gate_up[e].chunk(2), down[e]
+            tensors = *gate_up[e].chunk(len(names) - 1), down[e]
             views |= {f"{e}.{name}.{kind}": t for name, t in zip(names, tensors, strict=True)}
     return views
 
@@ -367,10 +376,15 @@ def text_entries(entries: Entries, config: ModelConfig) -> dict[str, Entry]:
     keys and values of another one. A layer with an `eh_proj` is an MTP layer, which GLM numbers as the others."""
     others = {name.partition("eh_proj.")[0] for name in entries if ".eh_proj." in name}
     others |= set() if config.mtp else {"mtp."}
-    first = config.num_hidden_layers - config.shared_layers
-    for layer in range(first, config.num_hidden_layers):
-        others |= {f"model.layers.{layer}.self_attn.{name}." for name in (*QKV[1:], "k_norm", "v_norm")}
+    others |= shared_keys(config)
     return {name: entry for name, entry in entries.items() if not name.startswith(tuple(others))}
+
+
+def shared_keys(config: ModelConfig) -> set[str]:
+    """How the names of tensors begin that layers with the keys and values of another one do not read."""
+    layers = range(config.num_hidden_layers - config.shared_layers, config.num_hidden_layers)
+    names = *QKV[1:], "k_norm", "v_norm"
+    return {f"model.layers.{layer}.self_attn.{name}." for layer in layers for name in names}
 
 
 def as_computed(entries: Entries, config: ModelConfig) -> dict[str, Entry]:

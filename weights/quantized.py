@@ -38,6 +38,9 @@ HEADS = ("fp16", "int8", "int4")
 GROUPS = (32, 64, 128)
 TENSORS = ("qweight", "scales", "zeros", "mins", "perm")
 # Tables whose rows are looked up, so that they are neither rounded nor packed, but for a tied embedding.
+# The embedding that layers have of their own, under our name and Hugging Face's. A step reads a row of it for each token,
+# so it is held as it is stored where that takes less memory.
+PER_LAYER = ("token_inputs.embed_tokens.weight", "embed_tokens_per_layer.weight")
 LOOKED_UP = ("embed_tokens.weight", "predecessor.weight", "successor.weight")
 Stored = Mapping[str, Tensor]  # the tensors of one quantized weight, by the names of TENSORS
 
@@ -343,6 +346,12 @@ def digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
+def held_dtype(name: str, stored: torch.dtype, dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which a float parameter is held by a model of `dtype`. name: ours."""
+    halves = stored in (torch.float16, torch.bfloat16)
+    return stored if halves and name.endswith(PER_LAYER) and stored.itemsize < dtype.itemsize else dtype
+
+
 def held_bytes(
     stored: Mapping[str, Any], dtype: torch.dtype, device: str, backend: str = "auto", tied: bool = False,
     rounded: bool = False,
@@ -401,6 +410,8 @@ def held_bytes(
             total += count * (8 if width == 4 else 1) * (4 if tiles else 1)
         elif leaf in ("mins", "perm") or not tensor.dtype.is_floating_point:
             total += count * width
+        elif name.endswith(PER_LAYER):
+            total += count * held_dtype(name, tensor.dtype, dtype).itemsize
         elif planes and rounded and multiplied(name, shape):
             total += padded(shape[0]) * padded(shape[1]) + 4 * (shape[0] + counters_of(shape[0]))
         elif tiles and multiplied(name, shape):

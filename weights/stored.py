@@ -21,7 +21,7 @@ from model import Transformer
 from support.reader import check, refusal
 from weights.files import FLOATS, IGNORED, INTEGERS, Destination, Entries, Entry, check_entries, check_finite, few_names
 from weights.hf import checked_views, hf_views, parameter_sources, read_parameter, row_order
-from weights.quantized import GROUPS, QuantSpec, Stored, apply_spec_, install_, pack_nibbles, set_tensor
+from weights.quantized import GROUPS, QuantSpec, Stored, apply_spec_, held_dtype, install_, pack_nibbles, set_tensor
 
 Part = dict[str, Tensor | None]  # one published linear, as `_read_linear` returns it
 # The quantized weight of a parameter, from its name, the names of its sources and its slot in the model; None for floats.
@@ -55,6 +55,7 @@ def fill_stored(model: Transformer, entries: Entries, spec: QuantSpec, where: st
     for name, slot in expected.items():
         tensor = read_stored(entries, name, where)
         cast = to.dtype if slot.is_floating_point() and not name.endswith(".scales") else None
+        cast = cast and held_dtype(name, tensor.dtype, cast)
         set_tensor(model, name, tensor.to(to.device, cast, copy=True))  # a copy lets go of the mapped file
         done += slot.nbytes
         to.progress(done, total, name)
@@ -346,7 +347,9 @@ def fill_parameters(
     for ours, names in sources.items():
         weight, slot = packed(ours, names, slots[ours]), slots[ours]
         if weight is None:
-            set_tensor(model, ours, read_parameter(entries, names, slot.shape, where, to.device, to.dtype))
+            stored = entries[names[0]].dtype if names[0] in entries else to.dtype
+            dtype = held_dtype(ours, stored, to.dtype)
+            set_tensor(model, ours, read_parameter(entries, names, slot.shape, where, to.device, dtype))
         else:
             install_(model, ours, weight, slot.shape, f"{where}: {ours}", to)
         done += slot.nbytes

@@ -319,6 +319,7 @@ class ModelConfig:
         positions = read.integer("max_position_embeddings", 2048, high=2**24)
         windows, recurrent = _read_windows(read, family, layers), _read_recurrent(read, layers)
         rope, window_rope = _read_ropes(read, family, positions)
+        positions = max(positions, _stretched(config, rope))
         biases = zip(("qkv_bias", "o_bias", "mlp_bias"), family.biases, strict=True)
         facts = {name: bool(key) and read.boolean(key, False) for name, key in biases}
         facts |= _read_numbers(read, hidden) | _read_experts(read)
@@ -474,12 +475,20 @@ def _read_experts(read: ConfigReader) -> dict[str, int | bool]:
 def _read_ropes(outer: ConfigReader, family: Family, max_positions: int) -> tuple[RopeConfig, RopeConfig | None]:
     """The rotation of layers without a window, and that of layers with one where the family has two.
 
-    transformers 4 spells them `rope_theta`, `rope_scaling` and `rope_local_base_freq`, and 5 `rope_parameters`.
+    transformers 4 spells them `rope_theta`, `rope_scaling` and `rope_local_base_freq`, and 5 `rope_parameters`. Who
+    lengthens the context adds the former to a file that has the latter: it replaces what it names, where layers have no
+    window.
     """
     config = outer.config
-    scaling = config.get("rope_parameters") or config.get("rope_scaling") or outer.defaults.get("rope_parameters", {})
-    if not isinstance(scaling, dict):
-        raise outer.error(f"rope_scaling / rope_parameters must be an object, found {scaling!r}.")
+    given, added = (config.get(key) or {} for key in ("rope_parameters", "rope_scaling"))
+    for scaling in (given, added):
+        if not isinstance(scaling, dict):
+            raise outer.error(f"rope_scaling / rope_parameters must be an object, found {scaling!r}.")
+    added = {"rope_type": added.get("type")} | added
+    added = {key: value for key, value in added.items() if value is not None}
+    if isinstance(full := given.get("full_attention"), dict):
+        added = {"full_attention": full | added}
+    scaling = given | added or outer.defaults.get("rope_parameters", {})
     if not family.window_rope:
         return _read_rope(outer, family, scaling, max_positions), None
     local: dict[str, Any] = {"rope_type": "default"}
@@ -490,6 +499,13 @@ def _read_ropes(outer: ConfigReader, family: Family, max_positions: int) -> tupl
         scaling = scaling["full_attention"]
     full = _read_rope(outer, family, scaling, max_positions)
     return full, _read_rope(outer, family, {"rope_theta": full.theta} | local, max_positions)
+
+
+def _stretched(config: dict[str, Any], rope: RopeConfig) -> int:
+    """How long a context YaRN makes, where config.json says from what: it may name that length as the longest, too."""
+    places = config, config.get("rope_parameters"), config.get("rope_scaling")
+    named = any(isinstance(place, dict) and place.get("original_max_position_embeddings") for place in places)
+    return min(int(rope.factor * rope.original_max_positions), 2**24) if named and rope.kind == "yarn" else 0
 
 
 def _read_rope(outer: ConfigReader, family: Family, scaling: dict[str, Any], max_positions: int) -> RopeConfig:

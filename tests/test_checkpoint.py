@@ -432,6 +432,30 @@ def test_config_file_errors(llama, tmp_path):
     one_line(lambda: load_model(llama), "no model*.safetensors")
 
 
+LONG = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
+
+
+@pytest.mark.parametrize("added", [LONG, {"type": "yarn", **{key: LONG[key] for key in list(LONG)[1:]}}])
+def test_yarn_that_a_user_adds_makes_the_context_longer(added):
+    """Model pages say: add `rope_scaling` to config.json. Catches a stretch that is ignored beside transformers 5's
+    `rope_parameters`, their theta lost, a context that stays as short as before, and a stretch of a length that is
+    already stretched."""
+    base = {**BASE, "model_type": "llama"}
+    theirs = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
+    for config in (base | {"rope_theta": 1e6}, base | theirs):
+        got = ModelConfig.from_hf(config | {"rope_scaling": added})
+        assert (got.rope.kind, got.rope.theta, got.rope.factor, got.max_positions) == ("yarn", 1e6, 4.0, 2048)
+        assert ModelConfig.from_hf(config).rope.kind == "default"
+    full = {"rope_type": "default", "rope_theta": 1e6}
+    two = {"rope_parameters": {"full_attention": full, "sliding_attention": full | {"rope_theta": 1e4}}}
+    gemma = base | two | {"model_type": "gemma3_text", "head_dim": 16, "sliding_window": 8, "query_pre_attn_scalar": 16}
+    got = ModelConfig.from_hf(gemma | {"rope_scaling": added})
+    assert (got.rope.kind, got.rope.theta, got.window_rope.kind, got.window_rope.theta) == ("yarn", 1e6, "default", 1e4)
+    assert ModelConfig.from_hf(base | {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}).max_positions == 512
+    long = ModelConfig.from_hf(base | {"max_position_embeddings": 4096, "rope_scaling": added})
+    assert long.max_positions == 4096
+
+
 def test_stop_ids_without_a_tokenizer(llama):
     """Bug: a model without tokenizer files never reads generation_config.json, not even one that is garbage. Its ids come
     first, then config.json's."""
@@ -439,7 +463,7 @@ def test_stop_ids_without_a_tokenizer(llama):
     file.unlink(missing_ok=True)
     edit_json(llama / "config.json", eos_token_id=[2, 13])
     assert load_config(llama).eos_token_ids == load_model(llama).config.eos_token_ids == (2, 13)
-    for listed, want in (([5, 6], (5, 6)), (7, (7,)), (None, (2, 13)), ([], (2, 13))):
+    for listed, want in (([5, 13], (5, 13, 2)), (7, (7, 2, 13)), (None, (2, 13)), ([], (2, 13))):
         file.write_text(json.dumps({"eos_token_id": listed}))
         assert load_config(llama).eos_token_ids == load_model(llama).config.eos_token_ids == want
     for text in ("{", "[2]", '{"eos_token_id": "x"}', '{"eos_token_id": 128}', '{"eos_token_id": [1, true]}'):

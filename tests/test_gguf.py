@@ -534,6 +534,59 @@ def test_the_embedding_of_each_layer_keeps_16_bits_on_a_cpu(tmp_path, form):
     assert torch.equal(run(engine.model, tokens, 40), want)
 
 
+def test_a_file_of_ollama_is_the_same(as_gguf, tiny_checkpoint, tmp_path):
+    """Ollama's files of Qwen3.5 list heads by layers, none for recurrent ones, and have the parts that read images, too.
+    Catches three refusals, and parts that are left out unsaid."""
+    source = Checkpoint.open(tiny_checkpoint("qwen3_5"))
+    tensors = {name.replace("ssm_dt.bias", "ssm_dt"): value for name, value in tensors_of(source).items()}
+    tensors |= {name: np.ones((4, 4), np.float32) for name in ("v.patch_embd.weight", "mm.0.weight", "mtp.fc.weight")}
+    heads = [0 if i in source.config.recurrent else 2 for i in range(source.config.num_hidden_layers)]
+    metadata = metadata_of(source.config) | {"attention.head_count_kv": heads, "rope.dimension_sections": [11, 11, 10]}
+    found = Checkpoint.open(write(tmp_path / "m.gguf", "qwen35", metadata, tensors, extra=NO_TOKENIZER))
+    assert found.notes == ["m.gguf: its text model is read, and 3 tensors of other parts are left out."]
+    ours, want = found.load().state_dict(), Checkpoint.open(as_gguf("qwen3_5")).load().state_dict()
+    assert ours.keys() == want.keys() and all(torch.equal(ours[name], want[name]) for name in want)
+
+
+@pytest.mark.parametrize("family,kind", [("qwen3_moe", "F32"), ("mixtral", "Q4_0")])
+def test_experts_whose_gate_and_up_are_one_tensor(tiny_checkpoint, tmp_path, family, kind):
+    """Catches halves in the other order, and a width that is twice that of an expert."""
+    source = Checkpoint.open(tiny_checkpoint(family))
+    tensors, arch = tensors_of(source), ARCHITECTURES[family]
+    plain = Checkpoint.open(write(tmp_path / "plain.gguf", arch, metadata_of(source.config), tensors, kind))
+    for i in range(source.config.num_hidden_layers):
+        parts = [tensors.pop(f"blk.{i}.ffn_{x}_exps.weight") for x in ("gate", "up")]
+        tensors[f"blk.{i}.ffn_gate_up_exps.weight"] = np.concatenate(parts, 1)
+    merged = Checkpoint.open(write(tmp_path / "merged.gguf", arch, metadata_of(source.config), tensors, kind))
+    assert merged.config == plain.config
+    ours, want = merged.load().state_dict(), plain.load().state_dict()
+    assert ours.keys() == want.keys() and all(torch.equal(ours[name], want[name]) for name in want)
+
+
+@pytest.mark.parametrize("family,left_out,more", [
+    ("gemma2", ["attention.sliding_window", "attn_logit_softcapping", "final_logit_softcapping"], {}),
+    ("llama", [], {"rope.scale_linear": 4.0}), ("llama", [], {"rope.scaling.factor": 4.0}),
+])  # fmt: skip
+def test_what_old_files_leave_out(tiny_checkpoint, tmp_path, family, left_out, more):
+    """llama.cpp's defaults hold: a linear stretch under its first name, and Gemma 2's caps and window. Catches None in
+    place of a family's default."""
+    source = Checkpoint.open(tiny_checkpoint(family))
+    data = {key: value for key, value in metadata_of(source.config).items() if key not in left_out} | more
+    config = Checkpoint.open(write(tmp_path / "m.gguf", family, data, tensors_of(source))).config
+    if family == "gemma2":
+        assert (config.attention_cap, config.logits_cap, max(config.windows)) == (50.0, 30.0, 4096)
+        assert [window > 0 for window in config.windows] == [window > 0 for window in source.config.windows]
+    else:
+        assert (config.rope.kind, config.rope.factor) == ("linear", 4.0)
+
+
+def test_a_tokenizer_without_its_splits_is_noted(tmp_path):
+    """Catches other ids than the model was trained with, unsaid."""
+    extra = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.tokens": ["a"], "tokenizer.ggml.merges": []}
+    open_tokenizer(tmp_path, extra)
+    assert "how its tokenizer splits texts" in " ".join(Checkpoint.open(tmp_path / "t.gguf").notes)
+
+
 def test_an_old_file_of_qwen3_next_is_the_same(as_gguf, tiny_checkpoint, tmp_path):
     """Catches rows in another order in files that have queries, keys, values and gates in one matrix."""
     source = Checkpoint.open(tiny_checkpoint("qwen3_next"))

@@ -1,6 +1,7 @@
 """The layer for multi-token prediction that a checkpoint brings, as a drafter of trees."""
 
 import functools
+import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -95,6 +96,25 @@ PROMPTS = [[(7 * i + 3 * j * j + i * j) % 97 for j in range(6)] for i in range(1
 def decoded(engine: Engine, prompts: list[list[int]], tokens: int, temperature: float = 0.0) -> list[list[int]]:
     params = SamplingParams(temperature, seed=1, max_new_tokens=tokens)
     return [result.token_ids for result in engine.generate_batch(prompts, params).run()]
+
+
+def test_a_layer_in_a_file_that_no_index_names(checkpoint, tmp_path):
+    """As quantizers leave it. Catches a layer that config.json declares and that is not found, plain decoding of which
+    nobody says why, where no file holds it, and other tensors of such a file that are read."""
+    folder = tmp_path / "model"
+    shutil.copytree(checkpoint("qwen3_5"), folder)
+    config, tensors = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config | {"mtp_num_hidden_layers": 1}))
+    layer = {name: tensor for name, tensor in tensors.items() if name.startswith("mtp.")}
+    rest = {name: tensor for name, tensor in tensors.items() if name not in layer}
+    save_file(rest, folder / "model.safetensors")
+    assert not Checkpoint.open(folder).has_mtp and "which no file holds" in Checkpoint.open(folder).notes[0]
+    save_file(layer | {"other": torch.ones(2)}, folder / "mtp.safetensors")
+    found, want = Checkpoint.open(folder), Checkpoint.open(checkpoint("qwen3_5")).with_mtp.load().state_dict()
+    assert found.has_mtp and not found.notes
+    ours = found.with_mtp.load().state_dict()
+    assert ours.keys() == want.keys() and all(torch.equal(ours[name], want[name]) for name in want)
+    assert not any(name.startswith("mtp.") for name in found.entries)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -223,18 +223,19 @@ def test_bos_and_eos_flags(transformers, spm_dir, json_dir, edit):
 
 def test_stop_ids(spm_dir, json_dir, edit):
     """Bug: a Llama-3 chat that never stops because <|eot|>, listed in generation_config.json, is ignored, or a file that
-    counts for nothing as soon as there is a tokenizer."""
+    counts for nothing as soon as there is a tokenizer; and a chat whose lists lack the <|im_end|> that the tokenizer, or
+    a text model inside config.json, names."""
     vocab = tk.load_tokenizer(json_dir)._files.vocab
     assert tk.load_tokenizer(json_dir).eos_ids == (vocab["<|end|>"], vocab["<|eot|>"])
     for source, own in ((spm_dir, (2,)), (json_dir, (vocab["<|end|>"],))):
         folder = edit(source, f"stops-{source.name}")
-        for first, second, want in (
-            (None, None, own), (None, [], own), (None, 7, (7,)), ([], [2, 13], (2, 13)), (5, [2, 13], (5,)),
-            ([5, 6], 7, (5, 6)),
+        for first, second, text, want in (
+            (None, None, None, ()), (None, [], 9, (9,)), (None, 7, None, (7,)), ([], [13, 12], 9, (13, 12, 9)),
+            (5, [12, 5], None, (5, 12)), ([5, 6], 7, 6, (5, 6, 7)),
         ):  # fmt: skip
             write_json(folder / "generation_config.json", {"eos_token_id": first})
-            write_json(folder / "config.json", {"eos_token_id": second})
-            assert tk.load_tokenizer(folder).eos_ids == want
+            write_json(folder / "config.json", {"eos_token_id": second, "text_config": {"eos_token_id": text}})
+            assert tk.load_tokenizer(folder).eos_ids == want + own
         for bad in ("5", [5, 1.0], 10**6, -1, True):
             for name in ("generation_config.json", "config.json"):
                 for file in ("generation_config.json", "config.json"):

@@ -81,8 +81,8 @@ def load_tokenizer(source: str | Path | Mapping[str, Any], vocab_size: int | Non
     """Tokenizer of a model directory, or None without tokenizer files, where prompts are ids.
 
     `tokenizer.json` is preferred to sentencepiece's `tokenizer.model`, which in Meta's layout lies beside `params.json`
-    or one folder up. The stop ids are those of `generation_config.json`, else those of `config.json`, else the
-    tokenizer's own EOS.
+    or one folder up. The stop ids are those of `generation_config.json`, those of `config.json`, and the tokenizer's own
+    EOS: each of these files leaves out ends in some models.
 
     Args:
         source: the directory, or the contents of its files by name (`weights.gguf` makes such files); a tokenizer.json
@@ -134,18 +134,15 @@ def _added_tokens(read: Reader, config: dict, named: dict[str, str]) -> dict[str
 
 
 def _listed_stops(read: Reader, files: "_Files", vocab_size: int | None) -> list:
-    """Stop ids of generation_config.json, or else of config.json, or [] if neither lists any.
+    """Stop ids of generation_config.json and of config.json, of a model that also sees those of its text model, too.
 
     An added token that the model has no row for can never be sampled, so it is left out.
     """
-    for name in ("generation_config.json", "config.json"):
-        stop = _json(read, name).get("eos_token_id")
-        stop = stop if isinstance(stop, list) else [] if stop is None else [stop]
-        if vocab_size is not None:
-            stop = [i for i in stop if i not in files.pieces or i < vocab_size]
-        if stop:
-            return stop
-    return []
+    config, found = _json(read, "config.json"), []
+    for part in (_json(read, "generation_config.json"), config, config.get("text_config")):
+        stop = part.get("eos_token_id") if isinstance(part, dict) else None
+        found += stop if isinstance(stop, list) else [] if stop is None else [stop]
+    return [i for i in found if vocab_size is None or i not in files.pieces or i < vocab_size]
 
 
 def _chat_templates(read: Reader, config: dict) -> tuple[dict[str, str], str | None]:
@@ -198,7 +195,7 @@ class Tokenizer:
         add_bos = config.get("add_bos_token")
         flagged = (bos if add_bos is None or add_bos else [], eos if config.get("add_eos_token") else [])
         self._prefix, self._suffix = flagged if files.around is None else files.around
-        self.eos_ids = tuple(stop or eos)
+        self.eos_ids = tuple(dict.fromkeys((*stop, *eos)))
 
         limit = self.vocab_size if rows is None else rows
         used = [*self.eos_ids, *self._prefix, *self._suffix, *bos]

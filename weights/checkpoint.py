@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from families.config import DTYPES, ModelConfig
+from families.config import DTYPES, ModelConfig, text_part
 from families.table import WITH_IMAGES
 from model import Transformer
 from support.errors import UsageError
@@ -89,7 +89,7 @@ class Checkpoint:
         if (file := directory / "generation_config.json").is_file():
             generation = check(read_json(file), {"do_sample?": (bool, None)}, file, "the file")
             stops = hf.token_ids(generation, "eos_token_id", str(file), config.vocab_size, directory)
-            config = replace(config, eos_token_ids=stops or config.eos_token_ids)
+            config = replace(config, eos_token_ids=tuple(dict.fromkeys((*stops, *config.eos_token_ids))))
         return cls(directory, kind, raw, config, generation=generation, layout=layout)
 
     @property
@@ -98,6 +98,11 @@ class Checkpoint:
         if self.config.delta is None:
             return False
         return any(name.startswith("mtp.") for name in self.with_mtp.entries)
+
+    @property
+    def _declares_mtp(self) -> bool:
+        found = self.config.delta is not None and self.gguf is None
+        return found and bool(text_part(self.raw, str(self.config_file)).get("mtp_num_hidden_layers"))
 
     @cached_property
     def with_mtp(self) -> Checkpoint:
@@ -148,7 +153,11 @@ class Checkpoint:
         images = ""
         if self.raw.get("model_type") in WITH_IMAGES:
             images = f"{self.directory.name}: its text model is read, and what reads images and sounds is left out."
-        return [text for text in (note, images, *(f"LoRA {adapter}" for adapter in self.adapters)) if text]
+        more = self.gguf.notes if self.gguf else []
+        if self._declares_mtp and not self.has_mtp:
+            what = "declares a layer for multi-token prediction (MTP), which no file holds, so it drafts nothing"
+            more = [f"{self.directory.name}: its config.json {what}."]
+        return [text for text in (note, images, *more, *(f"LoRA {adapter}" for adapter in self.adapters)) if text]
 
     @property
     def _published(self) -> Layout:
@@ -208,6 +217,11 @@ class Checkpoint:
         if not files:
             raise ValueError(f"{self.directory}: no model*.safetensors, no pytorch_model*.bin. All downloaded?")
         entries = read_entries(files, self._share)
+        if self.config.mtp and self._declares_mtp and not any("mtp." in name for name in entries):
+            # Some quantizers put this layer into a file that their index does not name.
+            others = set(self.directory.glob("*.safetensors")) - set(files)
+            others = sorted(file for file in others if not file.name.startswith(("consolidated", "adapter")))
+            entries |= {name: entry for name, entry in read_entries(others).items() if "mtp." in name}
         if self.kind != "eaglet":
             entries = hf.plain_names(entries, self.config, str(self.directory))
         return hf.text_entries(entries, self.config)

@@ -34,7 +34,16 @@ from support.errors import UsageError
 from support.machine import size_text
 from support.reader import is_a, one_line_errors
 from weights.files import Destination, Entries, Entry, Spans, check_finite
-from weights.gguf_metadata import ARCHITECTURES, BY_PLACE, HYBRID, REORDERED, TOKEN_LISTS, hf_config, tokenizer_files
+from weights.gguf_metadata import (
+    ARCHITECTURES,
+    BY_PLACE,
+    HYBRID,
+    KEY,
+    REORDERED,
+    TOKEN_LISTS,
+    hf_config,
+    tokenizer_files,
+)
 from weights.gguf_types import (
     BY_NAME,
     FITS,
@@ -86,7 +95,7 @@ LAYER = """attn_q=self_attn.q_proj attn_k=self_attn.k_proj attn_v=self_attn.v_pr
 LAYER = dict(pair.split("=") for pair in LAYER.split())
 # Of models with recurrent layers, and of the layer for multi-token prediction (MTP), which comes last.
 RECURRENT = """attn_qkv=in_proj_qkv attn_gate=in_proj_z ssm_in=in_proj_qkvz ssm_ba=in_proj_ba ssm_beta=in_proj_b
-    ssm_alpha=in_proj_a ssm_a=A_log ssm_dt.bias=dt_bias ssm_conv1d=conv1d ssm_norm=norm ssm_out=out_proj"""
+    ssm_alpha=in_proj_a ssm_a=A_log ssm_dt.bias=dt_bias ssm_dt=dt_bias ssm_conv1d=conv1d ssm_norm=norm ssm_out=out_proj"""
 RECURRENT = {ours: f"linear_attn.{theirs}" for ours, theirs in (pair.split("=") for pair in RECURRENT.split())}
 GEMMA4 = """inp_gate=per_layer_input_gate proj=per_layer_projection post_norm=post_per_layer_input_norm
     layer_output_scale.weight=layer_scalar ffn_gate_inp=router.proj ffn_gate_inp.scale=router.scale
@@ -96,6 +105,7 @@ GEMMA4 = dict(pair.split("=") for pair in GEMMA4.split())
 NEXTN = """eh_proj=fc enorm=pre_fc_norm_embedding hnorm=pre_fc_norm_hidden shared_head_norm=norm embed_tokens=embed_tokens
     shared_head_head=lm_head"""
 NEXTN = dict(pair.split("=") for pair in NEXTN.split())
+OTHER_PARTS = ("v.", "a.", "mm.", "mtp.")  # of images and sounds, and an MTP layer, as Ollama's files have them
 OUT = ".linear_attn.out_proj.weight"  # its columns belong to value heads
 ROTATIONS = ("rope_freqs", "rope_factors_short", "rope_factors_long")
 NORMS = ("attn_norm", "post_attention_norm", "ffn_norm", "post_ffw_norm")  # before and after attention and the MLP
@@ -293,6 +303,7 @@ class GGUFFile:
         return {
             hf: (tensor, expert)
             for name, tensor in self.tensors.items()
+            if not name.startswith(OTHER_PARTS)
             for hf, expert in _hf_names(name, tensor.shape[-1], names, layers)
             if (self.mtp or not hf.startswith("mtp.")) and not hf.startswith(unread)
         }
@@ -483,6 +494,17 @@ class GGUFFile:
             why += "tiles" if self.layout == "tiles" else "panels of 32 rows"
         return f"{text} of {self.path.name} {what} ({size} in float32): {why}."
 
+    @property
+    def notes(self) -> list[str]:
+        """What a user should know about how the file is read, one line each, beside `float_note`."""
+        name, notes = self.path.name, []
+        if left := [tensor for tensor in self.tensors if tensor.startswith(OTHER_PARTS)]:
+            notes.append(f"{name}: its text model is read, and {len(left)} tensors of other parts are left out.")
+        if self.metadata.get(f"{KEY}model") == "gpt2" and f"{KEY}pre" not in self.metadata:
+            how = "does not say how its tokenizer splits texts (tokenizer.ggml.pre), so ids may be wrong"
+            notes.append(f"{name} {how}. Take a file that was converted later, or the model's folder.")
+        return notes
+
     def _slots(self, names: list[str], n: int, k: int) -> dict[str, tuple[tuple[int, int], torch.dtype]]:
         """Shapes and dtypes of n rows of a weight that becomes our int4 or int8 (`weights.quantized`)."""
         kinds = self._kinds(names)
@@ -574,7 +596,7 @@ def _hf_names(name: str, experts: int, names: Mapping[str, str], layers: float) 
     if match := re.fullmatch(r"blk\.\d+\.nextn\.(\w+)", stem):
         yield (f"mtp.{NEXTN[match[1]]}.{kind}" if match[1] in NEXTN else name), None
         return
-    match = re.fullmatch(r"blk\.(\d+)\.(\w+)(?:\.(\d+))?", name if name.endswith(".ssm_a") else stem)
+    match = re.fullmatch(r"blk\.(\d+)\.(\w+)(?:\.(\d+))?", name if name.endswith((".ssm_a", ".ssm_dt")) else stem)
     if match is None:
         if stem not in ROTATIONS:  # a part of the config
             yield (f"{TOP[stem]}.{kind}" if stem in TOP else name), None

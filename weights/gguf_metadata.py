@@ -72,15 +72,17 @@ Get = Callable[..., Any]  # of a key without the architecture's name, and a defa
 
 
 def getter(metadata: Mapping[str, Any], where: str) -> Get:
-    """What gives the values of an architecture's keys. One value for each layer must be the same for all."""
+    """What gives the values of an architecture's keys. One value for each layer must be the same for all, but for zeros
+    of recurrent ones."""
     family = metadata["general.architecture"]
 
     def get(key: str, default: Any = None) -> Any:
         value = metadata.get(f"{family}.{key}", default)
         if isinstance(value, list):
-            if len(set(value)) != 1:
+            values = {one for one in value if one or family not in HYBRID}
+            if len(values) != 1:
                 raise ValueError(f"{where}: {family}.{key} differs between layers, which is not implemented.")
-            return value[0]
+            return values.pop()
         return value
 
     return get
@@ -139,7 +141,7 @@ def hf_config(
     config |= {
         "model_type": "mixtral" if get("expert_count", 0) and family == "llama" else ARCHITECTURES[family],
         "vocab_size": embedding.shape[-1],
-        "sliding_window": get("attention.sliding_window"),
+        "sliding_window": get("attention.sliding_window", 4096 if family == "gemma2" else None),
         "tie_word_embeddings": "output.weight" not in tensors,
         "torch_dtype": {"F32": "float32", "F16": "float16"}.get(_commonest_type(tensors), "bfloat16"),
         "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
@@ -177,7 +179,9 @@ def hf_config(
         config["sliding_window_pattern"] = kinds
     bias, out_bias, mlp_bias = (f"blk.0.{name}.bias" in tensors for name in ("attn_q", "attn_output", "ffn_up"))
     config |= {"attention_bias": bias, "qkv_bias": bias, "use_bias": bias}
-    return config | {"attention_out_bias": out_bias, "mlp_bias": mlp_bias} | kinds_of_layers
+    config |= {"attention_out_bias": out_bias, "mlp_bias": mlp_bias} | kinds_of_layers
+    # What a file leaves out has the value that the family has by default.
+    return {key: value for key, value in config.items() if value is not None or key == "sliding_window"}
 
 
 def gemma4(
@@ -272,7 +276,8 @@ def _commonest_type(tensors: Mapping[str, Any]) -> str:
 
 def _rope_scaling(get: Get, rotations: Mapping[str, Tensor], head_dim: int, where: str) -> dict[str, Any] | None:
     """The rope_scaling of a config.json. Llama 3's scaling is stored as the tensor rope_freqs.weight."""
-    kind = get("rope.scaling.type", "none")
+    factor = get("rope.scaling.factor", get("rope.scale_linear"))  # the latter is the name of older files
+    kind = get("rope.scaling.type", "linear" if factor else "none")
     if "rope_freqs" in rotations:
         return _llama3_scaling(rotations["rope_freqs"].double(), get("rope.freq_base", 10000.0), head_dim, where)
     if "rope_factors_long" in rotations:
@@ -281,7 +286,7 @@ def _rope_scaling(get: Get, rotations: Mapping[str, Tensor], head_dim: int, wher
         return scaling | {"original_max_position_embeddings": get("rope.scaling.original_context_length")}
     if kind == "none":
         return None
-    scaling = {"rope_type": kind, "factor": get("rope.scaling.factor")}
+    scaling = {"rope_type": kind, "factor": factor}
     if kind == "yarn":
         scaling["original_max_position_embeddings"] = get("rope.scaling.original_context_length")
         scaling |= {beta: get(f"rope.scaling.yarn_{beta}") for beta in ("beta_fast", "beta_slow")}

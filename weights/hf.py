@@ -452,7 +452,9 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
     title = CLASSES.get(name) or "".join(map(str.capitalize, name.split("_")))
     out |= {"architectures": [f"{title}ForCausalLM"], "hidden_act": ACTIVATIONS[config.activation][0]}
     out |= {"torch_dtype": config.dtype, "eos_token_id": eos[0] if len(eos) == 1 else list(eos) or None}
-    out |= {"pad_token_id": None, "rope_theta": config.rope.theta, "rope_scaling": _scaling_to_hf(config.rope)}
+    positions = config.max_position_embeddings
+    out |= {"pad_token_id": None, "rope_theta": config.rope.theta}
+    out["rope_scaling"] = _scaling_to_hf(config.rope, positions)
     if "partial_rotary_factor" in family.defaults:
         out["partial_rotary_factor"] = config.rope.partial
     if config.rope.kind == "longrope":
@@ -460,7 +462,7 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
     if family.window_rope:
         ropes = {"full_attention": config.rope, "sliding_attention": config.window_rope or config.rope}
         full = {kind: {"rope_theta": r.theta, "rope_type": "default"} for kind, r in ropes.items()}
-        out["rope_parameters"] = {kind: full[kind] | (_scaling_to_hf(r) or {}) for kind, r in ropes.items()}
+        out["rope_parameters"] = {kind: full[kind] | (_scaling_to_hf(r, positions) or {}) for kind, r in ropes.items()}
         if config.rope.kind == "proportional":  # earlier versions of transformers do not know it
             del out["rope_scaling"]
     out |= {"attention_bias": config.qkv_bias, "sliding_window": max(config.windows) or None}
@@ -500,7 +502,7 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
     return out
 
 
-def _scaling_to_hf(rope: RopeConfig) -> dict[str, Any] | None:
+def _scaling_to_hf(rope: RopeConfig, positions: int) -> dict[str, Any] | None:
     if rope.kind == "default" and not rope.query_growth:
         return None
     if rope.kind == "proportional":
@@ -509,7 +511,7 @@ def _scaling_to_hf(rope: RopeConfig) -> dict[str, Any] | None:
     keys = {"llama3": "low_freq_factor high_freq_factor", "longrope": "short_factor long_factor attention_factor"}
     keys["yarn"] = "beta_fast beta_slow truncate attention_factor mscale mscale_all_dim"
     scaling = {key: getattr(rope, key) for key in keys.get(rope.kind, "").split()}
-    if rope.kind != "linear":
+    if rope.kind != "linear" and (rope.kind, rope.original_max_positions) != ("yarn", positions):
         scaling["original_max_position_embeddings"] = rope.original_max_positions
     scaling = {key: list(value) if isinstance(value, tuple) else value for key, value in scaling.items()}
     if rope.query_growth:

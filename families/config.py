@@ -357,11 +357,20 @@ class ModelConfig:
             windows=windows,
             recurrent=recurrent,
             delta=_read_delta(read) if recurrent else None,
-            dtype=read.text("dtype" if "dtype" in config else "torch_dtype", "float32", tuple(DTYPES)),
+            dtype=ConfigReader({"torch_dtype": named_dtype(config)}, where).text(
+                "torch_dtype", "float32", tuple(DTYPES)
+            ),
             bos_token_id=bos if isinstance(bos, int) else None,
             eos_token_ids=tuple(i for i in (eos if isinstance(eos, list) else [eos]) if isinstance(i, int)),
         )
         return cls(**(geometry | facts | family.facts))
+
+
+def named_dtype(config: dict[str, Any]) -> Any:
+    """The dtype that a config.json names, None if it leaves it to the tensors."""
+    value = config.get("dtype", config.get("torch_dtype"))
+    value = value.removeprefix("torch.") if isinstance(value, str) else value
+    return None if value == "auto" else value
 
 
 def text_part(config: dict[str, Any], where: str) -> dict[str, Any]:

@@ -111,7 +111,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "granite": Family(GRANITE, biases=ALL_BIASES),
     "hunyuan_v1_dense": Family({"rms_norm_eps": 1e-5, "alpha": 0.0}, {"qk_norm": True, "late_qk_norm": True}),
-    "llama": Family(biases=ALL_BIASES),
+    "llama": Family(biases=ALL_BIASES, rope_names=MROPE),  # draft heads of models that see have it, too
     "ministral": Family(
         # by default every layer has the window, and there are at most 1000
         {"num_key_value_heads": 8, "sliding_window": 4096, "sliding_window_pattern": 1001},

@@ -367,6 +367,7 @@ def _new_drafter(model: Transformer, options: LoadOptions, head: DraftHead | Non
     if kind == "draft":
         with bad_files():
             small = draft.load(model.device, model.dtype, None, options.ctx)
+            small.rotary.build(model.device, options.ctx)  # it may have been trained to fewer positions
         pack_(small, small.dtype)
         check_width(tree, small.config.vocab_size)
         return DraftModelDrafter(model, small, tree, options.slots, length, rule)

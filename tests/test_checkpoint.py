@@ -26,6 +26,7 @@ from scripts import convert
 from support.files import read_json
 from support.reader import INDEX_LIMIT
 from weights import checkpoint
+from weights.block_heads import read_head
 from weights.checkpoint import Checkpoint
 from weights.files import cache_folder, read_entries
 from weights.heads import AUX, read_eagle, save_eagle, save_quantized
@@ -456,6 +457,30 @@ def test_yarn_that_a_user_adds_makes_the_context_longer(added):
     assert long.max_positions == 4096
 
 
+def test_a_dtype_that_no_config_names_is_that_of_the_tensors(llama):
+    """Bug: bfloat16 weights that count as float32, twice their size on a GPU, because config.json names no dtype."""
+    folder, text = llama, (llama / "config.json").read_text()
+    halves = {name: t.bfloat16() for name, t in load_file(folder / "model.safetensors").items()}
+    save_file(halves, folder / "model.safetensors")
+    config = {key: value for key, value in json.loads(text).items() if key not in ("dtype", "torch_dtype")}
+    for more in ({}, {"torch_dtype": None}, {"dtype": "auto"}, {"torch_dtype": "torch.bfloat16"}):
+        (folder / "config.json").write_text(json.dumps(config | more))
+        assert load_config(folder).dtype == "bfloat16"
+    (folder / "config.json").write_text(json.dumps(config | {"dtype": "float32"}))
+    assert load_config(folder).dtype == "float32"
+
+
+def test_a_draft_model_drafts_past_its_own_context(llama, tmp_path):
+    """Bug: a small model that was trained to fewer positions gives each later one the rotation of its last, and drafts
+    noise. Here it is the target itself."""
+    shutil.copytree(llama, small := tmp_path / "small")
+    edit_json(small / "config.json", max_position_embeddings=64)
+    made = dict(ctx=256, dtype="float64", kernels="reference", tree="chain:4", eagle_always=True)
+    engine = load(llama, draft_checkpoint=str(small), **made)
+    result = engine.generate([5, 9, 22, 7, 3] * 30, SamplingParams(max_new_tokens=50)).run()[0]
+    assert result.tau > 4.5
+
+
 def test_stop_ids_without_a_tokenizer(llama):
     """Bug: a model without tokenizer files never reads generation_config.json, not even one that is garbage. Its ids come
     first, then config.json's."""
@@ -809,6 +834,30 @@ def test_heads_for_another_target_are_refused(tiny_checkpoint, tmp_path):
     one_line(lambda: read_eagle(write_head(tmp_path / "z", odd, GEOMETRY), TARGET), "neither")
 
 
+def test_layers_that_a_head_does_not_name_are_told(tmp_path):
+    """Bug: a head whose config.json names no layers is read with others than it was trained with, and nobody is told. An
+    empty list stands for the usual ones, and a head of a model that sees may rotate as that model."""
+    named = GEOMETRY | {"draft_vocab_size": VD, "eagle_config": {AUX: [2, 4, 5]}}
+    assert read_eagle(write_head(tmp_path / "h", eagle3(), named), TARGET).notes == []
+    mrope = {"rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]}}
+    for config in (GEOMETRY | {"draft_vocab_size": VD}, named | {"eagle_config": {AUX: []}} | mrope):
+        read = read_eagle(write_head(tmp_path / "h", eagle3(), config), TARGET)
+        assert read.config.taps == (2, 4, 5) and read.config.layer.rope.kind == "default"
+        assert len(read.notes) == 1 and "assumed [2, 4, 5]" in read.notes[0] and AUX in read.notes[0]
+
+
+@pytest.mark.parametrize(("more", "words"), [
+    ({"parallel_drafting": True}, ("P-EAGLE",)), ({"speculators_model_type": "mtp"}, ("'mtp'",)),
+    ({"speculators_model_type": "peagle", "transformer_layer_config": GEOMETRY}, ("P-EAGLE",)),
+])  # fmt: skip
+def test_heads_of_other_kinds_are_not_read_as_eagle(tmp_path, more, words):
+    """Bug: a head of another kind, whose tensors have the shapes of EAGLE-3, drafts noise."""
+    config = GEOMETRY | {"draft_vocab_size": VD} | more
+    one_line(lambda: read_head(write_head(tmp_path / "h", eagle3(), config), TARGET), "not implemented", *words)
+    tensors = eagle3() | {"mask_hidden": torch.ones(1, 1, 3 * H)}
+    one_line(lambda: read_head(write_head(tmp_path / "h", tensors, GEOMETRY), TARGET), "P-EAGLE")
+
+
 @pytest.mark.parametrize(("change", "words"), [
     (lambda t: t.pop("d2t"), ("no d2t",)),
     (lambda t: t.update(d2t=t["d2t"] + torch.arange(VD)), ("d2t", "offsets")),  # absolute ids where offsets belong
@@ -828,7 +877,7 @@ def test_heads_for_another_target_are_refused(tiny_checkpoint, tmp_path):
     (lambda t: t.update({"fc_norm.0.weight": torch.randn(H)}), ("missing", "fc_norm.1")),
     (lambda t: t.update({"midlayer.mlp.up_proj.bias": torch.randn(I)}), ("unexpected", "up_proj.bias")),
     (lambda t: t.pop("lm_head.weight"), ("LM head", "40 draft tokens")),
-    *[({AUX: ids}, ("layer",)) for ids in ("x", [], [2.0, 3, 4], [True, 2, 3], [2, 3, 9], [-1, 2, 3], [4, 3, 2],
+    *[({AUX: ids}, ("layer",)) for ids in ("x", {}, [2.0, 3, 4], [True, 2, 3], [2, 3, 9], [-1, 2, 3], [4, 3, 2],
                                            [1, 4, 8], {"a": 1})],  # outside the target, unordered, of another type
 ])  # fmt: skip
 def test_broken_heads(tmp_path, change, words):

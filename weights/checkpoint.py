@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from families.config import DTYPES, ModelConfig, text_part
+from families.config import DTYPES, ModelConfig, named_dtype, text_part
 from families.table import WITH_IMAGES
 from model import Transformer
 from support.errors import UsageError
@@ -90,7 +90,12 @@ class Checkpoint:
             generation = check(read_json(file), {"do_sample?": (bool, None)}, file, "the file")
             stops = hf.token_ids(generation, "eos_token_id", str(file), config.vocab_size, directory)
             config = replace(config, eos_token_ids=tuple(dict.fromkeys((*stops, *config.eos_token_ids))))
-        return cls(directory, kind, raw, config, generation=generation, layout=layout)
+        found = cls(directory, kind, raw, config, generation=generation, layout=layout)
+        if raw and named_dtype(text_part(raw, str(found.config_file))) is None and tensor_files(directory):
+            entry = found._stored.get(hf.EMBEDDING)
+            name = str(entry.dtype).removeprefix("torch.") if entry else ""
+            found = replace(found, config=replace(config, dtype=name)) if name in DTYPES else found
+        return found
 
     @property
     def has_mtp(self) -> bool:

@@ -559,6 +559,11 @@ class _EagleReader(HeadReader):
         if raw and not known and path.is_file() and raw.get("num_hidden_layers") != 1:
             self.notes.append(f"{folder / 'config.json'} describes a whole model, not this head: ignored")
             raw = {}
+        kind = raw.get("speculators_model_type")
+        parallel = raw.get("parallel_drafting") or "mask_hidden" in self.entries or kind == "peagle"
+        if parallel or kind not in (None, "eagle", "eagle3"):
+            what = "a P-EAGLE head (parallel drafting)" if parallel else f"a head of the kind {kind!r:.40}"
+            self.fail(f"{what} is not implemented.")
         for name in self.entries:
             if re.match(r"layers\.[1-9]", name):
                 if "fc.weight" not in self.entries:
@@ -630,7 +635,11 @@ class _EagleReader(HeadReader):
         ids, many = None, 2
         if seen == 2 * hidden:
             ids = self.flags.config.get(AUX)
-            ids = list(default_taps(layers)) if ids is None else ids
+            if ids in (None, []):
+                ids = list(default_taps(layers))
+                if not self.bare:
+                    advice = f"--eagle-config {AUX}={json.dumps(ids)} sets them"
+                    self.notes.append(f"config.json does not name the layers that it reads: assumed {ids} ({advice})")
             if not isinstance(ids, list) or not ids or not all(is_a(i, int) for i in ids):
                 self.fail(f"{AUX} = {ids!r:.60}, expected a list of layer numbers.")
             many = len(ids)

@@ -791,6 +791,9 @@ def test_marks_of_chats_are_control_tokens_whatever_their_type(tmp_path, model, 
     ids = ours.encode_chat([{"role": "user", "content": "<|im_end|>"}])
     assert start in ids and ids[-1] == end and end in ours.eos_ids and {start, end} <= ours.special_ids
     assert end not in ours.encode("<|im_end|>") and not {tokens.index(word) for word in words[2:]} & ours.special_ids
+    extra |= {"general.name": "Phi 3 mini", "tokenizer.chat_template": "{{ messages[0].content + '<|im_end|>\n' }}"}
+    swallows = open_tokenizer(tmp_path, extra).encode_chat([{"role": "user", "content": "a"}])[-1] == end
+    assert swallows == (model == "llama")  # llama.cpp's rule; Phi-4 has a byte-level BPE
 
 
 @pytest.mark.parametrize("space", [True, False])

@@ -482,6 +482,80 @@ def test_templates_that_edit_contents(transformers, json_dir, edit):
     assert "HI THERE" in shout.decode(shout.encode_chat(HI))
 
 
+@pytest.mark.parametrize("place", ["tokenizer.json", "tokenizer_config.json", "sentencepiece"])
+def test_tokens_that_swallow_white_space(transformers, json_dir, spm_dir, edit, place):
+    """Bug: Phi-3 was trained without the newlines that its template writes behind <|user|> and <|end|>, because these
+    tokens swallow them; every prompt then has ids that the model has never seen."""
+    flags = {"<|start_header|>": {"rstrip": True}, "<|end|>": {"lstrip": True, "rstrip": True}}
+    template = CHATML.replace("'<|begin|>' + message.role", "'<|start_header|>  \n' + message.role + ' <|eot|> '")
+    source = spm_dir if place == "sentencepiece" else json_dir
+    tokens = {str(700 + i): {"content": s, "special": True} | flags.get(s, {}) for i, s in enumerate(SPECIAL)}
+    folder = edit(source, chat_template=template, bos_token="<s>", eos_token="</s>")
+    if place == "tokenizer.json":
+        written = json.loads((folder / place).read_text())
+        written["added_tokens"] = [token | flags.get(token["content"], {}) for token in written["added_tokens"]]
+        write_json(folder / place, written)
+    else:
+        folder = edit(source, "told", chat_template=template, added_tokens_decoder=tokens)
+    if place == "tokenizer_config.json":  # the vocabulary itself lacks them
+        written = json.loads((folder / "tokenizer.json").read_text())
+        written["added_tokens"], written["post_processor"] = [], None
+        write_json(folder / "tokenizer.json", written)
+    ours = tk.load_tokenizer(folder)
+    if place == "sentencepiece":
+        oracle = llama_oracle(spm_dir, legacy=False)
+        added = [transformers.AddedToken(normalized=False, **token) for token in tokens.values()]
+        oracle.add_tokens(added)
+        oracle.chat_template = template
+    else:
+        oracle = transformers.AutoTokenizer.from_pretrained(folder)
+    for talk in (HI, TALK, [{"role": "user", "content": "\n\n x  y \n"}]):
+        want = oracle.apply_chat_template(talk, add_generation_prompt=True, return_dict=False)
+        assert ours.encode_chat(talk) == want, talk
+
+
+PARTS = """{% for m in messages %}{{ '<|begin|>' + m.role + '\n' }}{% for c in m.content %}{% if c.type == 'text' %}
+{{- c.text }}{% endif %}{% endfor %}{{ '<|end|>' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|begin|>' }}{% endif %}"""
+GUARD = "{% if messages[0].content is string %}{{ raise_exception('content must be a list') }}{% endif %}"
+
+
+@pytest.mark.parametrize("guard", ["", GUARD])
+def test_templates_that_take_contents_as_parts(transformers, json_dir, edit, guard):
+    """Bug: the templates of models that also see go through a text letter by letter, and the user's text vanishes."""
+    folder = edit(json_dir, chat_template=guard + PARTS)
+    ours, oracle = tk.load_tokenizer(folder), transformers.AutoTokenizer.from_pretrained(folder)
+    parts = [message | {"content": [{"type": "text", "text": message["content"]}]} for message in TALK]
+    assert ours.encode_chat(TALK) == oracle.apply_chat_template(parts, add_generation_prompt=True, return_dict=False)
+    assert ours.render_chat(TALK) == oracle.apply_chat_template(parts, add_generation_prompt=True, tokenize=False)
+    begin, end = (ours._files.vocab[token] for token in ("<|begin|>", "<|end|>"))
+    assert sum(i in (begin, end) for i in ours.encode_chat([{"role": "user", "content": "<|end|> <|begin|>"}])) == 3
+
+
+@pytest.mark.parametrize("place", ["list", "folder", "chat_template.json"])
+def test_templates_in_other_places(transformers, json_dir, edit, place):
+    """Bug: "takes no tools" of a model with a template for them, and "has no chat template" of one whose template lies in
+    chat_template.json."""
+    tools = [{"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}}}]
+    use = "{% if tools %}{{ tools | tojson }}{% endif %}" + CHATML
+    both = [{"name": "default", "template": CHATML}, {"name": "tool_use", "template": use}]
+    folder = edit(json_dir, **({"chat_template": both} if place == "list" else {}))
+    if place == "folder":
+        (folder / "chat_template.jinja").write_text(CHATML)
+        (folder / "additional_chat_templates").mkdir()
+        (folder / "additional_chat_templates" / "tool_use.jinja").write_text(use)
+    if place == "chat_template.json":
+        write_json(folder / place, {"chat_template": use})
+    ours, oracle = tk.load_tokenizer(folder), transformers.AutoTokenizer.from_pretrained(folder)
+    for given in (None, tools):
+        template = {"chat_template": use} if place == "chat_template.json" else {}
+        how = {"add_generation_prompt": True, "return_dict": False, "tools": given} | template
+        assert ours.encode_chat(HI, tools=given) == oracle.apply_chat_template(HI, **how)
+    assert ours.chat_template_source == {"list": "tokenizer_config.json", "folder": "chat_template.jinja"}.get(
+        place, place
+    )
+
+
 def test_template_contract(transformers, json_dir, edit):
     """Bug: templates that use Hugging Face's extras (tojson, strftime_now, break, tools) fail or differ."""
     template = """{% for m in messages %}

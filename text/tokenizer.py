@@ -5,6 +5,7 @@ text equals the text decoded in one piece.
 """
 
 import codecs
+import contextlib
 import json
 import re
 import secrets
@@ -32,7 +33,8 @@ LLAMA2_SYSTEM = (
     "something not correct. If you don't know the answer to a question, please don't share false information."
 )
 NAMED_TOKEN = re.compile("[a-z]+_token")  # keys such as bos_token
-TOKEN = (str, {"content": str, "special?": (bool, None)})
+STRIPS = "lstrip", "rstrip"  # whether a token swallows the white space before it, and behind it
+TOKEN = (str, {"content": str} | dict.fromkeys(("special?", *(f"{key}?" for key in STRIPS)), (bool, None)))
 # What is read of tokenizer_config.json and special_tokens_map.json. Keys of NAMED_TOKEN hold a TOKEN or null.
 CONFIG = dict.fromkeys(("add_bos_token?", "add_eos_token?", "legacy?"), (bool, None))
 CONFIG |= {"added_tokens_decoder?": ({"*": TOKEN[1]}, None), "additional_special_tokens?": ([TOKEN], None)}
@@ -47,6 +49,7 @@ ALPHABET = {256 + i: byte for i, byte in enumerate(HIDDEN)} | dict.fromkeys(HIDD
 Reader = Callable[[str], Any]  # the contents of a file by its name, None if there is no such file
 TOOL_KEYS = {"tool_calls", "tool_call_id", "name", "tools"}  # what a message may have beside its role and content
 MESSAGE = {"role": str, "content": str, "thought?": str, "*": ()} | {f"{key}?": object for key in TOOL_KEYS}
+TOOL_USE = "tool_use"  # the template that some models have for conversations with tools
 BUILTIN_SYSTEM = {"vicuna": VICUNA_SYSTEM, "llama-2-chat": LLAMA2_SYSTEM, "mixtral": ""}
 # What paper benchmarks pass to encode_chat as `suffix`.
 PAPER_SUFFIX = {"vicuna": "", "llama-2-chat": " ", "mixtral": ""}
@@ -123,7 +126,7 @@ def _added_tokens(read: Reader, config: dict, named: dict[str, str]) -> dict[str
     for i, token in (config.get("added_tokens_decoder") or {}).items():
         if not re.fullmatch("[0-9]{1,9}", i):
             raise ValueError(f"added_tokens_decoder has {i!r:.40}, expected an id")
-        tokens[token["content"]] = {"id": int(i), "special": token.get("special", False)}
+        tokens[token["content"]] = {"id": int(i), "special": False} | {k: v for k, v in token.items() if k != "content"}
     special = list(named.values())
     for key in ("additional_special_tokens", "extra_special_tokens"):
         group = config.get(key) or []
@@ -147,11 +150,17 @@ def _listed_stops(read: Reader, files: "_Files", vocab_size: int | None) -> list
 
 def _chat_templates(read: Reader, config: dict) -> tuple[dict[str, str], str | None]:
     """The model's chat templates by name, and the file that the default one comes from."""
-    if (data := read("chat_template.jinja")) is not None:
-        return {"default": data.decode()[: TEMPLATE_CHARACTERS + 1]}, "chat_template.jinja"
-    listed = config.get("chat_template") or []
+    files = {"default": "chat_template.jinja", TOOL_USE: f"additional_chat_templates/{TOOL_USE}.jinja"}
+    found = {name: data.decode()[: TEMPLATE_CHARACTERS + 1] for name, file in files.items() if (data := read(file))}
+    source, listed = "tokenizer_config.json", config.get("chat_template")
+    if not listed:
+        shape = {"chat_template?": CONFIG["chat_template?"]}
+        source = "chat_template.json"
+        listed = _json(read, source, shape).get("chat_template") or []
     templates = {"default": listed} if isinstance(listed, str) else {t["name"]: t["template"] for t in listed}
-    return templates, "tokenizer_config.json" if "default" in templates else None
+    if "default" in found:
+        return found, files["default"]
+    return templates | found, source if "default" in templates else None
 
 
 @dataclass
@@ -161,7 +170,8 @@ class _Files:
     encode(text, first) parses no special tokens. `first` says that the text starts the sequence, where a dummy space
     belongs. `pieces` are the bytes of each id. `special` has the ids of special tokens. `named` are the texts of tokens
     such as bos_token. `leading_space` says that the vocabulary puts a dummy space before a text. `around` are the ids
-    that the file puts before and after a text, or None if flags in tokenizer_config.json decide.
+    that the file puts before and after a text, or None if flags in tokenizer_config.json decide. `strips` are the special
+    tokens that swallow the white space before or behind them.
     """
 
     encode: Callable[[str, bool], list[int]]
@@ -171,6 +181,7 @@ class _Files:
     named: dict[str, str]
     leading_space: bool
     around: tuple[list[int], list[int]] | None
+    strips: dict[int, tuple[bool, bool]]
 
 
 class Tokenizer:
@@ -251,7 +262,8 @@ class Tokenizer:
     def render_chat(self, messages: list, add_generation_prompt: bool = True) -> str:
         """Prompt text of `messages`, which are dicts of `role` and `content`. Failures are one-line ValueErrors."""
         _check_messages(messages)
-        return self._render([messages], {"add_generation_prompt": add_generation_prompt})[0]
+        last = messages[-1]["content"].strip() if messages else ""
+        return self._with_texts([messages], {"add_generation_prompt": add_generation_prompt}, last)[0]
 
     def encode_chat(
         self, messages: list, add_generation_prompt: bool = True, suffix: str = "", tools: list[dict] | None = None,
@@ -301,9 +313,16 @@ class Tokenizer:
                 if isinstance(part, str):
                     run += part
                     continue
+                run = self._stripped(run, ids, self._files.strips.get(part, (False, False))[0])
                 ids += [*self._text_ids(run, first=not ids and not goes_on), part]
                 run = ""
+        run = self._stripped(run, ids)
         return ids + self._text_ids(run, first=not ids and not goes_on)
+
+    def _stripped(self, text: str, ids: list[int], end: bool = False) -> str:
+        """The text between two control tokens, without the white space that the last of `ids`, or the next one, takes."""
+        text = text.rstrip() if end else text
+        return text.lstrip() if ids and self._files.strips.get(ids[-1], (False, False))[1] else text
 
     def parts(self, text: str) -> list[str | int]:
         """A text in which control tokens count: these as ids, and the text between them."""
@@ -328,8 +347,9 @@ class Tokenizer:
 
     @property
     def chat_template(self) -> str:
-        """The source of the template in use; "" for a built-in one or none."""
-        return self.chat_templates.get(self._template, "")
+        """The source of the template in use, with that for tools behind it; "" for a built-in one or none."""
+        names = [self._template, TOOL_USE] if self._template == "default" else [self._template]
+        return "\n".join(self.chat_templates[name] for name in names if name in self.chat_templates)
 
     def check_variables(self, variables: Mapping[str, Any]) -> None:
         """Refuse variables of a template that it would be given in any case, and control tokens in them."""
@@ -369,7 +389,8 @@ class Tokenizer:
         for number, ((i, key), body) in enumerate(zip(places, bodies, strict=True)):
             if body:
                 hidden[i][key] = hidden[i][key].replace(body, f"{mark}{number}\ue001")
-        real, opaque = self._render([messages, hidden], given)
+        last = f"{mark}{len(bodies) - 1}\ue001" if bodies and bodies[-1] else ""
+        real, opaque = self._with_texts([messages, hidden], given, last)
         pieces = re.split(f"{mark}([0-9]+)\ue001", opaque)
         numbers = [int(i) for i in pieces[1::2]]
         pieces[1::2] = [bodies[i] for i in numbers]
@@ -382,6 +403,29 @@ class Tokenizer:
             what = ValueError(f"{where} edits messages that hold the text of control tokens.")
             raise advised(what, "Remove that text, or pass --prompt.")
         return [real], []
+
+    def _with_texts(self, variants: list[list[dict]], given: dict[str, Any], shown: str) -> list[str]:
+        """`_render`. A template that refuses a text as content, or drops the last one, gets a list of parts.
+
+        shown: what the last variant of the prompt then holds.
+        """
+        try:
+            texts, error = self._render(variants, given), None
+        except ValueError as caught:
+            texts, error = [], caught
+        if error is None and shown in texts[-1]:
+            return texts
+        parts = [
+            [m | {"content": [{"type": "text", "text": m["content"]}]} if "content" in m else m for m in messages]
+            for messages in variants
+        ]
+        with contextlib.suppress(ValueError):
+            typed = self._render(parts, given)
+            if shown in typed[-1]:
+                return typed
+        if error is not None:
+            raise error
+        return texts
 
     def _text_ids(self, text: str, first: bool) -> list[int]:
         """Ids of text that holds no control tokens. `first`: the text starts the sequence."""
@@ -411,6 +455,8 @@ class Tokenizer:
         if name not in self.chat_templates:
             why = "this model has no chat template."
             raise advised(ValueError(why), f"Use --prompt or a built-in one: {builtins}.")
+        if name == "default" and given.get("tools") and TOOL_USE in self.chat_templates:
+            name = TOOL_USE
         roles = ", ".join(m["role"] for m in variants[0])
         where = f"chat template ({self.chat_template_source}) failed for roles [{roles:.60}]"
         with one_line_errors(where, f"Send the roles it expects, or use a built-in template: {builtins}."):
@@ -458,11 +504,11 @@ def _from_parts(value: dict[str, Any]) -> Any:
     return rust
 
 
-def _add_token(rust: Any, content: str, special: bool) -> None:
+def _add_token(rust: Any, content: str, special: bool, **strips: bool) -> None:
     """Add a token to a tokenizers.Tokenizer. Its text is not normalised before it is looked for."""
     import tokenizers
 
-    added = tokenizers.AddedToken(content, special=special, normalized=False)
+    added = tokenizers.AddedToken(content, special=special, normalized=False, **strips)
     (rust.add_special_tokens if special else rust.add_tokens)([added])
 
 
@@ -482,7 +528,7 @@ def _load_json(data: bytes | dict[str, Any], tokens: dict[str, dict], named: dic
     for content, token in tokens.items():
         special = bool(token.get("special"))
         if known.get(content) is None or special > known[content]:
-            _add_token(rust, content, special)
+            _add_token(rust, content, special, **{key: bool(token.get(key)) for key in STRIPS})
     added = rust.get_added_tokens_decoder()
     vocab = rust.get_vocab()
     decoder = rust.decoder.__getstate__().decode() if rust.decoder else ""
@@ -507,7 +553,8 @@ def _load_json(data: bytes | dict[str, Any], tokens: dict[str, dict], named: dic
         return ids if first else ids[1:]
 
     special = {t.content: i for i, t in added.items() if t.special}
-    return _Files(encode, vocab, pieces, special, named, leading_space, (ids[:place], ids[place + 1 :]))
+    strips = {i: (added[i].lstrip, added[i].rstrip) for i in special.values()}
+    return _Files(encode, vocab, pieces, special, named, leading_space, (ids[:place], ids[place + 1 :]), strips)
 
 
 def _load_sentencepiece(data: bytes, tokens: dict[str, dict], named: dict[str, str], legacy: bool) -> _Files:
@@ -541,7 +588,9 @@ def _load_sentencepiece(data: bytes, tokens: dict[str, dict], named: dict[str, s
 
     own = {"bos_token": model.bos_id(), "eos_token": model.eos_id(), "unk_token": model.unk_id()}
     named = {name: model.id_to_piece(i) for name, i in own.items() if i >= 0} | named
-    return _Files(encode, vocab, pieces, special, named, model.encode("a") != inner.encode("a"), None)
+    space, flags = model.encode("a") != inner.encode("a"), [(vocab[name], token) for name, token in tokens.items()]
+    strips = {i: tuple(bool(token.get(key)) for key in STRIPS) for i, token in flags}
+    return _Files(encode, vocab, pieces, special, named, space, None, strips)
 
 
 def _spelled_bytes(token: str) -> bytes:

@@ -380,6 +380,13 @@ def tokenizer_files(metadata: Mapping[str, Any], where: str) -> dict[str, Any]:
     for name in metadata.get("tokenizer.chat_templates") or []:
         templates[name] = metadata.get(f"tokenizer.chat_template.{name}")
     config["chat_template"] = [{"name": name, "template": text} for name, text in templates.items() if text]
+    if model == "llama" and re.search("phi[ -]?3", str(metadata.get("general.name")).lower()):  # no file says it
+        plain = {"<unk>", "<s>", "<|endoftext|>"}
+        config["added_tokens_decoder"] = {
+            str(i): {"content": text, "special": True, "rstrip": True}
+            for i, (text, kind) in enumerate(zip(tokens, types, strict=True))
+            if kind == CONTROL and text not in plain
+        }
     flags = {f"add_{end}_token": metadata.get(f"{KEY}add_{end}_token") for end in ("bos", "eos")}
     if model == "gemma4":
         vocabulary = _bpe(tokens, types, metadata.get(f"{KEY}merges") or [], None, [config.get("bos_token"), None])

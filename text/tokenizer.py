@@ -421,7 +421,7 @@ class Tokenizer:
         ]
         with contextlib.suppress(ValueError):
             typed = self._render(parts, given)
-            if shown in typed[-1]:
+            if shown in typed[-1] and "'type': 'text'" not in typed[-1]:  # and it does not write the list itself
                 return typed
         if error is not None:
             raise error

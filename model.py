@@ -487,9 +487,16 @@ class Block(nn.Module):
     def forward_train(self, x: Tensor, cos: Tensor, sin: Tensor, carried: Tensor | None = None) -> Tensor:
         """The same layer over a whole sequence, with gradients and without a cache. carried [B, T, config.carried]: what
         goes from layer to layer beside x. No gradients flow through it."""
+        return self.feed_forward(self.attend(x, cos, sin, carried), carried)
+
+    def attend(self, x: Tensor, cos: Tensor, sin: Tensor, carried: Tensor | None) -> Tensor:
+        """The first half of `forward_train`."""
         shared = None if carried is None else carried[..., self.shared]
         attended = self.attention.forward_train(normed_by(self.input_norm, x), cos, sin, shared)
-        x = x + self.attention.multiplier * normed_by(self.attention_norm, attended)
+        return x + self.attention.multiplier * normed_by(self.attention_norm, attended)
+
+    def feed_forward(self, x: Tensor, carried: Tensor | None) -> Tensor:
+        """The second half of `forward_train`."""
         return self.mlp(self.post_norm(x), x) if self.mlp_norm is None else self.behind_attention(x, carried)
 
 

@@ -30,7 +30,7 @@ from weights.checkpoint import QUANTIZED, Checkpoint
 from weights.files import Progress, check_finite, read_entries, write_safetensors
 from weights.hf import build_model, checked_views, config_to_hf, parameter_sources, read_parameter
 from weights.quantized import QuantLinear, QuantSpec, apply_spec_, digest, quantizable, set_tensor, spec_to_json
-from weights.rounding import Tally, half_of, relative_error, round_weight
+from weights.rounding import Reached, Tally, half_of, relative_error, round_weight
 
 ABSURD_KL = 2.0  # nats per token; past this the result is broken, not merely bad, and is never written
 Forward = Callable[[Tensor], Tensor]  # hidden states [W, T, H] -> hidden states
@@ -194,24 +194,31 @@ class _Run:
         for name in [name for name, _ in block.named_parameters()]:
             set_tensor(block, name, self.source.read(f"layers.{i}.{name}", self.device))
 
-        def forward(states: Tensor) -> Tensor:
+        def attend(states: Tensor) -> Tensor:
             x, carried = states.split((model.config.hidden_size, model.config.carried), -1)
-            x = block.forward_train(x, *model.rotary(torch.arange(x.shape[1], device=x.device)[None]), carried)
+            x = block.attend(x, *model.rotary(torch.arange(x.shape[1], device=x.device)[None]), carried)
             return torch.cat((x, carried), -1)
 
+        def feed_forward(states: Tensor) -> Tensor:
+            x, carried = states.split((model.config.hidden_size, model.config.carried), -1)
+            return torch.cat((block.feed_forward(x, carried), carried), -1)
+
+        def forward(states: Tensor) -> Tensor:
+            return feed_forward(attend(states))
+
         self._through(forward, self.before)
-        self._unit(f"layer-{i:04}", block, f"layers.{i}.", forward)
+        self._unit(f"layer-{i:04}", block, f"layers.{i}.", feed_forward, attend)
         self._through(forward, self.after)
         with rounded_activations(block, self.spec):
             self._through(forward, self.rounded)
-        self._through(forward, self.inputs)
+        self._through(feed_forward, self.inputs)
         block.to("meta")
 
     def _mtp(self, layer: nn.Module) -> None:
         """Round the layer that drafts to the nearest levels, whatever the algorithm: it cannot change a token."""
         for name in [name for name, _ in layer.named_parameters()]:
             set_tensor(layer, name, self.source.read(f"mtp.{name}", self.device))
-        self._unit("mtp", layer, "mtp.", layer, replace(self.spec, algorithm="rtn", act_order=False))
+        self._unit("mtp", layer, "mtp.", layer, spec=replace(self.spec, algorithm="rtn", act_order=False))
         layer.to("meta")
 
     def _head(self, targets: Tensor) -> dict[str, Any]:
@@ -238,31 +245,44 @@ class _Run:
             del self.stored["lm_head.weight"]
         return tally.report() | {"rounded_activations": rounded.report()}
 
-    def _unit(self, unit: str, module: nn.Module, prefix: str, forward: Forward, spec: QuantSpec | None = None) -> None:
+    def _unit(
+        self, unit: str, module: nn.Module, prefix: str, forward: Forward, first: Forward | None = None,
+        spec: QuantSpec | None = None,
+    ) -> None:  # fmt: skip
         """Quantize `module`, or take over what an interrupted run has stored of it. spec: instead of that of the run.
 
         Its linears are rounded one after the other, and each sees what its rounded predecessors produce. The module is
         left with the weights that the stored tensors stand for.
+
+        first: what runs before `forward`, with all linears of `module.attention`. `self.inputs` have gone through it
+            afterwards, so that it runs once for the linears behind it.
         """
         path = self.work / f"{unit}.safetensors"
         spec = spec or self.spec
         finished = cache.sealed(path)  # a file that no longer is what was written is made again
         known = _tensors_in(path) if finished else {}
+        rounded = {full for _, weights, _ in quantizable(module, spec) for full in weights}
+        for name, tensor in module.named_parameters():
+            if name.removesuffix(".weight") not in rounded:
+                tensor.copy_(known.setdefault(prefix + name, tensor.to("cpu", self.source.half, copy=True)))
+        now = first or forward
         for child, weights, bits in quantizable(module, spec):
             for full, weight in weights.items():
+                if now is first and not full.startswith("attention."):
+                    self._through(first, self.inputs)
+                    now = forward
                 key = prefix + full
                 if f"{key}.qweight" in known:
                     out = {leaf: known[f"{key}.{leaf}"] for leaf in ("qweight", "scales")}
                 else:
-                    feed = partial(self._through, forward, self.inputs, keep=False)
-                    out = round_weight(child, full, weight, bits, spec, feed)
+                    feed = partial(self._through, now, self.inputs, keep=False)
+                    out = round_weight(child, full, weight, bits, spec, feed, stop=True)
                     known |= {f"{key}.{leaf}": tensor.cpu() for leaf, tensor in out.items()}
                 restored = QuantLinear(out).dequantize().to(weight.device)
                 self.errors[key] = relative_error(weight, restored)
                 weight.copy_(restored)
-        for name, tensor in module.named_parameters():
-            if f"{prefix}{name.removesuffix('.weight')}.qweight" not in known:
-                tensor.copy_(known.setdefault(prefix + name, tensor.to("cpu", self.source.half, copy=True)))
+        if now is first:
+            self._through(now, self.inputs)
         for name, tensor in known.items():
             if tensor.is_floating_point():
                 check_finite(tensor, name, "result")
@@ -275,7 +295,8 @@ class _Run:
     def _through(self, forward: Forward, states: Tensor, keep: bool = True) -> None:
         """Replace states [W, T, H] on the host by forward(states), a batch at a time. Without `keep` only run it."""
         for i in range(0, len(states), BATCH):
-            out = forward(states[i : i + BATCH].to(self.device))
+            with contextlib.nullcontext() if keep else contextlib.suppress(Reached):
+                out = forward(states[i : i + BATCH].to(self.device))
             if keep:
                 states[i : i + BATCH] = out.cpu()
 

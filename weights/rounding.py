@@ -137,19 +137,32 @@ def relative_error(weight: Tensor, restored: Tensor) -> float:
 
 
 def round_weight(
-    child: nn.Module, name: str, weight: Tensor, bits: int, spec: QuantSpec, feed: Callable[[], None] | None
-) -> Stored:
-    """The stored tensors of the weight `name` of `child`: to nearest, or by GPTQ while `feed` runs calibration data."""
+    child: nn.Module, name: str, weight: Tensor, bits: int, spec: QuantSpec, feed: Callable[[], None] | None,
+    stop: bool = False,
+) -> Stored:  # fmt: skip
+    """The stored tensors of the weight `name` of `child`: to nearest, or by GPTQ while `feed` runs calibration data.
+
+    stop: each forward may end at `child`, with `Reached`.
+    """
     if spec.algorithm == "rtn" or feed is None:
         return quantize_rtn(weight, bits, spec.group_size)
-    hessians = _hessians(child, name.endswith(".down"), weight, feed)
+    hessians = _hessians(child, name.endswith(".down"), weight, feed, stop)
     options = (bits, spec.group_size, spec.act_order)
     parts = [quantize_gptq(w, h, *options) for w, h in zip(weight.view(-1, *weight.shape[-2:]), hessians, strict=True)]
     return {leaf: torch.stack([p[leaf] for p in parts]) for leaf in parts[0]} if weight.dim() == 3 else parts[0]
 
 
-def _hessians(child: nn.Module, down: bool, weight: Tensor, feed: Callable[[], None]) -> list[Tensor]:
-    """Sum of x x^T over the calibration inputs of a linear, or of each expert's `gate_up` or `down`."""
+class Reached(Exception):
+    """A forward has come to the matrix whose inputs are wanted: what lies behind it need not run."""
+
+
+def _hessians(
+    child: nn.Module, down: bool, weight: Tensor, feed: Callable[[], None], stop: bool = False
+) -> list[Tensor]:
+    """Sum of x x^T over the calibration inputs of a linear, or of each expert's `gate_up` or `down`.
+
+    stop: end each forward there with `Reached`, which `feed` catches.
+    """
     K, experts = weight.shape[-1], weight.shape[0] if weight.dim() == 3 else 1
     sums = [torch.zeros(K, K, device=weight.device) for _ in range(experts)]
 
@@ -162,6 +175,8 @@ def _hessians(child: nn.Module, down: bool, weight: Tensor, feed: Callable[[], N
             if index is not None and down:
                 rows = child.hidden(rows, e)
             total.addmm_(rows.T, rows)
+        if stop:
+            raise Reached
 
     handle = child.register_forward_pre_hook(add, with_kwargs=True)
     try:
@@ -238,13 +253,13 @@ class Tally:
 
     def add(self, before: Tensor, after: Tensor, targets: Tensor) -> None:
         """Add logits [M, V] of both models with targets int64 [M]."""
-        # Vocabularies are wide, so float64 copies are made for 128 rows at a time.
+        # Vocabularies are wide, so copies are made for 128 rows at a time, and only the sums are of float64.
         for p, q, ids in zip(before.split(128), after.split(128), targets.split(128), strict=True):
-            p, q = p.double().log_softmax(-1), q.double().log_softmax(-1)
+            p, q = p.float().log_softmax(-1), q.float().log_softmax(-1)
             self.positions += ids.numel()
             self.before += float(F.nll_loss(p, ids, reduction="sum"))
             self.after += float(F.nll_loss(q, ids, reduction="sum"))
-            self.divergence += float((p.exp() * (p - q)).sum())
+            self.divergence += float((p.exp() * (p - q)).sum(dtype=torch.float64))
             self.agreed += int((p.argmax(-1) == q.argmax(-1)).sum())
 
     def report(self) -> dict[str, float]:

@@ -38,7 +38,7 @@ from support.errors import UsageError
 from text.tokenizer import load_tokenizer
 from weights.checkpoint import Checkpoint
 from weights.gguf import GGUFFile
-from weights.gguf_metadata import SPLITS, stop_ids
+from weights.gguf_tokenizer import SPLITS, stop_ids
 from weights.hf import EXPERT_NAMES, as_stored, hf_views, unpacked
 from weights.quantized import FloatLinear, QuantEmbedding, QuantLinear, pack_
 

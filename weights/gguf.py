@@ -34,16 +34,8 @@ from support.errors import UsageError
 from support.machine import size_text
 from support.reader import is_a, one_line_errors
 from weights.files import Destination, Entries, Entry, Spans, check_finite
-from weights.gguf_metadata import (
-    ARCHITECTURES,
-    BY_PLACE,
-    HYBRID,
-    KEY,
-    REORDERED,
-    TOKEN_LISTS,
-    hf_config,
-    tokenizer_files,
-)
+from weights.gguf_metadata import ARCHITECTURES, BY_PLACE, HYBRID, REORDERED, hf_config
+from weights.gguf_tokenizer import KEY, TOKEN_LISTS, tokenizer_files
 from weights.gguf_types import (
     BY_NAME,
     FITS,

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from weights.files import Entry
 from weights.gguf import LAYER, GGUFFile, GGUFTensor, errors_of
-from weights.gguf_metadata import geometry, getter, hf_config, token_texts
+from weights.gguf_metadata import geometry, getter, hf_config
+from weights.gguf_tokenizer import token_texts
 from weights.gguf_types import PLAIN_TYPES, values_of
 
 Published = tuple[dict[str, Any], dict[str, Entry]]  # a config.json, and tensors by name

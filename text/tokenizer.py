@@ -170,8 +170,8 @@ class _Files:
     encode(text, first) parses no special tokens. `first` says that the text starts the sequence, where a dummy space
     belongs. `pieces` are the bytes of each id. `special` has the ids of special tokens. `named` are the texts of tokens
     such as bos_token. `leading_space` says that the vocabulary puts a dummy space before a text. `around` are the ids
-    that the file puts before and after a text, or None if flags in tokenizer_config.json decide. `strips` are the special
-    tokens that swallow the white space before or behind them.
+    that the file puts before and after a text, or None if flags in tokenizer_config.json decide. `strips` are the tokens
+    that swallow the white space before them, and those that swallow it behind them.
     """
 
     encode: Callable[[str, bool], list[int]]
@@ -181,7 +181,7 @@ class _Files:
     named: dict[str, str]
     leading_space: bool
     around: tuple[list[int], list[int]] | None
-    strips: dict[int, tuple[bool, bool]]
+    strips: tuple[set[int], set[int]]
 
 
 class Tokenizer:
@@ -313,16 +313,17 @@ class Tokenizer:
                 if isinstance(part, str):
                     run += part
                     continue
-                run = self._stripped(run, ids, self._files.strips.get(part, (False, False))[0])
+                run = self._stripped(run, ids, part)
                 ids += [*self._text_ids(run, first=not ids and not goes_on), part]
                 run = ""
         run = self._stripped(run, ids)
         return ids + self._text_ids(run, first=not ids and not goes_on)
 
-    def _stripped(self, text: str, ids: list[int], end: bool = False) -> str:
-        """The text between two control tokens, without the white space that the last of `ids`, or the next one, takes."""
-        text = text.rstrip() if end else text
-        return text.lstrip() if ids and self._files.strips.get(ids[-1], (False, False))[1] else text
+    def _stripped(self, text: str, ids: list[int], end: int | None = None) -> str:
+        """The text between two control tokens, the last of `ids` and `end`, without the white space that they swallow."""
+        before, behind = self._files.strips
+        text = text.rstrip() if end in before else text
+        return text.lstrip() if ids and ids[-1] in behind else text
 
     def parts(self, text: str) -> list[str | int]:
         """A text in which control tokens count: these as ids, and the text between them."""
@@ -553,7 +554,7 @@ def _load_json(data: bytes | dict[str, Any], tokens: dict[str, dict], named: dic
         return ids if first else ids[1:]
 
     special = {t.content: i for i, t in added.items() if t.special}
-    strips = {i: (added[i].lstrip, added[i].rstrip) for i in special.values()}
+    strips = ({i for i, token in added.items() if token.lstrip}, {i for i, token in added.items() if token.rstrip})
     return _Files(encode, vocab, pieces, special, named, leading_space, (ids[:place], ids[place + 1 :]), strips)
 
 
@@ -588,8 +589,8 @@ def _load_sentencepiece(data: bytes, tokens: dict[str, dict], named: dict[str, s
 
     own = {"bos_token": model.bos_id(), "eos_token": model.eos_id(), "unk_token": model.unk_id()}
     named = {name: model.id_to_piece(i) for name, i in own.items() if i >= 0} | named
-    space, flags = model.encode("a") != inner.encode("a"), [(vocab[name], token) for name, token in tokens.items()]
-    strips = {i: tuple(bool(token.get(key)) for key in STRIPS) for i, token in flags}
+    space = model.encode("a") != inner.encode("a")
+    strips = tuple({vocab[name] for name, token in tokens.items() if token.get(key)} for key in STRIPS)
     return _Files(encode, vocab, pieces, special, named, space, None, strips)
 
 

@@ -73,12 +73,10 @@ BLOCK = 32  # values of a row that share a scale in Q4_0, Q4_1 and Q8_0
 # More than any real model has. Every element becomes a Python object, so a false count could fill the memory.
 MOST_ELEMENTS, MOST_TENSORS = 2_000_000, 100_000
 SMALL = 64 << 20  # bytes of floats that a quantized file may become at least; else a twentieth of its size
-TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-TOP |= {
-    "per_layer_token_embd": "model.embed_tokens_per_layer",
-    "per_layer_proj_norm": "model.per_layer_projection_norm",
-}
-TOP |= {"per_layer_model_proj": "model.per_layer_model_projection"}
+TOP = """token_embd=model.embed_tokens output_norm=model.norm output=lm_head
+    per_layer_token_embd=model.embed_tokens_per_layer per_layer_proj_norm=model.per_layer_projection_norm
+    per_layer_model_proj=model.per_layer_model_projection"""
+TOP = dict(pair.split("=") for pair in TOP.split())
 LAYER = """attn_q=self_attn.q_proj attn_k=self_attn.k_proj attn_v=self_attn.v_proj attn_output=self_attn.o_proj
     attn_q_norm=self_attn.q_norm attn_k_norm=self_attn.k_norm attn_qkv=self_attn.qkv_proj
     ffn_gate_inp_shexp=mlp.shared_expert_gate ffn_gate_shexp=mlp.shared_expert.gate_proj
@@ -259,12 +257,16 @@ class GGUFFile:
         Raises ValueError in one line for an architecture or a setting that is not implemented.
         """
         with errors_of(self.path):
-            rotations = {name: self.tensors.get(f"{name}.weight") for name in ROTATIONS}
-            read = {name: self._read(tensor) for name, tensor in rotations.items() if tensor}
-            config = hf_config(self.metadata, self.tensors, read, str(self.path))
+            config = hf_config(self.metadata, self.tensors, self.rotations, str(self.path))
             if integers := [name for name, tensor in self.tensors.items() if tensor.kind in INTEGER_TYPES]:
                 raise ValueError(f"tensor {integers[0]!r:.80} holds integers, which no model does")
             return config
+
+    @property
+    def rotations(self) -> dict[str, Tensor]:
+        """The divisors of RoPE frequencies that the file has, by the names in ROTATIONS."""
+        found = {name: self.tensors.get(f"{name}.weight") for name in ROTATIONS}
+        return {name: values_of(tensor.kind, tensor.data) for name, tensor in found.items() if tensor}
 
     @cached_property
     def _turning(self) -> ModelConfig:

@@ -46,8 +46,9 @@ ASSISTANT |= {
     for at, end in (("nextn.", "ection"), ("mtp.", "ection"), ("mtp_", ""))
 }
 ASSISTANT |= dict.fromkeys(("masked_embd_centroids", "mtp.centroids", "mtp_centroids"), "masked_embedding.centroids")
-ORDERINGS = "masked_embd_ordering", "mtp.token_ordering", "mtp_token_ordering"
-ASSISTANT |= dict.fromkeys(ORDERINGS, "masked_embedding.token_ordering")
+ASSISTANT |= dict.fromkeys(
+    ("masked_embd_ordering", "mtp.token_ordering", "mtp_token_ordering"), "masked_embedding.token_ordering"
+)
 ASSISTANT_BLOCK = BLOCK | {"post_attention_norm": "post_attention_layernorm", "ffn_norm": "pre_feedforward_layernorm"}
 ASSISTANT_BLOCK |= {"post_ffw_norm": "post_feedforward_layernorm", "layer_output_scale": "layer_scalar"}
 
@@ -141,7 +142,7 @@ def _assistant(file: GGUFFile) -> Published:
 
     config = {
         "model_type": "gemma4_assistant",
-        "text_config": hf_config(keys, tensors, _rotations(file), str(file.path)) | {"attention_k_eq_v": False},
+        "text_config": hf_config(keys, tensors, file.rotations, str(file.path)) | {"attention_k_eq_v": False},
         "backbone_hidden_size": first("embedding_length_out", "n_embd_backbone", "backbone_embedding_length"),
     }
     entries = _entries(file, ASSISTANT, ASSISTANT_BLOCK, {}, "model.layers")
@@ -159,15 +160,10 @@ def _config(file: GGUFFile) -> dict[str, Any]:
     """The sizes of layers, and of the vocabulary if the file has its tokens."""
     where = str(file.path)
     get = getter(file.metadata, where)
-    config = geometry(get, _rotations(file), where)
+    config = geometry(get, file.rotations, where)
     if get("rope.dimension_count", config["head_dim"]) != config["head_dim"]:
         raise ValueError("a rotation of only a part of each head is not implemented")
     return config | ({"vocab_size": count} if (count := len(token_texts(file.metadata))) else {})
-
-
-def _rotations(file: GGUFFile) -> dict[str, Tensor]:
-    tensor = file.tensors.get("rope_freqs.weight")
-    return {} if tensor is None else {"rope_freqs": values_of(tensor.kind, tensor.data)}
 
 
 def _entries(

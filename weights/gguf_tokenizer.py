@@ -48,11 +48,15 @@ ENDS = """<|eot_id|> <|im_end|> <|end|> <end_of_turn> <|endoftext|> </s> <|eom_i
 MARK = re.compile(r'<(?=[^<>]*\|)(?=[^<>]*[\w"])[^\s<>]+>|<｜[^\s<>]+｜>|<(?:start|end)_of_turn>')
 
 
-def stop_ids(metadata: Mapping[str, Any]) -> list[int]:
-    """The ids that end a text: those that the file names, and the control tokens that are known to end one."""
+def stop_ids(metadata: Mapping[str, Any], types: list[int] | None = None) -> list[int]:
+    """The ids that end a text: those that the file names, and the control tokens that are known to end one.
+
+    types: `token_types`, where they are known already.
+    """
     texts = token_texts(metadata)
     named = [metadata.get(f"{KEY}{name}_token_id") for name in ("eos", "eot", "eom")]
-    ids = {text: i for i, (text, kind) in enumerate(zip(texts, token_types(metadata), strict=False)) if kind == CONTROL}
+    types = token_types(metadata) if types is None else types
+    ids = {texts[i]: i for i, kind in enumerate(types[: len(texts)]) if kind == CONTROL}
     if ids.keys() >= {"<|return|>", "<|call|>"}:
         ids.pop("<|end|>", None)  # which ends a part of an answer there
     ends = [*named, *(ids.get(text) for text in (*ENDS, "<eos>"))]
@@ -68,18 +72,16 @@ def token_types(metadata: Mapping[str, Any]) -> list[int]:
     """The types of all tokens. What looks like a mark of chats is a control token, whatever type a file gives it: what
     ends an answer, and else a mark that is no plain text, or that the chat template writes."""
     texts, template = token_texts(metadata), metadata.get("tokenizer.chat_template")
-    types = metadata.get(f"{KEY}token_type") or [NORMAL] * len(texts)
+    types = list(metadata.get(f"{KEY}token_type") or [NORMAL] * len(texts))
     written = template if isinstance(template, str) else ""
     # Where `</s>` is no control token, it is HTML.
     ends = {*ENDS} - {"</s>"} | ({"<eos>"} if metadata.get(f"{KEY}model") == "gemma4" else set())
 
-    def of(text: Any, kind: int) -> int:
-        if kind not in (NORMAL, USER_DEFINED) or not isinstance(text, str) or text[:1] not in "<_[":
-            return kind
-        mark = text in ends or (MARK.fullmatch(text) and (kind == USER_DEFINED or text in written))
-        return CONTROL if mark else kind
-
-    return [of(text, kind) for text, kind in zip(texts, types, strict=False)] + types[len(texts) :]
+    for i, (text, kind) in enumerate(zip(texts, types, strict=False)):
+        if isinstance(text, str) and text.startswith(("<", "_", "[")) and kind in (NORMAL, USER_DEFINED):
+            if text in ends or (MARK.fullmatch(text) and (kind == USER_DEFINED or text in written)):
+                types[i] = CONTROL
+    return types
 
 
 def tokenizer_files(metadata: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -134,7 +136,7 @@ def tokenizer_files(metadata: Mapping[str, Any], where: str) -> dict[str, Any]:
             f"{where}: tokenizer {model!r:.60} is not supported; gpt2 and gemma4 (BPE), llama (sentencepiece) are."
         )
     files["tokenizer_config.json"] = json.dumps(config).encode()
-    files["generation_config.json"] = json.dumps({"eos_token_id": stop_ids(metadata)}).encode()
+    files["generation_config.json"] = json.dumps({"eos_token_id": stop_ids(metadata, types)}).encode()
     return files
 
 
@@ -151,20 +153,19 @@ def _bpe(
         for i, (text, kind) in enumerate(zip(tokens, types, strict=True))
         if kind in (UNKNOWN, CONTROL, USER_DEFINED)
     ]
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-    splits = [
-        {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False}
-        for regex in SPLITS.get(pre, ())
-    ]
-    parts: dict[str, Any] = {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [*splits, byte_level]}}
-    parts |= {"decoder": byte_level, "flags": {"ignore_merges": pre in WHOLE_WORDS}}
     if pre is None:
         to, back = ({"type": "Replace", "pattern": {"String": a}, "content": b} for a, b in (" \u2581", "\u2581 "))
-        parts = {
-            "normalizer": to,
-            "decoder": {"type": "Sequence", "decoders": [back, {"type": "ByteFallback"}, {"type": "Fuse"}]},
-        }
-        parts["flags"] = {"unk_token": "<unk>", "fuse_unk": True, "byte_fallback": True}
+        decoders = [back, {"type": "ByteFallback"}, {"type": "Fuse"}]
+        parts = {"normalizer": to, "decoder": {"type": "Sequence", "decoders": decoders}}
+        flags = {"unk_token": "<unk>", "fuse_unk": True, "byte_fallback": True}
+    else:
+        byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+        splits = [
+            {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False}
+            for regex in SPLITS[pre]
+        ]
+        sequence = {"type": "Sequence", "pretokenizers": [*splits, byte_level]}
+        parts, flags = {"pre_tokenizer": sequence, "decoder": byte_level}, {"ignore_merges": pre in WHOLE_WORDS}
     vocabulary = {text: i for i, text in enumerate(tokens)}
     text_itself = [{"Sequence": {"id": "A", "type_id": 0}}]
     before, after = ([{"SpecialToken": {"id": t, "type_id": 0}}] if t else [] for t in around)
@@ -177,7 +178,7 @@ def _bpe(
         "vocab": vocabulary,
         # A space separates the two parts. The first part may begin with one.
         "merges": [(merge[: (at := merge.index(" ", 1))], merge[at + 1 :]) for merge in merges],
-        **parts.pop("flags"),
+        **flags,
     }
     return {
         "version": "1.0",

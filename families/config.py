@@ -511,7 +511,10 @@ def _read_ropes(outer: ConfigReader, family: Family, max_positions: int) -> tupl
 
 
 def _stretched(config: dict[str, Any], rope: RopeConfig) -> int:
-    """How long a context YaRN makes, where config.json says from what: it may name that length as the longest, too."""
+    """The context that YaRN stretches to, 0 if there is none or config.json does not name the original length.
+
+    Model pages tell users to add YaRN, and to leave `max_position_embeddings` at the original length.
+    """
     places = config, config.get("rope_parameters"), config.get("rope_scaling")
     named = any(isinstance(place, dict) and place.get("original_max_position_embeddings") for place in places)
     return min(int(rope.factor * rope.original_max_positions), 2**24) if named and rope.kind == "yarn" else 0

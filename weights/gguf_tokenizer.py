@@ -69,8 +69,8 @@ def token_texts(metadata: Mapping[str, Any]) -> list[str]:
 
 
 def token_types(metadata: Mapping[str, Any]) -> list[int]:
-    """The types of all tokens. What looks like a mark of chats is a control token, whatever type a file gives it: what
-    ends an answer, and else a mark that is no plain text, or that the chat template writes."""
+    """The types of all tokens. Marks of a chat count as control tokens, whatever type the file gives them: those that end
+    an answer, those that the file calls user-defined, and those that its chat template writes."""
     texts, template = token_texts(metadata), metadata.get("tokenizer.chat_template")
     types = list(metadata.get(f"{KEY}token_type") or [NORMAL] * len(texts))
     written = template if isinstance(template, str) else ""

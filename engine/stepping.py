@@ -31,7 +31,8 @@ from support.machine import describe_device
 FAR = 4096  # tokens of a text behind which steps are timed, to learn how they grow
 MANY = 12  # nodes, besides those that cost little, whose price is measured
 LAG = 2  # steps that run ahead of the host on a GPU
-KV_DTYPES = {"float16": torch.float16, "int8": torch.int8}  # of options.KV_CACHES; the others are the model's
+# Of options.KV_CACHES; the others are the model's.
+KV_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "int8": torch.int8}
 # A step, or a half of one: the key of its graph, and a function without arguments.
 Call = tuple[tuple, Callable[[], Any]]
 
@@ -49,7 +50,8 @@ class EngineConfig:
             attached nothing runs ahead.
         eagle_always: False: measure at the first request whether speculation pays, and decode plainly while it does not.
             The tokens are the same up to the rounding of forwards of other widths.
-        kv_dtype: of the target's cache: None for the model's, torch.int8, or torch.float16 with the CPU kernels.
+        kv_dtype: of the target's cache: None for the model's, torch.int8, or with the CPU kernels torch.float16 or
+            torch.bfloat16.
         pool: tokens that the target's cache has room for, of all rows together; default: ctx for each.
         chunk: the most tokens of a prompt that one forward reads.
         options, plan, head, generation: what `engine.load.load` decided, planned and read (generation is the model's

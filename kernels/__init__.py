@@ -26,8 +26,8 @@ from kernels.choice import Settings
 from kernels.cpu import BLOCK as CPU_BLOCK
 from kernels.cpu import TILE as CPU_TILE
 from kernels.cpu import fits as cpu_fits
+from kernels.cpu import multiplies_bfloat16, seconds_alone
 from kernels.cpu import problem as cpu_problem
-from kernels.cpu import seconds_alone
 from kernels.delta import delta_rule, depth_first, gated_norm, sigmoid
 from kernels.draft import place_rows
 from kernels.experts import choose_experts, packed_experts, route

@@ -1,6 +1,6 @@
 // Decoder layers on x86 CPUs with AVX2, from the kernels of cpu_linear.cpp and cpu_attention.cpp. kernels/cpu.py builds these files.
 
-#include "cpu.h"
+#include "pairs.h"
 
 namespace {
 
@@ -178,6 +178,8 @@ std::tuple<Tensor, Tensor> layers(const Tensor& x, const std::optional<Tensor>& 
   return {out, tapped};
 }
 
+bool pair_products() { return PAIRS; }
+
 double seconds_alone() { return Team::of_process().seconds_alone(); }
 
 }  // namespace
@@ -191,4 +193,5 @@ EAGLET_OPERATOR(CPU, stack_layers, "(Tensor[] weights, Tensor? norm, int[] windo
                 "float cap) -> Tensor");
 EAGLET_OPERATOR(CPU, layers, "(Tensor x, Tensor? residual, Tensor stacked, Tensor[] nodes, Tensor(a!) kv, bool round, int[] taps, "
                 "int window, bool ring) -> (Tensor, Tensor)");
+EAGLET_OPERATOR(CompositeExplicitAutograd, pair_products, "() -> bool");
 EAGLET_OPERATOR(CompositeExplicitAutograd, seconds_alone, "() -> float");

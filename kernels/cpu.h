@@ -165,9 +165,9 @@ struct Linear {
 
 void norm_rows(const float* x, const float* weight, int64_t rows, int64_t size, float eps, float* out);
 
-// How a cache holds the hd values of a row: as floats, as halves, or as bytes with a float behind them, their scale
+// How a cache holds the hd values of a row: as floats, in float16 or bfloat16, or as bytes with a float behind them, their scale
 // (`quantize_rows` in kernels/kv.py).
-enum class Stored { FLOAT, HALF, BYTES };
+enum class Stored { FLOAT, HALF, BRAIN, BYTES };
 
 // The keys and values of one layer, [2,B,kv_heads,S,row], or [2,1,kv_heads,S,row], which all sequences share.
 struct Cache {
@@ -187,9 +187,12 @@ struct Cache {
   Cache(const Tensor& kv, int64_t first) {
     using torch::headeronly::ScalarType;
     const ScalarType type = kv.scalar_type();
-    as = type == ScalarType::Float ? Stored::FLOAT : type == ScalarType::Half ? Stored::HALF : Stored::BYTES;
+    as = type == ScalarType::Float      ? Stored::FLOAT
+         : type == ScalarType::Half     ? Stored::HALF
+         : type == ScalarType::BFloat16 ? Stored::BRAIN
+                                        : Stored::BYTES;
     STD_TORCH_CHECK(as != Stored::BYTES || type == ScalarType::Char, "the C++ kernels got a cache of another dtype than they take");
-    const int64_t size = as == Stored::FLOAT ? 4 : as == Stored::HALF ? 2 : 1;
+    const int64_t size = as == Stored::FLOAT ? 4 : as == Stored::BYTES ? 1 : 2;
     row = kv.size(first + 4) * size;
     hd = as == Stored::BYTES ? row - 4 : row / size;
     values = kv.stride(first) * size;

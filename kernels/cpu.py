@@ -19,7 +19,7 @@ from kernels.records import header
 from support import native
 
 FILES = "cpu.cpp cpu_linear.cpp cpu_attention.cpp cpu_delta.cpp cpu_draft.cpp cpu_pack.cpp cpu_step.cpp"
-SOURCES = [Path(__file__).with_name(name) for name in f"{FILES} cpu.h registers.h team.h".split()]
+SOURCES = [Path(__file__).with_name(name) for name in f"{FILES} cpu.h pairs.h registers.h team.h".split()]
 BLOCK, TILE = 32, 8  # columns that share a scale of the activations; output rows of a tile. As in cpu.h
 NEEDED = ("avx2", "fma", "f16c")
 
@@ -32,6 +32,11 @@ def problem() -> str:
     except (ValueError, OSError) as error:
         return " ".join(str(error).split())[:300]
     return ""
+
+
+def multiplies_bfloat16(head_dim: int) -> bool:
+    """Whether attention over a bfloat16 cache multiplies bfloat16 here, with sums in float32, instead of floats."""
+    return head_dim % 32 == 0 and not problem() and torch.ops.eaglet_cpu.pair_products.default()
 
 
 def seconds_alone() -> float:

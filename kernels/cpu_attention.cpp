@@ -1,6 +1,6 @@
 // Attention on x86 CPUs with AVX2, and what writes the cache. kernels/cpu.py says what they compute.
 
-#include "registers.h"
+#include "pairs.h"
 
 #include <cstring>
 
@@ -8,12 +8,23 @@ namespace {
 
 using namespace eaglet;
 
+// Eight floats as bfloat16, rounded to nearest. NaN stays NaN.
+inline __m128i brains(__m256 x) {
+  const __m256i bits = _mm256_castps_si256(x), one = _mm256_set1_epi32(1), odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), one);
+  const __m256i rounded = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7FFF)));
+  const __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q)), none = _mm256_set1_epi32(0x7FC00000);
+  const __m256i high = _mm256_srli_epi32(_mm256_blendv_epi8(rounded, none, nan), 16);
+  return _mm_packus_epi32(_mm256_castsi256_si128(high), _mm256_extracti128_si256(high, 1));
+}
+
 // A row of the cache from its hd values.
 void store_row(const Cache& cache, const float* x, char* row) {
   if (cache.as == Stored::FLOAT) std::copy_n(x, cache.hd, (float*)row);
   if (cache.as == Stored::HALF)
     for (int64_t i = 0; i < cache.hd; i += 8)
       _mm_storeu_si128((__m128i*)(row + 2 * i), _mm256_cvtps_ph(_mm256_loadu_ps(x + i), _MM_FROUND_TO_NEAREST_INT));
+  if (cache.as == Stored::BRAIN)
+    for (int64_t i = 0; i < cache.hd; i += 8) _mm_storeu_si128((__m128i*)(row + 2 * i), brains(_mm256_loadu_ps(x + i)));
   if (cache.as != Stored::BYTES) return;
   float largest = 0;
   for (int64_t i = 0; i < cache.hd; ++i) largest = std::abs(x[i]) > largest || std::isnan(x[i]) ? std::abs(x[i]) : largest;
@@ -25,9 +36,9 @@ void store_row(const Cache& cache, const float* x, char* row) {
   std::memcpy(row + cache.hd, &scale, 4);
 }
 
-constexpr int64_t WIDTH = 8 * LANES;  // floats of a register
-constexpr int64_t CHUNK = 64;         // positions that are attended to at once
-constexpr int64_t DEPTH = 64;         // columns of a head that are worked on at once
+constexpr int64_t CHUNK = 128;        // positions that are attended to at once
+constexpr int64_t DEPTH = 64;         // columns of a head, or pairs of them, that are worked on at once
+constexpr int64_t SPARE = 32;         // places behind the rows of a chunk
 // Rows and registers of a product that are worked on at once.
 constexpr int PRODUCT_ROWS = LANES == 2 ? 6 : 4, PRODUCT_SPAN = LANES == 2 ? 4 : 2;
 constexpr int NARROW = 3, FEW_QUERIES = 12;  // so many read keys and values as they lie; so many do not need the keys' columns
@@ -38,6 +49,10 @@ template <Stored AS>
 inline __m256 eight_stored(const char* row, int64_t at, int64_t hd) {
   if (AS == Stored::FLOAT) return _mm256_loadu_ps((const float*)row + at);
   if (AS == Stored::HALF) return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(row + 2 * at)));
+  if (AS == Stored::BRAIN) {
+    const __m256i high = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)(row + 2 * at)));
+    return _mm256_castsi256_ps(_mm256_slli_epi32(high, 16));
+  }
   float scale;
   std::memcpy(&scale, row + hd, 4);
   return _mm256_mul_ps(_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)(row + at)))), _mm256_set1_ps(scale));
@@ -54,7 +69,7 @@ inline Floats load_stored(const char* row, int64_t at, int64_t hd) {
 // Asks for `count` values of a row from column `at` on. Where it is not inlined, GCC takes it for a function without effect.
 template <Stored AS>
 [[gnu::always_inline]] inline void ask_for(const char* row, int64_t at, int64_t count) {
-  constexpr int64_t SIZE = AS == Stored::FLOAT ? 4 : AS == Stored::HALF ? 2 : 1;
+  constexpr int64_t SIZE = AS == Stored::FLOAT ? 4 : AS == Stored::BYTES ? 1 : 2;
   for (int64_t i = 0; i < count * SIZE; i += 64) _mm_prefetch(row + at * SIZE + i, _MM_HINT_T1);
 }
 
@@ -209,35 +224,63 @@ template <int R, int W, class Source>
   for_each<R>([&](auto r) { for_each<W>([&](auto w) { store(out + r * stride_out + w * WIDTH, sum[r][w]); }); });
 }
 
-// Calls call(R, row, W, column) with constants R and W for tiles that cover `rows` rows and `columns` columns.
-template <int ROWS, int SPAN, class Call>
-void in_tiles(int64_t rows, int64_t columns, Call call) {
-  for (int64_t r = 0; r < rows; r += ROWS)
-    with_constant<ROWS>(std::min<int64_t>(ROWS, rows - r), [&](auto some) {
-      for (int64_t d = 0; d < columns; d += SPAN * WIDTH)
-        with_constant<SPAN>(std::min<int64_t>(SPAN, (columns - d + WIDTH - 1) / WIDTH), [&](auto width) { call(some, r, width, d); });
-    });
-}
-
-// scores -> weights e^(score - top), where `top` is the largest. Returns their sum, and top. With a cap, the score is
-// cap tanh(score / cap). The memory goes on to a multiple of WIDTH; weights behind the end are too small to change the sum.
-std::pair<float, float> weights_of(float* scores, int64_t count, float cap) {
+// The largest of some scores. With a cap, a score becomes cap tanh(score / cap). The memory goes on to a multiple of WIDTH.
+float largest_of(float* scores, int64_t count, float cap) {
   const int64_t whole = (count + WIDTH - 1) / WIDTH * WIDTH;
   const __m256 limit = _mm256_set1_ps(cap);
   if (cap)
     for (int64_t i = 0; i < whole; i += 8)
       _mm256_storeu_ps(scores + i, _mm256_mul_ps(limit, hyperbolic_tangent(_mm256_div_ps(_mm256_loadu_ps(scores + i), limit))));
   std::fill(scores + count, scores + whole, -INFINITY);
-  Floats largest = every(-INFINITY), total = every(0.f);
+  Floats largest = every(-INFINITY);
   for (int64_t i = 0; i < whole; i += WIDTH) largest = larger(load(scores + i), largest);  // leaves NaN out, but the total has it
-  const float top = largest_lane(_mm256_max_ps(lane(largest, 0), lane(largest, LANES - 1)));
-  for (int64_t i = 0; i < whole; i += WIDTH) {
+  return largest_lane(_mm256_max_ps(lane(largest, 0), lane(largest, LANES - 1)));
+}
+
+inline float total_of(Floats v) { return lane_sum(LANES == 1 ? lane(v, 0) : _mm256_add_ps(lane(v, 0), lane(v, 1))); }
+
+// scores -> weights e^(score - top), where `top` is the largest. Returns their sum, and top. Weights behind the end are too small to
+// change the sum.
+std::pair<float, float> weights_of(float* scores, int64_t count, float cap) {
+  const float top = largest_of(scores, count, cap);
+  Floats total = every(0.f);
+  for (int64_t i = 0; i < count; i += WIDTH) {
     const Floats weights = exponentials(plus(load(scores + i), every(-top)));
     store(scores + i, weights);
     total = plus(total, weights);
   }
-  return {lane_sum(LANES == 1 ? lane(total, 0) : _mm256_add_ps(lane(total, 0), lane(total, 1))), top};
+  return {total_of(total), top};
 }
+
+#ifdef PAIR_PRODUCTS
+// The same for weights in pairs [CHUNK / 2], zero behind the end, in the memory of the scores. A power of two with a polynomial
+// whose error, 3e-6, is small beside that of bfloat16.
+std::pair<float, float> pairs_of(float* scores, int64_t count, float cap) {
+  const float top = largest_of(scores, count, cap);
+  const Floats factor = every(1.44269504f), shift = every(top * 1.44269504f);
+  Floats total = every(0.f);
+  const auto weights = [&](const float* at) {
+    const Floats y = larger(every(-126.f), _mm512_fmsub_ps(load(at), factor, shift));
+    const Floats n = _mm512_roundscale_ps(y, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC), f = _mm512_sub_ps(y, n);
+    Floats p = every(0.00957009f);
+    for (float c : {0.05591786f, 0.24024746f, 0.69312179f, 0.99999928f}) p = times_plus(p, f, every(c));
+    p = _mm512_scalef_ps(p, n);
+    total = plus(total, p);
+    return p;
+  };
+  uint32_t* const to = (uint32_t*)scores;
+  for (int64_t i = 0; i < CHUNK; i += 32) {
+    const int64_t live = std::clamp<int64_t>(count - i, 0, 32);
+    if (!live) {
+      _mm512_storeu_si512(to + i / 2, every(0));
+      continue;
+    }
+    const Floats first = weights(scores + i), second = live > WIDTH ? weights(scores + i + WIDTH) : every(0.f);
+    _mm512_storeu_si512(to + i / 2, pair_up(first, second, live));
+  }
+  return {total_of(total), top};
+}
+#endif
 
 // Attention of the queries q [B,T,Hq,hd] goes through the positions in chunks, which begin at multiples of CHUNK. A chunk has
 // weights relative to its own best score, and sums of values with these weights. Then the chunks are added up in order, weighed
@@ -253,6 +296,7 @@ struct Attention {
   float* out;
   const int64_t group, padded;  // queries of a token that share a head of the cache; rounded up to 8
   const int64_t tokens, blocks;  // of a piece; pieces of a sequence and a head
+  const bool pairs = AS == Stored::BRAIN && PAIRS && n.hd % 32 == 0;  // whether products are those of bfloat16
   int64_t chunks = 1;                       // of a sequence at most, from the first one that its tokens see on
   std::vector<int64_t> first, last, slots;  // a token's first position, one past its last, and the slots of its nodes
   std::vector<int64_t> origin;              // of each sequence the first chunk that its tokens see
@@ -292,17 +336,24 @@ struct Attention {
     float *tops, *totals, *values;  // [tokens,padded], the same, [tokens,group,hd]
   };
 
-  int64_t floats_of_sums() const { return tokens * (2 * padded + group * n.hd); }
+  // So many rows have room for `queries`: whole squares, where there is more than one.
+  static int64_t rounded(int64_t queries) { return queries > 16 ? (queries + 15) / 16 * 16 : queries; }
+
+  int64_t floats_of_sums() const { return 2 * tokens * padded + rounded(tokens * group) * n.hd; }
   Sums sums_in(float* memory) const { return {memory, memory + tokens * padded, memory + 2 * tokens * padded}; }
 
   // What a thread needs to attend to a chunk.
   struct Desk {
+#ifdef PAIR_PRODUCTS
+    Pairs products;
+#endif
     alignas(64) float tile[CHUNK * DEPTH];  // keys or values
     std::unique_ptr<float[]> queries, weights;
+    std::unique_ptr<uint32_t[]> columns;  // of at most 16 queries, in pairs
     int64_t token = -1, head = -1;  // of the piece whose queries, scaled, lie here
 
     explicit Desk(const Attention& a)
-        : queries(new float[a.tokens * a.group * a.n.hd]), weights(new float[a.tokens * a.group * STRIDE]) {}
+        : queries(new float[rounded(a.tokens * a.group) * a.n.hd]), weights(new float[rounded(a.tokens * a.group) * STRIDE]), columns(new uint32_t[a.pairs ? 8 * a.n.hd : 0]()) {}
   };
 
   // How many positions of a chunk token t sees.
@@ -310,15 +361,15 @@ struct Attention {
     return std::max<int64_t>(0, std::min(last[t], (chunk + 1) * CHUNK) - std::max(first[t], chunk * CHUNK));
   }
 
-  // The cache rows of these positions, and behind them the first one again: loops run on up to a multiple of WIDTH, and a row
+  // The cache rows of these positions, and behind them the first one again: loops run on up to a multiple of SPARE, and a row
   // that the token does not see could hold anything.
-  int64_t rows_seen(int64_t t, int64_t chunk, int64_t rows[CHUNK + WIDTH]) const {
+  int64_t rows_seen(int64_t t, int64_t chunk, int64_t rows[CHUNK + SPARE]) const {
     const int64_t count = seen(t, chunk), begin = std::max(first[t], chunk * CHUNK);
     const int64_t nodes = std::max(n.start[t / n.T], first[t]), old = std::clamp<int64_t>(nodes - begin, 0, count);
     const int64_t wrap = n.ring ? n.S - 1 : std::numeric_limits<int64_t>::max();
     for (int64_t i = 0, at = begin % wrap; i < old; ++i, at = at + 1 == wrap ? 0 : at + 1) rows[i] = at;
     for (int64_t i = old; i < count; ++i) rows[i] = slots[t * n.R + begin + i - nodes];
-    if (count) std::fill_n(rows + count, WIDTH, rows[0]);
+    if (count) std::fill_n(rows + count, SPARE, rows[0]);
     return count;
   }
 
@@ -330,12 +381,22 @@ struct Attention {
     for (int64_t i = 0; i < p.count * group; ++i) {
       const float* from = q + ((p.token + i / group) * n.heads + p.head * group + i % group) * n.hd;
       for (int64_t d = 0; d < n.hd; d += WIDTH) store(&desk.queries[i * n.hd + d], times(load(from + d), every(scale)));
+#ifdef PAIR_PRODUCTS
+      for (int64_t d = 0; d < n.hd && pairs; d += 32) {
+        float* const at = &desk.queries[i * n.hd];
+        _mm512_storeu_si512((uint32_t*)at + d / 2, pair_up(load(at + d), load(at + d + WIDTH), 32));
+      }
+#endif
     }
+#ifdef PAIR_PRODUCTS
+    for (int64_t i = 0; i < p.count * group && p.count * group <= 16 && pairs; ++i)
+      for (int64_t d = 0; d < n.hd / 2; ++d) desk.columns[d * 16 + i] = ((const uint32_t*)&desk.queries[i * n.hd])[d];
+#endif
   }
 
   // Which rows of a chunk the tokens of a piece see.
   struct Sight {
-    int64_t rows[CHUNK + WIDTH], count;  // those of the token that sees the most
+    int64_t rows[CHUNK + SPARE], count;  // those of the token that sees the most
     int64_t shared;                      // of them, how many all tokens see first
     bool nested = true;                  // no token sees another row
   };
@@ -349,7 +410,7 @@ struct Attention {
     for (int64_t t = p.token; t < p.token + p.count; ++t) {
       const bool history = (chunk + 1) * CHUNK <= n.start[t / n.T] && first[t] <= chunk * CHUNK;
       if (t == most || (history && found.count == CHUNK)) continue;
-      int64_t own[CHUNK + WIDTH];
+      int64_t own[CHUNK + SPARE];
       const int64_t count = rows_seen(t, chunk, own), same = std::mismatch(own, own + count, found.rows).first - own;
       found.shared = std::min(found.shared, same);
       found.nested = found.nested && same == count;
@@ -359,12 +420,15 @@ struct Attention {
 
   // The sums of a piece over one chunk. Rows that all tokens see come first, and then those of each token.
   void attend(const Piece& p, int64_t chunk, Desk& desk, const Sums& sums) const {
+#ifdef PAIR_PRODUCTS
+    if (pairs) return attend_pairs(p, chunk, desk, sums);
+#endif
     const int64_t hd = n.hd, queries = p.count * group;
     float *const asked = desk.queries.get(), *const weights = desk.weights.get(), *const tile = desk.tile;
     take(p, desk);
     const Sight rows = rows_of(p, chunk);
     const char* const keys = n.cache.at + n.first(p.token / n.T, p.head) * n.cache.row;
-    int64_t own[CHUNK + WIDTH];
+    int64_t own[CHUNK + SPARE];
     // work(first query, rows) for every token that sees more rows. They lie behind the shared ones: in `own`, or if all are
     // nested in `rows`.
     const auto others = [&](auto work) {
@@ -428,6 +492,72 @@ struct Attention {
       });
     }
   }
+
+#ifdef PAIR_PRODUCTS
+  // The same with products of bfloat16. Their order of terms is another one, and follows the places in the chunk as well.
+  void attend_pairs(const Piece& p, int64_t chunk, Desk& desk, const Sums& sums) const {
+    const int64_t hd = n.hd, queries = p.count * group;
+    float* const weights = desk.weights.get();
+    uint32_t* const tile = (uint32_t*)desk.tile;
+    take(p, desk);
+    const Sight rows = rows_of(p, chunk);
+    const char* const keys = n.cache.at + n.first(p.token / n.T, p.head) * n.cache.row;
+    // work(first query, queries, rows, count, their place in the chunk): rows of all tokens, and then those of each token.
+    const auto each = [&](auto work) {
+      const int64_t shared = rows.nested ? rows.count : rows.shared / STEP * STEP;
+      if (shared) work(0, rounded(queries), rows.rows, shared, 0);
+      for (int64_t i = 0; i < p.count && !rows.nested; ++i) {
+        int64_t own[CHUNK + SPARE];
+        if (const int64_t more = rows_seen(p.token + i, chunk, own) - shared; more > 0) work(i * group, group, own + shared, more, shared);
+      }
+    };
+    each([&](int64_t query, int64_t number, const int64_t* some, int64_t count, int64_t place) {
+      if (queries <= 16 && count == CHUNK && some[CHUNK - 1] == some[0] + CHUNK - 1 &&
+          desk.products.score(keys + some[0] * n.cache.row, n.cache.row, desk.columns.get(), hd, CHUNK, queries, tile)) {
+        for (int64_t i = 0; i < CHUNK; i += WIDTH) {
+          Floats square[WIDTH];
+          for (int64_t j = 0; j < WIDTH; ++j) square[j] = load(desk.tile + (i + j) * WIDTH);
+          transpose(square);
+          for (int64_t j = 0; j < queries; ++j) store(weights + j * STRIDE + i, square[j]);
+        }
+        return;
+      }
+      for (int64_t d = 0; d < hd; d += 2 * DEPTH) {
+        const int64_t width = std::min(2 * DEPTH, hd - d);  // two columns are as long as a float
+        columns_of<Stored::FLOAT>(n.cache, keys, some, count, d / 2, width / 2, desk.tile);
+        desk.products.add((const uint32_t*)&desk.queries[query * hd] + d / 2, hd, tile, CHUNK, number, (count + STEP - 1) / STEP * STEP, width,
+                          d == 0, weights + query * STRIDE + place, STRIDE);
+      }
+    });
+    for (int64_t i = 0; i < queries; ++i) {
+      const int64_t at = i / group * padded + i % group, count = seen(p.token + i / group, chunk);
+      std::tie(sums.totals[at], sums.tops[at]) = pairs_of(weights + i * STRIDE, count, cap);
+    }
+    each([&](int64_t query, int64_t number, const int64_t* some, int64_t count, int64_t place) {
+      for (int64_t d = 0; d < hd; d += 2 * DEPTH) {
+        const int64_t width = std::min(2 * DEPTH, hd - d), terms = (count + STEP - 1) / STEP * STEP;
+        const char* const values = keys + n.cache.values + 2 * d;
+        Ints largest = every(0);
+        for (int64_t i = 0; i < terms; i += 2) {
+          const char *const x = values + some[i] * n.cache.row, *const y = values + some[i + 1] * n.cache.row;
+          ask_for<AS>(x + CHUNK * n.cache.row, 0, width);
+          ask_for<AS>(y + CHUNK * n.cache.row, 0, width);
+          interleave(x, y, width, tile + i * DEPTH, largest);
+        }
+        for (int64_t i = 0; i < terms && _mm512_cmpge_epu16_mask(largest, _mm512_set1_epi16(0x7F80)); ++i) {  // a value is not finite
+          uint16_t* const row = (uint16_t*)tile + i / 2 * 4 * DEPTH + i % 2;
+          bool finite = true;
+          for (int64_t j = 0; j < width; ++j) finite = finite && (row[2 * j] & 0x7F80) != 0x7F80;
+          for (int64_t j = 0; j < width && !finite; ++j) row[2 * j] = 0;
+          for (int64_t q = query; q < std::min(queries, query + number) && !finite; ++q)
+            if (seen(p.token + q / group, chunk) > place + i) sums.totals[q / group * padded + q % group] = NAN;
+        }
+        desk.products.add((const uint32_t*)(weights + query * STRIDE) + place / 2, STRIDE, tile, 2 * DEPTH, number, width, terms, place == 0,
+                          sums.values + query * hd + d, hd);
+      }
+    });
+  }
+#endif
 
   // Adds the sums of a chunk to those of the chunks before it.
   void add(const Piece& p, int64_t chunk, const Sums& more, const Sums& sums) const {
@@ -544,5 +674,6 @@ void eaglet::rotate_and_write(const Nodes& n, const float* qkv, const float* con
 void eaglet::attend(const Nodes& n, const float* q, float scale, float cap, const float* sinks, float* out) {
   if (n.cache.as == Stored::FLOAT) return Attention<Stored::FLOAT>(n, q, scale, cap, sinks, out)();
   if (n.cache.as == Stored::HALF) return Attention<Stored::HALF>(n, q, scale, cap, sinks, out)();
+  if (n.cache.as == Stored::BRAIN) return Attention<Stored::BRAIN>(n, q, scale, cap, sinks, out)();
   Attention<Stored::BYTES>(n, q, scale, cap, sinks, out)();
 }

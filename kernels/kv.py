@@ -11,7 +11,7 @@ from kernels.backend import jit, operation, tl, triton
 
 # Bytes of the float32 scale behind the hd codes of an int8 row. Moving a row moves its scale as well.
 KV_SCALE = 4
-CPU_DTYPES = (torch.float32, torch.float16, torch.int8)  # of caches that the C++ kernels take
+CPU_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.int8)  # of caches that the C++ kernels take
 
 
 def quantize_rows(x: Tensor) -> Tensor:
@@ -71,7 +71,7 @@ def cache_problem(kv: Tensor) -> str:
 def cpu_problem(heads: Tensor, kv: Tensor) -> str:
     """Why C++ cannot use heads [..., hd] with the cache kv of one layer, or ""."""
     if heads.dtype != torch.float32 or kv.dtype not in CPU_DTYPES:
-        return "the dtype is not float32, or the cache's is none of float32, float16 and int8"
+        return "the dtype is not float32, or the cache's is none of float32, float16, bfloat16 and int8"
     return "a head is not a multiple of 16 values" if heads.shape[-1] % 16 else cache_problem(kv)
 
 

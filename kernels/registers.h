@@ -63,6 +63,7 @@ inline Ints both(Ints a, Ints b) { return _mm256_or_si256(a, b); }
 inline Ints common(Ints a, Ints b) { return _mm256_and_si256(a, b); }
 inline __m256 lane(Floats v, int) { return v; }
 #endif
+constexpr int64_t WIDTH = 8 * LANES;  // floats of a register
 inline Ints every(int32_t x) { return INTRINSIC(set1_epi32)(x); }
 inline Floats every(float x) { return INTRINSIC(set1_ps)(x); }
 inline Ints look_up(Ints table, Ints v) { return INTRINSIC(shuffle_epi8)(table, v); }
@@ -93,7 +94,7 @@ inline Floats exponentials(Floats x) {
   r = _mm512_fnmadd_ps(n, every(-2.12194440e-4f), r);
   Floats p = every(1.f / 5040);
   for (float c : {1.f / 720, 1.f / 120, 1.f / 24, 1.f / 6, 0.5f, 1.f, 1.f}) p = times_plus(p, r, every(c));
-  return times(p, _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(_mm512_cvtps_epi32(n), every(127)), 23)));
+  return _mm512_scalef_ps(p, n);
 }
 #else
 #ifdef __AVXVNNI__
@@ -101,5 +102,15 @@ inline Ints add_byte_products(Ints sum, Ints w, Ints x) { return _mm256_dpbusd_a
 #endif
 inline Floats exponentials(Floats x) { return exponential(x); }
 #endif
+
+// Calls call(R, row, W, column) with constants R and W for tiles that cover `rows` rows and `columns` columns.
+template <int ROWS, int SPAN, class Call>
+void in_tiles(int64_t rows, int64_t columns, Call call) {
+  for (int64_t r = 0; r < rows; r += ROWS)
+    with_constant<ROWS>(std::min<int64_t>(ROWS, rows - r), [&](auto some) {
+      for (int64_t d = 0; d < columns; d += SPAN * WIDTH)
+        with_constant<SPAN>(std::min<int64_t>(SPAN, (columns - d + WIDTH - 1) / WIDTH), [&](auto width) { call(some, r, width, d); });
+    });
+}
 
 }  // namespace eaglet

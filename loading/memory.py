@@ -83,7 +83,7 @@ def plan_memory(checkpoint: Checkpoint, files: DraftFiles, options: LoadOptions)
     length = ctx + N + 1  # of a row at most
 
     def cache_bytes(geometry: ModelConfig, places: int, kv: str = "model") -> int:
-        value, scale = {"float16": 2, "int8": 1}.get(kv, element), kernels.KV_SCALE * (kv == "int8")
+        value, scale = {"float16": 2, "bfloat16": 2, "int8": 1}.get(kv, element), kernels.KV_SCALE * (kv == "int8")
         kinds = geometry.kv_layers.items()
         return sum(2 * places * len(layers) * heads * (dim * value + scale) for (heads, dim), layers in kinds)
 

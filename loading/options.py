@@ -26,7 +26,7 @@ DRAFTERS = ("eagle", "ngram", "lookahead", "draft", "medusa")
 FULL = ("refuse", "drop-oldest")  # what happens to a chat that does not fit into the context
 VERIFY = ("match", "multi-round", "multi-round-replacement")
 DTYPES = ("float32", "bfloat16", "float16", "float64")
-KV_CACHES = ("auto", "model", "float16", "int8")
+KV_CACHES = ("auto", "model", "float16", "bfloat16", "int8")
 QUANTS = ("int8", "int4")
 KERNELS = ("auto", "triton", "cpu", "reference")
 HEAD_QUANTS = ("auto", "none")
@@ -102,8 +102,9 @@ class LoadOptions:
     )  # fmt: skip
     check: bool = option("on a GPU compare the kernels with their references, as a model's first use does", False)
     kv: str = option(
-        "dtype of the KV cache. model is that of the activations, float32 on a CPU; float16 (CPU kernels only) and int8: "
-        "smaller; auto: float16 with the CPU kernels for checkpoints of at most 16 bits, else model", "auto", KV_CACHES,
+        "dtype of the KV cache. model is that of the activations, float32 on a CPU; float16, bfloat16 (CPU kernels only) "
+        "and int8: smaller; auto: with the CPU kernels bfloat16, or float16 where the processor has no products of "
+        "bfloat16, for checkpoints of at most 16 bits, else model", "auto", KV_CACHES,
     )  # fmt: skip
     eagle: str | Path | None = option(
         "draft head (EAGLE-1/2/3, DFlash, DFlash2, DSpark, JetSpec): folder, .safetensors, .bin, .pth, .gguf, or "
@@ -241,8 +242,10 @@ class LoadOptions:
         if kind and not self.cache_allows_drafts:
             why = "--kv int8 rounds the cache of a step over many tokens differently, so drafts could change the text"
             raise UsageError(f"{why}. Leave out --kv int8, or the drafter ({kind}).")
-        if self.kv == "float16" and self.kernel_mode != "cpu":
-            raise UsageError("--kv float16 is about the CPU kernels, and others run here; allowed: auto, model, int8.")
+        if self.kv in ("float16", "bfloat16") and self.kernel_mode != "cpu":
+            raise UsageError(
+                f"--kv {self.kv} is about the CPU kernels, and others run here; allowed: auto, model, int8."
+            )
         if any("=" not in item for item in self.eagle_config):
             raise UsageError("--eagle-config takes KEY=VALUE, like rope_theta=500000.")
         if self.prune and not self.can_prune:
@@ -277,10 +280,18 @@ class LoadOptions:
         compiles = self.compile and mode != "cpu"
         kv = self.kv
         if kv == "auto":
-            aligned = all(head_dim % 16 == 0 for _, head_dim in config.kv_layers)
-            halves = config.dtype in ("bfloat16", "float16") and aligned
-            kv = "float16" if halves and mode == "cpu" and not self.dtype else "model"
+            kv = self._smallest_cache(config) if mode == "cpu" and not self.dtype else "model"
         return replace(self, device=device, dtype=dtype, ctx=ctx, kernels=mode, compile=compiles, slots=slots, kv=kv)
+
+    def _smallest_cache(self, config: ModelConfig) -> str:
+        """The cache that costs the CPU kernels the least and changes less than 16 bits and rounded activations do."""
+        import kernels
+
+        dims = [head_dim for _, head_dim in config.kv_layers]
+        if config.dtype not in ("bfloat16", "float16") or any(head_dim % 16 for head_dim in dims):
+            return "model"
+        quick = self.activations == "int8" and all(kernels.multiplies_bfloat16(head_dim) for head_dim in dims)
+        return "bfloat16" if quick else "float16"
 
     def open_checkpoint(self, draft: bool = False) -> Checkpoint:
         """The checkpoint, or the draft LLM's, with what the options say about reading its weights."""

@@ -360,7 +360,9 @@ def stored(kv: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 @needs_kernels
-@pytest.mark.parametrize("window, dtype", [(70, torch.float32), (0, torch.float16), (70, torch.int8)])
+@pytest.mark.parametrize(
+    "window, dtype", [(70, torch.float32), (0, torch.float16), (70, torch.bfloat16), (0, torch.int8)]
+)
 def test_attention_has_the_same_bits_at_every_width_and_number_of_threads(window, dtype):
     """Catches a chunk of positions that begins elsewhere for a node than for history, or sums that follow the threads."""
     S, threads = 150, torch.get_num_threads()
@@ -385,6 +387,32 @@ def test_attention_has_the_same_bits_at_every_width_and_number_of_threads(window
                 assert all(torch.equal(attend(width), alone) for width in (1, 3, 8, 9, 64, S))
     finally:
         torch.set_num_threads(threads)
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    "heads, dim, T, n", [((9, 3), 64, 26, 300), ((8, 1), 256, 40, 90), ((2, 2), 32, 1, 127), ((6, 2), 96, 7, 0)]
+)
+def test_attention_over_bfloat16_equals_its_definition_and_confines_what_is_not_finite(heads, dim, T, n):
+    """Catches a product that takes a pair of another row or column, rows of a tree in the wrong order, squares of
+    queries that spill into others, and a NaN that reaches queries which do not see it."""
+    visible = torch.eye(T, dtype=torch.bool)
+    for i in range(1, T):
+        visible[i] |= visible[torch.randint(0, i, ())]
+    q, kv = torch.randn(1, heads[0], T, dim).bfloat16().float(), torch.randn(2, 1, heads[1], n + T + 1, dim).bfloat16()
+    where = torch.tensor([n]), visible[None], n + visible.sum(-1)[None] - 1
+    for window, cap, sinks in ((0, 0.0, None), (60, 4.0, torch.randn(heads[0]))):
+        shape = window, dim**-0.5, None, cap, sinks
+        with backend().active():
+            got = kernels.tree_attention(q, kv, *where, *shape)
+        want = kernels.tree_attention.reference(q.double(), kv.double(), *where, *shape)
+        assert (got - want).norm() < 0.006 * want.norm()
+        for which, value in ((0, float("nan")), (1, float("nan")), (1, float("inf"))):
+            spoilt, sees = kv.clone(), visible[:, T // 2]
+            spoilt[which, :, :, n + T // 2, 3] = value
+            with backend().active():
+                out = kernels.tree_attention(q, spoilt, *where, *shape)
+            assert torch.equal(out[:, ~sees], got[:, ~sees]) and not out[:, sees].isfinite().all(-1).any()
 
 
 CONFIG = ModelConfig(

@@ -285,7 +285,7 @@ def test_plan_matches_what_the_engine_allocates(kv):
 
 
 @pytest.mark.skipif(bool(cpu.problem()), reason=cpu.problem())
-@pytest.mark.parametrize("kv", ["float16", "int8"])
+@pytest.mark.parametrize("kv", ["float16", "bfloat16", "int8"])
 def test_a_cache_that_rounds_changes_no_token(kv):
     """Catches a node that attends to its own or its parent's keys before they are rounded. As history they are."""
     plain = load(DEMO, ctx=512, kv=kv, quant="int8")

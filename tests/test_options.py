@@ -149,6 +149,7 @@ IGNORED = [
     (dict(drafter="draft"), "--drafter draft needs --draft-checkpoint DIR"),
     (dict(kv="int8", kernels="reference", eagle="e"), "Leave out --kv int8, or the drafter (eagle)"),
     (dict(kv="float16", kernels="reference"), "--kv float16 is about the CPU kernels"),
+    (dict(kv="bfloat16", device="cuda"), "--kv bfloat16 is about the CPU kernels"),
     (dict(tree=()), "--tree is"),
     (dict(tree=("paper25", None)), "--tree is"),
     (dict(eagle=5), "--eagle is"),
@@ -212,6 +213,12 @@ def test_defaults_depend_on_the_model_and_the_machine(monkeypatch):
     assert LoadOptions().with_defaults(replace(config, max_position_embeddings=100_000)).ctx == 8192
     given = LoadOptions(device="cpu", dtype="float16", ctx=77, slots=2, kv="model")
     assert given.with_defaults(config) == given
+    for quick in (True, False):
+        monkeypatch.setattr("kernels.multiplies_bfloat16", lambda head_dim, quick=quick: quick)
+        for activations, kv in (("int8", "bfloat16" if quick else "float16"), ("float", "float16")):
+            options = LoadOptions(device="cpu", kernels="cpu", activations=activations)
+            assert options.with_defaults(config).kv == kv
+            assert options.with_defaults(replace(config, dtype="float32")).kv == "model"
 
 
 def test_resolving_decides_everything_and_refuses_what_the_model_cannot_do():

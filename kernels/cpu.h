@@ -121,33 +121,27 @@ const T& object_of(const Tensor& tensor) {
 constexpr int64_t BLOCK = 32;  // columns that share a scale of the activations
 constexpr int64_t TILE = 8;    // output rows of a tile
 
-enum Kind { INT4, INT8, BF16, FP16, FP32, PARTS };
+enum Kind { CODES, BF16, FP16, FP32 };
 
-struct Weight {
-  const uint8_t* codes;   // [tiles, blocks, 128 or 256]; of floats [tiles, columns, 8]
-  const void* scales;     // [tiles, groups, 8], fp16 or float
-  bool half;              // whether scales are fp16
-  const void* mins;       // [tiles, groups, 8], or null: code 8 (int4) or 128 (int8) stands for 0
-  bool half_mins;
-  int64_t blocks, groups;
-};
-
-// Rows of a weight as a file has quantized them, in one format (kernels/blocks.py).
+// Rows of a weight of codes in one format: some rows of a file (kernels/blocks.py), or int4 or int8, whose scales and mins lie
+// apart. Factors are those of a unit of columns. Where they are nested, each group of columns has small ones besides.
 struct Part {
-  int64_t n, k, low, high, group, unit, offset;
-  bool nested, fp8, minima;  // fp8: the small factors are float8_e4m3fn, below scales in float32
-  uint8_t table[16];       // all zeros: none
-  const uint8_t *codes, *factors;
-  int64_t tile_codes, tile_factors, unit_bytes, small_bytes;  // of a tile, of a unit of 8 rows, of a group of 8 rows
+  int64_t n, k, low, high, group, unit, offset;  // code `offset` stands for 0, or for the min
+  bool nested = false, fp8 = false, minima;      // fp8: the small factors are float8_e4m3fn
+  bool half_scales = true, half_mins = true;     // fp16, or else float
+  uint8_t table[16] = {};                        // all zeros: none
+  const uint8_t *codes, *scales, *mins;          // codes [tiles, blocks, 32 (low + high)]
+  int64_t tile_codes, tile_scales, tile_mins, unit_scales, unit_mins, small_bytes = 0;  // bytes of a tile, of a unit or group of 8 rows
 
   Part(const int64_t* number, const uint8_t* bytes);
-  const uint8_t* end() const { return factors + n / 8 * tile_factors; }
+  Part(const Tensor& codes, const Tensor& scales, const Tensor* mins);
+  const uint8_t* end() const { return scales + n / 8 * tile_scales; }  // of rows of a file
 };
 
 // A linear layer. Floats have no scales.
 struct Linear {
-  Weight weight;
-  std::vector<Part> parts;  // instead of `weight`: codes and factors one behind the other, and a table of their formats
+  std::vector<Part> parts;
+  const uint8_t* values;  // of floats [tiles, columns, 8]
   const float* bias;
   Kind kind;
   int64_t n, k;
@@ -158,9 +152,6 @@ struct Linear {
   // x [M, k] -> out [M, n], or [M, n / 2] if gated, by a number of GATES in kernels/linear.py. round: the activations of int4 and int8 weights.
   void operator()(const float* x, int64_t M, const float* residual, int64_t gated, bool round, float* out) const;
   void row(int64_t id, float* out) const;  // one row of the weight as floats [k]
-
- private:
-  void multiply_parts(const float* x, int64_t M, const float* residual, int64_t gated, bool round, float* out) const;
 };
 
 void norm_rows(const float* x, const float* weight, int64_t rows, int64_t size, float eps, float* out);

@@ -41,7 +41,7 @@ constexpr int64_t DEPTH = 64;         // columns of a head, or pairs of them, th
 constexpr int64_t SPARE = 32;         // places behind the rows of a chunk
 // Rows and registers of a product that are worked on at once.
 constexpr int PRODUCT_ROWS = LANES == 2 ? 6 : 4, PRODUCT_SPAN = LANES == 2 ? 4 : 2;
-constexpr int NARROW = 3, FEW_QUERIES = 12;  // so many read keys and values as they lie; so many do not need the keys' columns
+constexpr int NARROW = 3;  // so many queries read keys and values as they lie
 
 // Neighbouring values of a row of the cache from column `at` on: eight, and a register of them. Bytes are multiplied by the scale
 // of their row.
@@ -125,7 +125,6 @@ struct Floated {
   const float* rows;
   int64_t stride;
   Floats operator()(int64_t row, int64_t at) const { return eaglet::load(rows + row * stride + at); }
-  __m256 eight(int64_t row, int64_t at) const { return _mm256_loadu_ps(rows + row * stride + at); }
   [[gnu::always_inline]] void ask_ahead(int64_t, int64_t) const {}
 };
 
@@ -280,6 +279,8 @@ std::pair<float, float> pairs_of(float* scores, int64_t count, float cap) {
   }
   return {total_of(total), top};
 }
+#else
+constexpr auto pairs_of = weights_of;
 #endif
 
 // Attention of the queries q [B,T,Hq,hd] goes through the positions in chunks, which begin at multiples of CHUNK. A chunk has
@@ -349,7 +350,7 @@ struct Attention {
 #endif
     alignas(64) float tile[CHUNK * DEPTH];  // keys or values
     std::unique_ptr<float[]> queries, weights;
-    std::unique_ptr<uint32_t[]> columns;  // of at most 16 queries, in pairs
+    std::unique_ptr<uint32_t[]> columns;  // of the first 16 queries, in pairs
     int64_t token = -1, head = -1;  // of the piece whose queries, scaled, lie here
 
     explicit Desk(const Attention& a)
@@ -382,16 +383,11 @@ struct Attention {
       const float* from = q + ((p.token + i / group) * n.heads + p.head * group + i % group) * n.hd;
       for (int64_t d = 0; d < n.hd; d += WIDTH) store(&desk.queries[i * n.hd + d], times(load(from + d), every(scale)));
 #ifdef PAIR_PRODUCTS
-      for (int64_t d = 0; d < n.hd && pairs; d += 32) {
-        float* const at = &desk.queries[i * n.hd];
-        _mm512_storeu_si512((uint32_t*)at + d / 2, pair_up(load(at + d), load(at + d + WIDTH), 32));
-      }
+      uint32_t* const pair = (uint32_t*)&desk.queries[i * n.hd];
+      for (int64_t d = 0; d < n.hd && pairs; d += 32) _mm512_storeu_si512(pair + d / 2, pair_up(load((float*)pair + d), load((float*)pair + d + WIDTH), 32));
+      for (int64_t d = 0; d < n.hd / 2 && pairs && i < 16; ++d) desk.columns[d * 16 + i] = pair[d];
 #endif
     }
-#ifdef PAIR_PRODUCTS
-    for (int64_t i = 0; i < p.count * group && p.count * group <= 16 && pairs; ++i)
-      for (int64_t d = 0; d < n.hd / 2; ++d) desk.columns[d * 16 + i] = ((const uint32_t*)&desk.queries[i * n.hd])[d];
-#endif
   }
 
   // Which rows of a chunk the tokens of a piece see.
@@ -418,145 +414,136 @@ struct Attention {
     return found;
   }
 
+  // Rows of the cache for some queries of a piece, and their place in the chunk.
+  struct Some {
+    int64_t query, number;
+    const int64_t* rows;
+    int64_t count, place;
+  };
+
   // The sums of a piece over one chunk. Rows that all tokens see come first, and then those of each token.
   void attend(const Piece& p, int64_t chunk, Desk& desk, const Sums& sums) const {
-#ifdef PAIR_PRODUCTS
-    if (pairs) return attend_pairs(p, chunk, desk, sums);
-#endif
-    const int64_t hd = n.hd, queries = p.count * group;
-    float *const asked = desk.queries.get(), *const weights = desk.weights.get(), *const tile = desk.tile;
+    const int64_t queries = p.count * group;
     take(p, desk);
     const Sight rows = rows_of(p, chunk);
     const char* const keys = n.cache.at + n.first(p.token / n.T, p.head) * n.cache.row;
-    int64_t own[CHUNK + SPARE];
-    // work(first query, rows) for every token that sees more rows. They lie behind the shared ones: in `own`, or if all are
-    // nested in `rows`.
-    const auto others = [&](auto work) {
+    const auto each = [&](int64_t shared, auto work) {
+      if (shared) work(Some{0, pairs ? rounded(queries) : queries, rows.rows, shared, 0});
       for (int64_t i = 0; i < p.count; ++i)
-        if (const int64_t more = seen(p.token + i, chunk) - rows.shared; more > 0) {
-          if (!rows.nested) rows_seen(p.token + i, chunk, own);
-          work(i * group, more);
+        if (const int64_t more = seen(p.token + i, chunk) - shared; more > 0) {
+          int64_t own[CHUNK + SPARE];
+          rows_seen(p.token + i, chunk, own);
+          work(Some{i * group, group, own + shared, more, shared});
         }
     };
-    // Scores of some queries with rows of the cache, which lie from `place` on in the chunk.
-    const auto score = [&](int64_t query, int64_t number, const int64_t* some, int64_t count, int64_t place) {
-      float* const scores = weights + query * STRIDE + place;
-      for (int64_t i = 0; i < number; ++i) std::fill_n(scores + i * STRIDE, (count + WIDTH - 1) / WIDTH * WIDTH, 0.f);
-      for (int64_t d = 0; d < hd; d += DEPTH) {
-        const int64_t width = std::min(DEPTH, hd - d);
-        const float* const from = asked + query * hd + d;
-        if (number > FEW_QUERIES) {
-          columns_of<AS>(n.cache, keys, some, count, d, width, tile);
-          in_tiles<PRODUCT_ROWS, PRODUCT_SPAN>(number, count, [&](auto R, int64_t r, auto W, int64_t i) {
-            add_many_scores<R, W>(from + r * hd, hd, tile + i, width, scores + r * STRIDE + i, STRIDE);
-          });
-          continue;
-        }
-        const CacheRows<AS> stored{n.cache, keys, some, d};
-        if (number > NARROW) as_floats(stored, (count + 3) / 4 * 4, width, tile);
-        for (int64_t r = 0; r < number; r += NARROW)
-          with_constant<NARROW>(std::min<int64_t>(NARROW, number - r), [&](auto R) {
-            float* const to = scores + r * STRIDE;
-            number > NARROW ? add_scores<R>(from + r * hd, hd, Floated{tile, DEPTH}, count, width, to, STRIDE)
-                            : add_scores<R>(from + r * hd, hd, stored, count, width, to, STRIDE);
-          });
-      }
-    };
-    score(0, queries, rows.rows, rows.nested ? rows.count : rows.shared, 0);
-    if (!rows.nested) others([&](int64_t query, int64_t count) { score(query, group, own + rows.shared, count, rows.shared); });
-
-    std::fill_n(sums.tops, 2 * tokens * padded + queries * hd, 0.f);
+    const int64_t first = rows.nested ? rows.count : pairs ? rows.shared / SPARE * SPARE : rows.shared;
+    each(first, [&](const Some& some) { pairs ? score_pairs(some, keys, desk) : score(some, keys, desk); });
     for (int64_t i = 0; i < queries; ++i) {
-      const int64_t at = i / group * padded + i % group;
-      std::tie(sums.totals[at], sums.tops[at]) = weights_of(weights + i * STRIDE, seen(p.token + i / group, chunk), cap);
+      const int64_t at = i / group * padded + i % group, count = seen(p.token + i / group, chunk);
+      std::tie(sums.totals[at], sums.tops[at]) = (pairs ? pairs_of : weights_of)(&desk.weights[i * STRIDE], count, cap);
     }
-    for (int64_t d = 0; d < hd; d += DEPTH) {
-      const int64_t width = std::min(DEPTH, hd - d);
-      // Adds rows of values, which lie from `place` on in the chunk, to the sums of some queries.
-      const auto add_values = [&](int64_t query, int64_t number, const auto& some, int64_t place, int64_t count) {
-        const auto add = [&](auto R, int64_t r, auto W, int64_t at) {
-          add_product<R, W>(weights + (query + r) * STRIDE + place, STRIDE, some, at, count, sums.values + (query + r) * hd + d + at, hd);
-        };
-        number <= NARROW ? in_tiles<NARROW, 4>(number, width, add) : in_tiles<PRODUCT_ROWS, PRODUCT_SPAN>(number, width, add);
-      };
-      const CacheRows<AS> stored{n.cache, keys + n.cache.values, rows.rows, d};
-      if (queries <= PRODUCT_ROWS && rows.nested && rows.shared == rows.count) {  // each row is needed once
-        add_values(0, queries, stored, 0, rows.shared);
+    if (!pairs) {  // rows that some tokens do not see are left out, since they could hold anything
+      std::fill_n(sums.values, queries * n.hd, 0.f);
+      return each(rows.shared, [&](const Some& some) { add_values(some, keys + n.cache.values, desk, sums); });
+    }
+    each(first, [&](const Some& some) {  // they have the weight 0, and what is not finite is left out
+      for (int64_t row : add_pairs_of_values(some, keys + n.cache.values, desk, sums))
+        for (int64_t i = some.query; i < std::min(queries, some.query + some.number); ++i)
+          if (seen(p.token + i / group, chunk) > row) sums.totals[i / group * padded + i % group] = NAN;
+    });
+  }
+
+  void score(const Some& some, const char* keys, Desk& desk) const {
+    float* const scores = &desk.weights[some.query * STRIDE + some.place];
+    for (int64_t i = 0; i < some.number; ++i) std::fill_n(scores + i * STRIDE, (some.count + WIDTH - 1) / WIDTH * WIDTH, 0.f);
+    for (int64_t d = 0; d < n.hd; d += DEPTH) {
+      const int64_t width = std::min(DEPTH, n.hd - d);
+      const float* const from = &desk.queries[some.query * n.hd + d];
+      if (some.number <= NARROW) {
+        const CacheRows<AS> stored{n.cache, keys, some.rows, d};
+        with_constant<NARROW>(some.number, [&](auto R) { add_scores<R>(from, n.hd, stored, some.count, width, scores, STRIDE); });
         continue;
       }
-      as_floats(stored, rows.nested ? rows.count : rows.shared, width, tile);
-      add_values(0, queries, Floated{tile, DEPTH}, 0, rows.shared);
-      others([&](int64_t query, int64_t count) {
-        if (rows.nested) return add_values(query, group, Floated{tile + rows.shared * DEPTH, DEPTH}, rows.shared, count);
-        add_values(query, group, CacheRows<AS>{n.cache, stored.from, own + rows.shared, d}, rows.shared, count);
+      columns_of<AS>(n.cache, keys, some.rows, some.count, d, width, desk.tile);
+      in_tiles<PRODUCT_ROWS, PRODUCT_SPAN>(some.number, some.count, [&](auto R, int64_t r, auto W, int64_t i) {
+        add_many_scores<R, W>(from + r * n.hd, n.hd, desk.tile + i, width, scores + r * STRIDE + i, STRIDE);
       });
     }
   }
 
-#ifdef PAIR_PRODUCTS
-  // The same with products of bfloat16. Their order of terms is another one, and follows the places in the chunk as well.
-  void attend_pairs(const Piece& p, int64_t chunk, Desk& desk, const Sums& sums) const {
-    const int64_t hd = n.hd, queries = p.count * group;
-    float* const weights = desk.weights.get();
-    uint32_t* const tile = (uint32_t*)desk.tile;
-    take(p, desk);
-    const Sight rows = rows_of(p, chunk);
-    const char* const keys = n.cache.at + n.first(p.token / n.T, p.head) * n.cache.row;
-    // work(first query, queries, rows, count, their place in the chunk): rows of all tokens, and then those of each token.
-    const auto each = [&](auto work) {
-      const int64_t shared = rows.nested ? rows.count : rows.shared / STEP * STEP;
-      if (shared) work(0, rounded(queries), rows.rows, shared, 0);
-      for (int64_t i = 0; i < p.count && !rows.nested; ++i) {
-        int64_t own[CHUNK + SPARE];
-        if (const int64_t more = rows_seen(p.token + i, chunk, own) - shared; more > 0) work(i * group, group, own + shared, more, shared);
+  void add_values(const Some& some, const char* values, Desk& desk, const Sums& sums) const {
+    for (int64_t d = 0; d < n.hd; d += DEPTH) {
+      const int64_t width = std::min(DEPTH, n.hd - d);
+      const auto add = [&](const auto& rows) {
+        const auto product = [&](auto R, int64_t r, auto W, int64_t at) {
+          add_product<R, W>(&desk.weights[(some.query + r) * STRIDE + some.place], STRIDE, rows, at, some.count,
+                            sums.values + (some.query + r) * n.hd + d + at, n.hd);
+        };
+        some.number <= NARROW ? in_tiles<NARROW, 4>(some.number, width, product) : in_tiles<PRODUCT_ROWS, PRODUCT_SPAN>(some.number, width, product);
+      };
+      const CacheRows<AS> stored{n.cache, values, some.rows, d};
+      if (some.number <= PRODUCT_ROWS) {  // each row is needed once
+        add(stored);
+        continue;
       }
-    };
-    each([&](int64_t query, int64_t number, const int64_t* some, int64_t count, int64_t place) {
-      if (queries <= 16 && count == CHUNK && some[CHUNK - 1] == some[0] + CHUNK - 1 &&
-          desk.products.score(keys + some[0] * n.cache.row, n.cache.row, desk.columns.get(), hd, CHUNK, queries, tile)) {
-        for (int64_t i = 0; i < CHUNK; i += WIDTH) {
-          Floats square[WIDTH];
-          for (int64_t j = 0; j < WIDTH; ++j) square[j] = load(desk.tile + (i + j) * WIDTH);
-          transpose(square);
-          for (int64_t j = 0; j < queries; ++j) store(weights + j * STRIDE + i, square[j]);
-        }
-        return;
-      }
-      for (int64_t d = 0; d < hd; d += 2 * DEPTH) {
-        const int64_t width = std::min(2 * DEPTH, hd - d);  // two columns are as long as a float
-        columns_of<Stored::FLOAT>(n.cache, keys, some, count, d / 2, width / 2, desk.tile);
-        desk.products.add((const uint32_t*)&desk.queries[query * hd] + d / 2, hd, tile, CHUNK, number, (count + STEP - 1) / STEP * STEP, width,
-                          d == 0, weights + query * STRIDE + place, STRIDE);
-      }
-    });
-    for (int64_t i = 0; i < queries; ++i) {
-      const int64_t at = i / group * padded + i % group, count = seen(p.token + i / group, chunk);
-      std::tie(sums.totals[at], sums.tops[at]) = pairs_of(weights + i * STRIDE, count, cap);
+      as_floats(stored, some.count, width, desk.tile);
+      add(Floated{desk.tile, DEPTH});
     }
-    each([&](int64_t query, int64_t number, const int64_t* some, int64_t count, int64_t place) {
-      for (int64_t d = 0; d < hd; d += 2 * DEPTH) {
-        const int64_t width = std::min(2 * DEPTH, hd - d), terms = (count + STEP - 1) / STEP * STEP;
-        const char* const values = keys + n.cache.values + 2 * d;
-        Ints largest = every(0);
-        for (int64_t i = 0; i < terms; i += 2) {
-          const char *const x = values + some[i] * n.cache.row, *const y = values + some[i + 1] * n.cache.row;
-          ask_for<AS>(x + CHUNK * n.cache.row, 0, width);
-          ask_for<AS>(y + CHUNK * n.cache.row, 0, width);
-          interleave(x, y, width, tile + i * DEPTH, largest);
-        }
-        for (int64_t i = 0; i < terms && _mm512_cmpge_epu16_mask(largest, _mm512_set1_epi16(0x7F80)); ++i) {  // a value is not finite
-          uint16_t* const row = (uint16_t*)tile + i / 2 * 4 * DEPTH + i % 2;
-          bool finite = true;
-          for (int64_t j = 0; j < width; ++j) finite = finite && (row[2 * j] & 0x7F80) != 0x7F80;
-          for (int64_t j = 0; j < width && !finite; ++j) row[2 * j] = 0;
-          for (int64_t q = query; q < std::min(queries, query + number) && !finite; ++q)
-            if (seen(p.token + q / group, chunk) > place + i) sums.totals[q / group * padded + q % group] = NAN;
-        }
-        desk.products.add((const uint32_t*)(weights + query * STRIDE) + place / 2, STRIDE, tile, 2 * DEPTH, number, width, terms, place == 0,
-                          sums.values + query * hd + d, hd);
-      }
-    });
   }
+
+#ifdef PAIR_PRODUCTS
+  // The same with products of bfloat16, whose order of terms follows the places in the chunk as well.
+  void score_pairs(const Some& some, const char* keys, Desk& desk) const {
+    const int64_t hd = n.hd;
+    float* const scores = &desk.weights[some.query * STRIDE + some.place];
+    uint32_t* const tile = (uint32_t*)desk.tile;
+    if (some.number <= 16 && some.query == 0 && some.count == CHUNK && some.rows[CHUNK - 1] == some.rows[0] + CHUNK - 1 &&
+        desk.products.score(keys + some.rows[0] * n.cache.row, n.cache.row, desk.columns.get(), hd, CHUNK, some.number, tile)) {
+      for (int64_t i = 0; i < CHUNK; i += WIDTH) {
+        Floats square[WIDTH];
+        for (int64_t j = 0; j < WIDTH; ++j) square[j] = load(desk.tile + (i + j) * WIDTH);
+        transpose(square);
+        for (int64_t j = 0; j < some.number; ++j) store(scores + j * STRIDE + i, square[j]);
+      }
+      return;
+    }
+    for (int64_t d = 0; d < hd; d += 2 * DEPTH) {
+      const int64_t width = std::min(2 * DEPTH, hd - d);  // two columns are as long as a float
+      columns_of<Stored::FLOAT>(n.cache, keys, some.rows, some.count, d / 2, width / 2, desk.tile);
+      desk.products.add((const uint32_t*)&desk.queries[some.query * hd] + d / 2, hd, tile, CHUNK, some.number,
+                        (some.count + STEP - 1) / STEP * STEP, width, d == 0, scores, STRIDE);
+    }
+  }
+
+  // Returns the places of the rows that are not finite.
+  std::vector<int64_t> add_pairs_of_values(const Some& some, const char* values, Desk& desk, const Sums& sums) const {
+    const int64_t terms = (some.count + STEP - 1) / STEP * STEP;
+    const auto* const weights = (const uint32_t*)&desk.weights[some.query * STRIDE] + some.place / 2;
+    uint32_t* const tile = (uint32_t*)desk.tile;
+    std::vector<int64_t> found;
+    for (int64_t d = 0; d < n.hd; d += 2 * DEPTH) {
+      const int64_t width = std::min(2 * DEPTH, n.hd - d);
+      Ints largest = every(0);
+      for (int64_t i = 0; i < terms; i += 2) {
+        const char *const x = values + some.rows[i] * n.cache.row + 2 * d, *const y = values + some.rows[i + 1] * n.cache.row + 2 * d;
+        ask_for<AS>(x + CHUNK * n.cache.row, 0, width);
+        ask_for<AS>(y + CHUNK * n.cache.row, 0, width);
+        interleave(x, y, width, tile + i * DEPTH, largest);
+      }
+      for (int64_t i = 0; i < terms && not_finite(largest); ++i) {
+        uint16_t* const row = (uint16_t*)tile + i / 2 * 4 * DEPTH + i % 2;
+        bool finite = true;
+        for (int64_t j = 0; j < width; ++j) finite = finite && (row[2 * j] & 0x7F80) != 0x7F80;
+        for (int64_t j = 0; j < width && !finite; ++j) row[2 * j] = 0;
+        if (!finite) found.push_back(some.place + i);
+      }
+      desk.products.add(weights, STRIDE, tile, 2 * DEPTH, some.number, width, terms, some.place == 0, sums.values + some.query * n.hd + d, n.hd);
+    }
+    return found;
+  }
+#else
+  void score_pairs(const Some&, const char*, Desk&) const {}
+  std::vector<int64_t> add_pairs_of_values(const Some&, const char*, Desk&, const Sums&) const { return {}; }
 #endif
 
   // Adds the sums of a chunk to those of the chunks before it.

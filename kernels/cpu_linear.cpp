@@ -168,13 +168,16 @@ inline Ints four_columns(const int8_t* x) {
 }
 
 // The codes of a part: LOW bits of every column in the first runs of a block, HIGH more in the runs behind them, as numbers or as
-// places in a table of bytes. GROUP columns share their factors.
-template <int LOW_, int HIGH_, int GROUP_, bool TABLE_>
+// places in a table of bytes. GROUP columns share their factors. CENTERED: four bits of which 8 stands for 0.
+template <int LOW_, int HIGH_, int GROUP_, bool TABLE_, bool CENTERED_ = false>
 struct Codes {
   static constexpr int LOW = LOW_, HIGH = HIGH_, GROUP = GROUP_, GROUPS = BLOCK / GROUP_;
   static constexpr int BITS = !TABLE_ ? LOW_ + HIGH_ : GROUP_ == BLOCK ? 8 : 5;  // the table of groups of 16 has numbers below 32
   static constexpr int64_t BYTES = 32 * (LOW_ + HIGH_);  // of a block of a tile
   static constexpr bool TABLE = TABLE_;
+  // Bytes and centered codes lose their offset in the integer sum. Of others it multiplies the sums of the activations, as a min does.
+  static constexpr bool MINS = BITS < 8 && !CENTERED_;
+  static constexpr int OFFSET = CENTERED_ ? 8 : !MINS && VNNI ? 128 : 0;
 };
 
 // Calls call(the Codes of a part).
@@ -187,6 +190,7 @@ void with_codes(const Part& part, Call call) {
   if (part.low == 2) return call(Codes<2, 1, 16, false>());
   if (part.high == 2) return call(Codes<4, 2, 16, false>());
   if (part.high == 1) return call(Codes<4, 1, 32, false>());
+  if (!part.nested && !part.minima && part.offset == 8) return call(Codes<4, 0, 32, false, true>());
   return call(Codes<4, 0, 32, false>());
 }
 
@@ -219,15 +223,16 @@ struct Packed {
 // What one code of a tile's rows stands for, and what code 0 does, in the groups of a unit of columns.
 struct Factors {
   const Part& part;
-  const uint8_t* at;
+  const uint8_t* small;
   __m256 scale, min;
 
   Factors(const Part& part, int64_t tile, int64_t unit) : part(part) { load(tile, unit); }
 
   void load(int64_t tile, int64_t unit) {
-    at = part.factors + tile * part.tile_factors + unit * part.unit_bytes;
-    scale = load_eight(at, !part.fp8, 0);
-    min = part.minima ? load_eight(at, true, 8) : _mm256_setzero_ps();
+    const uint8_t* const at = part.scales + tile * part.tile_scales + unit * part.unit_scales;
+    small = at + part.unit_scales - part.unit / part.group * part.small_bytes;
+    scale = load_eight(at, part.half_scales, 0);
+    min = part.minima ? load_eight(part.mins + tile * part.tile_mins + unit * part.unit_mins, part.half_mins, 0) : _mm256_setzero_ps();
   }
 
   template <class C>
@@ -235,9 +240,9 @@ struct Factors {
     group_scale = scale;
     group_min = min;
     if (!part.nested) return;
-    const uint8_t* small = at + part.unit_bytes - (part.unit / part.group - group) * part.small_bytes;
+    const uint8_t* const own = small + group * part.small_bytes;
     const auto wide = [](__m128i bytes) { return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(bytes)); };
-    const __m128i eight = _mm_loadl_epi64((const __m128i*)small), low = _mm_set1_epi8(15);
+    const __m128i eight = _mm_loadl_epi64((const __m128i*)own), low = _mm_set1_epi8(15);
     if (part.fp8) {  // the bits of 2^-8 times the number in float16, if none is negative
       group_scale = _mm256_mul_ps(scale, _mm256_cvtph_ps(_mm_slli_epi16(_mm_cvtepu8_epi16(eight), 7)));
       return;
@@ -248,75 +253,47 @@ struct Factors {
       return;
     }
     group_scale = _mm256_mul_ps(scale, _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(eight)));
-    if (part.minima) group_min = _mm256_mul_ps(min, wide(_mm_loadl_epi64((const __m128i*)(small + 8))));
+    if (part.minima) group_min = _mm256_mul_ps(min, wide(_mm_loadl_epi64((const __m128i*)(own + 8))));
   }
 };
 
-// A pair of tiles of a weight whose blocks share one or no factor each. Its codes are those of a part without high bits.
-template <int BITS, bool MINS_>
-struct Plain {
-  using C = Codes<BITS, 0, BLOCK, false>;
-  static constexpr bool MINS = MINS_;  // whether sums of the activations count
-  static constexpr int OFFSET = MINS ? 0 : BITS == 4 ? 8 : VNNI ? 128 : 0;
-  const Weight& w;
-  const int64_t* tiles;
-  const int64_t units = w.groups, per_unit = w.blocks / w.groups;  // factors are loaded for units of blocks
-  Floats scale[SIDES], min[SIDES];
-
-  const uint8_t* codes(int64_t tile) const { return w.codes + tile * w.blocks * C::BYTES; }
-  Ints table() const { return every(0); }
-  void begin(int64_t unit) {
-    __m256 scales[2], mins[2];
-    for (int t = 0; t < 2; ++t) {
-      scales[t] = load_eight(w.scales, w.half, (tiles[t] * w.groups + unit) * TILE);
-      if (MINS) mins[t] = load_eight(w.mins, w.half_mins, (tiles[t] * w.groups + unit) * TILE);
-    }
-    for (int s = 0; s < SIDES; ++s) {
-      scale[s] = side_by_side(scales + s * LANES);
-      if (MINS) min[s] = side_by_side(mins + s * LANES);
-    }
-  }
-  void of_group(int64_t, Floats scales[SIDES], Floats mins[SIDES]) const {
-    std::copy_n(scale, SIDES, scales);
-    if (MINS) std::copy_n(min, SIDES, mins);
-  }
-};
-
-// A pair of tiles of a part. A min, and what code 0 stands for, multiply the sums of the activations. Bytes lose their offset in the
-// integer sum instead, as those of int8 do.
-template <class C_>
-struct Nested {
-  using C = C_;
-  static constexpr bool MINS = C::BITS < 8;
-  static constexpr int OFFSET = !MINS && VNNI ? 128 : 0;
+// A pair of tiles of a part.
+template <class C>
+struct Pair {
   const Part& part;
   const int64_t* tiles;
   const int64_t units = part.k / part.unit, per_unit = part.unit / BLOCK;
   Factors factors[2] = {Factors(part, tiles[0], 0), Factors(part, tiles[1], 0)};
+  Floats scale[SIDES], min[SIDES];
 
   const uint8_t* codes(int64_t tile) const { return part.codes + tile * part.tile_codes; }
   Ints table() const { return four_times(_mm_loadu_si128((const __m128i*)part.table)); }
   void begin(int64_t unit) {
     for (int t = 0; t < 2; ++t) factors[t].load(tiles[t], unit);
+    if (!part.nested) join(0);
   }
-  void of_group(int64_t group, Floats scales[SIDES], Floats mins[SIDES]) const {
-    __m256 scale[2], min[2];
+  void of_group(int64_t group, Floats scales[SIDES], Floats mins[SIDES]) {
+    if (part.nested) join(group);
+    std::copy_n(scale, SIDES, scales);
+    if (C::MINS) std::copy_n(min, SIDES, mins);
+  }
+  void join(int64_t group) {
+    __m256 scales[2], mins[2];
     for (int t = 0; t < 2; ++t) {
-      factors[t].template of_group<C>(group, scale[t], min[t]);
-      min[t] = _mm256_fnmadd_ps(_mm256_set1_ps(part.offset), scale[t], min[t]);
+      factors[t].template of_group<C>(group, scales[t], mins[t]);
+      mins[t] = _mm256_fnmadd_ps(_mm256_set1_ps(part.offset), scales[t], mins[t]);
     }
     for (int s = 0; s < SIDES; ++s) {
-      scales[s] = side_by_side(scale + s * LANES);
-      if (MINS) mins[s] = side_by_side(min + s * LANES);
+      scale[s] = side_by_side(scales + s * LANES);
+      if (C::MINS) min[s] = side_by_side(mins + s * LANES);
     }
   }
 };
 
 // acc += what R rows of a panel and group G of a block add. take(j, s): the codes of columns 4 j to 4 j + 3 of a register of tiles.
-template <class F, int R, int S, int G, class Take>
+template <class C, int R, int S, int G, class Take>
 [[gnu::always_inline]] inline void add_group(const Rows& x, int64_t place, Take take, const Floats* scales, const Floats* mins,
                                              Floats (*acc)[S]) {
-  using C = typename F::C;
   constexpr int SPAN = R > 2 ? std::min(FIT<C::BITS>, 2) : FIT<C::BITS>;  // as many as there are registers for
   const int8_t* codes = x.codes.get() + place * BLOCK;
   const float* numbers = x.numbers.get() + place * Rows::KINDS;
@@ -325,7 +302,7 @@ template <class F, int R, int S, int G, class Take>
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 2
-    for (int s = 0; s < S; ++s) sums[r][s] = start_of<F::OFFSET>(numbers + Rows::START * R + r);
+    for (int s = 0; s < S; ++s) sums[r][s] = start_of<C::OFFSET>(numbers + Rows::START * R + r);
   for_each<C::GROUP / 4 / SPAN>([&](auto span) __attribute__((always_inline)) {
     constexpr int FIRST = G * C::GROUP / 4 + span * SPAN;
     Ints columns[S][SPAN];
@@ -348,15 +325,14 @@ template <class F, int R, int S, int G, class Take>
     for (int s = 0; s < S; ++s) {
       const Floats scaled = times(scales[s], every(numbers[Rows::SCALE * R + r]));
       acc[r][s] = times_plus(to_floats(end_sum<C::BITS>(sums[r][s])), scaled, acc[r][s]);
-      if (F::MINS) acc[r][s] = times_plus(mins[s], every(total[r]), acc[r][s]);
+      if (C::MINS) acc[r][s] = times_plus(mins[s], every(total[r]), acc[r][s]);
     }
 }
 
 // A panel of R rows from `row` on times a pair of tiles -> out[2][R][8]. left: tiles from here to the end of the half,
 // which lie one behind the other; 0 if they are in the cache already.
-template <class F, int R>
-[[gnu::noinline]] void multiply(F f, const Rows& x, int64_t row, int64_t left, float (*out)[CODE_ROWS][TILE]) {
-  using C = typename F::C;
+template <class C, int R>
+[[gnu::noinline]] void multiply(Pair<C> f, const Rows& x, int64_t row, int64_t left, float (*out)[CODE_ROWS][TILE]) {
   // Few rows wait for memory. The second cache level has room for more requests than the first one. (Measured on Zen 4.)
   constexpr bool FAR = R <= 4;
   constexpr int64_t AHEAD = FAR ? 8192 : 4096;
@@ -376,7 +352,7 @@ template <class F, int R>
       for_each<C::GROUPS>([&](auto g) __attribute__((always_inline)) {
         Floats scales[SIDES], mins[SIDES];
         f.of_group(i * C::GROUPS + g, scales, mins);
-        add_group<F, R, SIDES, g>(x, place, [&](auto j, int s) __attribute__((always_inline)) { return packed.template take<j>(s); }, scales, mins, acc);
+        add_group<C, R, SIDES, g>(x, place, [&](auto j, int s) __attribute__((always_inline)) { return packed.template take<j>(s); }, scales, mins, acc);
       });
     }
   }
@@ -385,18 +361,17 @@ template <class F, int R>
 }
 
 // Two registers of tiles with a byte for every code, and all their factors as floats: for many rows.
-template <class F>
+template <class C>
 struct Expanded {
-  using C = typename F::C;
   const std::unique_ptr<Ints[][2]> columns;         // [blocks, 8]
   const std::unique_ptr<Floats[][2]> scales, mins;  // [blocks, GROUPS]
 
   explicit Expanded(int64_t blocks)
       : columns(new Ints[blocks * 8][2]), scales(new Floats[blocks * C::GROUPS][2]),
-        mins(new Floats[F::MINS ? blocks * C::GROUPS : 0][2]) {}
+        mins(new Floats[C::MINS ? blocks * C::GROUPS : 0][2]) {}
 
   // Expands pair number `pair`. The thread's next tiles lie right behind it, and are asked for already.
-  void fill(F f, int pair) {
+  void fill(Pair<C> f, int pair) {
     const int64_t next = LANES * f.units * f.per_unit * C::BYTES;
     const Ints table = f.table();
     const uint8_t* const codes[2] = {f.codes(f.tiles[0]), f.codes(f.tiles[1])};
@@ -413,7 +388,7 @@ struct Expanded {
           Floats scale[SIDES], min[SIDES];
           f.of_group(i * C::GROUPS + g, scale, min);
           std::copy_n(scale, SIDES, scales[b * C::GROUPS + g] + pair * SIDES);
-          if (F::MINS) std::copy_n(min, SIDES, mins[b * C::GROUPS + g] + pair * SIDES);
+          if (C::MINS) std::copy_n(min, SIDES, mins[b * C::GROUPS + g] + pair * SIDES);
         }
       }
     }
@@ -428,8 +403,8 @@ struct Expanded {
       for_each<C::GROUPS>([&](auto g) __attribute__((always_inline)) {
         const Ints(*const from)[2] = &columns[b * 8];
         const int64_t group = b * C::GROUPS + g;
-        add_group<F, R, 2, g>(x, row * x.blocks + b * R, [&](auto j, int s) __attribute__((always_inline)) { return from[j][s]; },
-                              scales[group], F::MINS ? mins[group] : nullptr, acc);
+        add_group<C, R, 2, g>(x, row * x.blocks + b * R, [&](auto j, int s) __attribute__((always_inline)) { return from[j][s]; },
+                              scales[group], C::MINS ? mins[group] : nullptr, acc);
       });
     // The tiles of a pair lie side by side, or one register behind the other.
     for (int t = 0; t < 2 * LANES; ++t)
@@ -460,13 +435,13 @@ template <class C>
 }
 
 // R activation rows x [R][K], which are not rounded, times one tile of a part -> out[R][8].
-template <int R>
-[[gnu::noinline]] void multiply_part_exact(const Part& part, const float* x, int64_t tile, float (*out)[TILE]) {
+template <class C, int R>
+[[gnu::noinline]] void multiply_exact(const Part& part, const float* x, int64_t tile, float (*out)[TILE]) {
   __m256 acc[R];
   for (int r = 0; r < R; ++r) acc[r] = _mm256_setzero_ps();
   for (int64_t b = 0; b < part.k / BLOCK; ++b) {
     float values[BLOCK][TILE];
-    with_codes(part, [&](auto codes) { decode_block<decltype(codes)>(part, tile, b, values); });
+    decode_block<C>(part, tile, b, values);
     for (int64_t k = 0; k < BLOCK; ++k)
       for (int r = 0; r < R; ++r)
         acc[r] = _mm256_fmadd_ps(_mm256_loadu_ps(values[k]), _mm256_set1_ps(x[r * part.k + b * BLOCK + k]), acc[r]);
@@ -504,37 +479,6 @@ void multiply_floats(const uint8_t* a, const uint8_t* b, const float* x, int64_t
     _mm256_storeu_ps(out[0][r], sum_a[r]);
     _mm256_storeu_ps(out[1][r], sum_b[r]);
   }
-}
-
-// The same for codes, with activations that are not rounded: R rows x [R][K] times one tile -> out[R][8].
-template <int BITS, int R, bool MINS>
-void multiply_exact(const Weight& w, const float* x, int64_t tile, float (*out)[TILE]) {
-  constexpr int64_t BYTES = BLOCK * TILE * BITS / 8;
-  const __m256 offset = _mm256_set1_ps(MINS ? 0 : BITS == 4 ? 8 : 128);
-  const __m256i low = _mm256_set1_epi32(BITS == 4 ? 15 : 255);
-  const int64_t K = w.blocks * BLOCK, per_group = w.blocks / w.groups;
-  __m256 scales, mins, acc[R];
-  for (int r = 0; r < R; ++r) acc[r] = _mm256_setzero_ps();
-  for (int64_t b = 0; b < w.blocks; ++b) {
-    if (b % per_group == 0) {
-      const int64_t at = (tile * w.groups + b / per_group) * TILE;
-      scales = load_eight(w.scales, w.half, at);
-      if (MINS) mins = load_eight(w.mins, w.half_mins, at);
-    }
-    const uint8_t* codes = w.codes + (tile * w.blocks + b) * BYTES;
-    for (int i = 0; i < BYTES / 32; ++i) {
-      const __m256i v = _mm256_loadu_si256((const __m256i*)codes + i);
-      for (int part = 0; part < 8 / BITS; ++part)  // the low halves hold 4 columns, the high halves the next 4
-        for (int j = 0; j < 4; ++j) {
-          const __m256i code = _mm256_and_si256(_mm256_srli_epi32(v, 8 * j + 4 * part), low);
-          const __m256 level = _mm256_sub_ps(_mm256_cvtepi32_ps(code), offset);
-          const __m256 value = MINS ? _mm256_fmadd_ps(level, scales, mins) : _mm256_mul_ps(level, scales);
-          const int64_t k = b * BLOCK + (i * 8 / BITS + part) * 4 + j;
-          for (int r = 0; r < R; ++r) acc[r] = _mm256_fmadd_ps(value, _mm256_set1_ps(x[r * K + k]), acc[r]);
-        }
-    }
-  }
-  for (int r = 0; r < R; ++r) _mm256_storeu_ps(out[r], acc[r]);
 }
 
 // One of GATES in kernels/linear.py of eight values, times `up`.
@@ -624,23 +568,23 @@ void run_floats(const uint8_t* codes, const float* x, int64_t K, const Epilogue&
 // Rows of a panel of rounded activations.
 int64_t panel_rows(int64_t M) { return rows_at_once(M, M <= FEW ? CODE_ROWS : MANY_ROWS); }
 
-// Rows times all tiles of a weight. Few rows read its codes as they are stored, many share codes that are expanded once.
-template <class F, class Source>
-void run_rounded(const Source& source, const Rows& x, const Epilogue& end) {
+// Rows times all tiles of a part. Few rows read its codes as they are stored, many share codes that are expanded once.
+template <class C>
+void run_rounded(const Part& part, const Rows& x, const Epilogue& end) {
   if (end.M <= FEW)
-    return run_pairs<CODE_ROWS>(x.blocks * BLOCK, end, [&](auto rows, int64_t row, const int64_t* tiles, int64_t left, auto y) {
-      multiply<F, decltype(rows)::value>(F{source, tiles}, x, row, left, y);
+    return run_pairs<CODE_ROWS>(part.k, end, [&](auto rows, int64_t row, const int64_t* tiles, int64_t left, auto y) {
+      multiply<C, decltype(rows)::value>(Pair<C>{part, tiles}, x, row, left, y);
     });
   const int64_t pairs = end.pairs(), all = end.gated ? 2 * end.tiles : end.tiles;
   parallel_for(0, (pairs + LANES - 1) / LANES, 1, [&](int64_t first, int64_t last) {
-    Expanded<F> expanded(x.blocks);
+    Expanded<C> expanded(x.blocks);
     for (int64_t pair = first * LANES; pair < std::min(pairs, last * LANES); pair += LANES) {
       int64_t tiles[2 * LANES];
       for (int i = 0; i < LANES; ++i) {
         tiles[2 * i] = std::min(pair + i, pairs - 1);
         tiles[2 * i + 1] = tiles[2 * i] + pairs < all ? tiles[2 * i] + pairs : tiles[2 * i];
       }
-      for (int i = 0; i < LANES; ++i) expanded.fill(F{source, tiles + 2 * i}, i);
+      for (int i = 0; i < LANES; ++i) expanded.fill(Pair<C>{part, tiles + 2 * i}, i);
       for (int64_t row = 0; row < end.M; row += x.most) {
         float y[2 * LANES][MANY_ROWS][TILE];
         const int64_t count = std::min(x.most, end.M - row);
@@ -652,19 +596,13 @@ void run_rounded(const Source& source, const Rows& x, const Epilogue& end) {
 }
 
 // rounded: the activations as codes, or null to compute with `x` as it is.
-template <int BITS, bool MINS>
-void run_codes(const Weight& w, const Rows* rounded, const float* x, const Epilogue& end) {
-  if (rounded) return run_rounded<Plain<BITS, MINS>>(w, *rounded, end);
-  const int64_t K = w.blocks * BLOCK;
-  run_pairs<CODE_ROWS>(K, end, [&](auto rows, int64_t row, const int64_t* tiles, int64_t, auto y) {
-    for (int l = 0; l < 2; ++l) multiply_exact<BITS, decltype(rows)::value, MINS>(w, x + row * K, tiles[l], y[l]);
-  });
-}
-
 void run_part(const Part& part, const Rows* rounded, const float* x, const Epilogue& end) {
-  if (rounded) return with_codes(part, [&](auto codes) { run_rounded<Nested<decltype(codes)>>(part, *rounded, end); });
-  run_pairs<CODE_ROWS>(part.k, end, [&](auto rows, int64_t row, const int64_t* tiles, int64_t, auto y) {
-    for (int l = 0; l < 2; ++l) multiply_part_exact<decltype(rows)::value>(part, x + row * part.k, tiles[l], y[l]);
+  with_codes(part, [&](auto codes) {
+    using C = decltype(codes);
+    if (rounded) return run_rounded<C>(part, *rounded, end);
+    run_pairs<CODE_ROWS>(part.k, end, [&](auto rows, int64_t row, const int64_t* tiles, int64_t, auto y) {
+      for (int l = 0; l < 2; ++l) multiply_exact<C, decltype(rows)::value>(part, x + row * part.k, tiles[l], y[l]);
+    });
   });
 }
 
@@ -684,40 +622,10 @@ std::vector<Part> parts_of(const Tensor& codes, const Tensor& table) {
   return parts;
 }
 
-int64_t rows_of(const std::vector<Part>& parts) {
-  int64_t rows = 0;
-  for (const Part& part : parts) rows += part.n;
-  return rows;
-}
-
 Kind kind_of(const Tensor& codes) {
   using torch::headeronly::ScalarType;
   const ScalarType type = codes.scalar_type();
-  if (codes.dim() == 1) return PARTS;
-  if (type == ScalarType::Byte) return codes.size(2) == BLOCK * TILE / 2 ? INT4 : INT8;
-  return type == ScalarType::Half ? FP16 : type == ScalarType::BFloat16 ? BF16 : FP32;
-}
-
-// One row of a weight of codes -> out[K]. A code times a scale of 16 bits is exact in a float, so a value is rounded once.
-template <int BITS, bool MINS>
-void decode_row(const Weight& w, int64_t row, float* out) {
-  constexpr int64_t BYTES = BLOCK * TILE * BITS / 8;
-  const int64_t tile = row / TILE, lane = row % TILE, per_group = w.blocks / w.groups;
-  alignas(32) float scales[TILE], mins[TILE];
-  for (int64_t b = 0; b < w.blocks; ++b) {
-    if (b % per_group == 0) {
-      const int64_t at = (tile * w.groups + b / per_group) * TILE;
-      _mm256_store_ps(scales, load_eight(w.scales, w.half, at));
-      if (MINS) _mm256_store_ps(mins, load_eight(w.mins, w.half_mins, at));
-    }
-    const uint8_t* codes = w.codes + (tile * w.blocks + b) * BYTES + lane * 4;
-    for (int i = 0; i < BYTES / 32; ++i)
-      for (int part = 0; part < 8 / BITS; ++part)
-        for (int j = 0; j < 4; ++j) {
-          const int code = codes[i * 32 + j] >> (4 * part) & (BITS == 4 ? 15 : 255);
-          *out++ = MINS ? code * scales[lane] + mins[lane] : (code - (BITS == 4 ? 8 : 128)) * scales[lane];
-        }
-  }
+  return type == ScalarType::Byte ? CODES : type == ScalarType::Half ? FP16 : type == ScalarType::BFloat16 ? BF16 : FP32;
 }
 
 const Tensor* given(const Tensor& t) { return t.numel() ? &t : nullptr; }
@@ -728,50 +636,49 @@ namespace eaglet {
 
 Part::Part(const int64_t* number, const uint8_t* bytes)
     : n(number[0]), k(number[1]), low(number[2]), high(number[3]), group(number[4]), unit(number[5]), offset(number[6]),
-      nested(number[7]), fp8(number[7] == 2), minima(number[8]), codes(bytes), tile_codes(k * (low + high)) {
+      nested(number[7]), fp8(number[7] == 2), minima(number[8]), half_scales(!fp8), codes(bytes), scales(codes + n * k * (low + high) / 8),
+      mins(scales + 2 * TILE), tile_codes(k * (low + high)), small_bytes(!nested ? 0 : minima && low + high > 2 ? 2 * TILE : TILE) {
   std::copy_n((const uint8_t*)(number + 9), 16, table);
-  factors = codes + n / TILE * tile_codes;
-  small_bytes = !nested ? 0 : minima && low + high > 2 ? 2 * TILE : TILE;
-  unit_bytes = (fp8 ? 4 : 2) * TILE * (1 + minima) + small_bytes * unit / group;
-  tile_factors = k / unit * unit_bytes;
+  unit_scales = unit_mins = (fp8 ? 4 : 2) * TILE * (1 + minima) + small_bytes * unit / group;
+  tile_scales = tile_mins = k / unit * unit_scales;
 }
 
-Linear::Linear(const Tensor& codes, const Tensor* scales, const Tensor* mins, const float* bias) : bias(bias), kind(kind_of(codes)) {
-  if (kind == PARTS) {
-    STD_TORCH_CHECK(scales && scales->size(1) == 11, "parts of a weight need their table");
-    parts = parts_of(codes, *scales);
-    n = rows_of(parts);
+Part::Part(const Tensor& codes, const Tensor& scales, const Tensor* mins)
+    : n(codes.size(0) * TILE), k(codes.size(1) * BLOCK), low(codes.size(2) / BLOCK), high(0), group(BLOCK), unit(k / scales.size(1)),
+      offset(mins ? 0 : low == 4 ? 8 : 128), minima(mins), half_scales(is_half(scales)), half_mins(mins && is_half(*mins)),
+      codes((const uint8_t*)codes.data_ptr()), scales((const uint8_t*)scales.data_ptr()),
+      mins(mins ? (const uint8_t*)mins->data_ptr() : nullptr), tile_codes(k * low), unit_scales((half_scales ? 2 : 4) * TILE),
+      unit_mins((half_mins ? 2 : 4) * TILE) {
+  tile_scales = k / unit * unit_scales;
+  tile_mins = k / unit * unit_mins;
+}
+
+Linear::Linear(const Tensor& codes, const Tensor* scales, const Tensor* mins, const float* bias)
+    : values((const uint8_t*)codes.data_ptr()), bias(bias), kind(kind_of(codes)), n(0) {
+  if (kind == CODES) {
+    STD_TORCH_CHECK(scales && (codes.dim() > 1 || scales->size(1) == 11), "codes need their scales, and parts of a weight their table");
+    if (codes.dim() == 1) parts = parts_of(codes, *scales);
+    else parts.emplace_back(codes, *scales, mins);
+    for (const Part& part : parts) n += part.n;
     k = parts[0].k;
     return;
   }
-  weight = {(const uint8_t*)codes.data_ptr(), scales ? scales->data_ptr() : nullptr, scales && is_half(*scales),
-            mins ? mins->data_ptr() : nullptr, mins && is_half(*mins), codes.size(1), scales ? scales->size(1) : 0};
   n = codes.size(0) * TILE;
-  k = codes.size(1) * (scales ? BLOCK : 1);
+  k = codes.size(1);
 }
 
 Linear::Linear(const tensors::LinearWeights& t) : Linear(t.codes, given(t.scales), given(t.mins), values_or_null(t.bias)) {}
 
-void Linear::operator()(const float* x, int64_t M, const float* residual, int64_t gated, bool round, float* out) const {
-  if (kind == PARTS) return multiply_parts(x, M, residual, gated, round, out);
-  const Epilogue end{bias, residual, out, gated ? n / 2 : n, gated, M};
-  if (kind == FP32) return run_floats<FP32>(weight.codes, x, k, end);
-  if (kind == BF16) return run_floats<BF16>(weight.codes, x, k, end);
-  if (kind == FP16) return run_floats<FP16>(weight.codes, x, k, end);
-  std::optional<Rows> rounded;
-  if (round) rounded.emplace(x, M, k, panel_rows(M), false);
-  const Rows* rows = round ? &*rounded : nullptr;
-  if (kind == INT8) return run_codes<8, false>(weight, rows, x, end);
-  return weight.mins ? run_codes<4, true>(weight, rows, x, end) : run_codes<4, false>(weight, rows, x, end);
-}
-
 // One product for every part, which writes its own columns. Only where all rows share a format is the gate in the product.
-void Linear::multiply_parts(const float* x, int64_t M, const float* residual, int64_t gated, bool round, float* out) const {
+void Linear::operator()(const float* x, int64_t M, const float* residual, int64_t gated, bool round, float* out) const {
+  const Epilogue whole{bias, residual, out, gated ? n / 2 : n, gated, M};
+  if (kind == FP32) return run_floats<FP32>(values, x, k, whole);
+  if (kind == BF16) return run_floats<BF16>(values, x, k, whole);
+  if (kind == FP16) return run_floats<FP16>(values, x, k, whole);
   std::optional<Rows> rounded;
   if (round) rounded.emplace(x, M, k, panel_rows(M), std::any_of(parts.begin(), parts.end(), [](const Part& part) { return part.group == 16; }));
   const Rows* rows = round ? &*rounded : nullptr;
   const bool apart = gated && parts.size() > 1;
-  const Epilogue whole{bias, residual, out, gated ? n / 2 : n, gated, M};
   if (parts.size() == 1) return run_part(parts[0], rows, x, whole);
   const std::unique_ptr<float[]> memory(apart ? new float[M * n] : nullptr);
   int64_t first = 0;
@@ -797,18 +704,16 @@ void Linear::row(int64_t id, float* out) const {
       continue;
     }
     return with_codes(part, [&](auto codes) {
-      float values[BLOCK][TILE];
-      for (int64_t b = 0; b < part.k / BLOCK; ++b) {
-        decode_block<decltype(codes)>(part, id / TILE, b, values);
-        for (int64_t i = 0; i < BLOCK; ++i) out[b * BLOCK + i] = values[i][id % TILE];
+      float block[BLOCK][TILE];
+      for (int64_t b = 0; b < k / BLOCK; ++b) {
+        decode_block<decltype(codes)>(part, id / TILE, b, block);
+        for (int64_t i = 0; i < BLOCK; ++i) out[b * BLOCK + i] = block[i][id % TILE];
       }
     });
   }
-  if (kind == INT4) return weight.mins ? decode_row<4, true>(weight, id, out) : decode_row<4, false>(weight, id, out);
-  if (kind == INT8) return decode_row<8, false>(weight, id, out);
   const int64_t first = id / TILE * k * TILE + id % TILE;  // floats lie column by column
-  const uint16_t* half = (const uint16_t*)weight.codes + first;
-  const float* whole = (const float*)weight.codes + first;
+  const uint16_t* half = (const uint16_t*)values + first;
+  const float* whole = (const float*)values + first;
   for (int64_t i = 0; i < k; ++i)
     out[i] = kind == FP32 ? whole[i * TILE]
            : kind == FP16 ? _cvtsh_ss(half[i * TILE])

@@ -42,6 +42,8 @@ inline void interleave(const char* x, const char* y, int64_t size, uint32_t* to,
   }
 }
 
+inline bool not_finite(Ints largest) { return _mm512_cmpge_epu16_mask(largest, _mm512_set1_epi16(0x7F80)); }
+
 // out [R][stride_out] += a [R][stride_a] times b [pairs][stride_b], W registers of columns. fresh: out holds nothing yet.
 template <int R, int W>
 [[gnu::noinline]] void add_pairs(const uint32_t* a, int64_t stride_a, const uint32_t* b, int64_t stride_b, int64_t pairs, bool fresh,

@@ -8,15 +8,6 @@ namespace {
 
 using namespace eaglet;
 
-// Eight floats as bfloat16, rounded to nearest. NaN stays NaN.
-inline __m128i brains(__m256 x) {
-  const __m256i bits = _mm256_castps_si256(x), one = _mm256_set1_epi32(1), odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), one);
-  const __m256i rounded = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7FFF)));
-  const __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q)), none = _mm256_set1_epi32(0x7FC00000);
-  const __m256i high = _mm256_srli_epi32(_mm256_blendv_epi8(rounded, none, nan), 16);
-  return _mm_packus_epi32(_mm256_castsi256_si128(high), _mm256_extracti128_si256(high, 1));
-}
-
 // A row of the cache from its hd values.
 void store_row(const Cache& cache, const float* x, char* row) {
   if (cache.as == Stored::FLOAT) std::copy_n(x, cache.hd, (float*)row);
@@ -24,7 +15,7 @@ void store_row(const Cache& cache, const float* x, char* row) {
     for (int64_t i = 0; i < cache.hd; i += 8)
       _mm_storeu_si128((__m128i*)(row + 2 * i), _mm256_cvtps_ph(_mm256_loadu_ps(x + i), _MM_FROUND_TO_NEAREST_INT));
   if (cache.as == Stored::BRAIN)
-    for (int64_t i = 0; i < cache.hd; i += 8) _mm_storeu_si128((__m128i*)(row + 2 * i), brains(_mm256_loadu_ps(x + i)));
+    for (int64_t i = 0; i < cache.hd; ++i) ((torch::headeronly::BFloat16*)row)[i] = x[i];
   if (cache.as != Stored::BYTES) return;
   float largest = 0;
   for (int64_t i = 0; i < cache.hd; ++i) largest = std::abs(x[i]) > largest || std::isnan(x[i]) ? std::abs(x[i]) : largest;

@@ -5,8 +5,6 @@
 
 #include "registers.h"
 
-#include <array>
-
 #if defined(WIDE_REGISTERS) && defined(__AVX512BF16__)
 #define PAIR_PRODUCTS
 #if defined(__AMX_BF16__) && defined(__linux__)
@@ -29,16 +27,13 @@ inline Ints pair_up(Floats first, Floats second, int64_t live) {
 
 // Rows x and y of `size` values side by side: a row of pairs. `largest` keeps the largest bits of a size seen so far.
 inline void interleave(const char* x, const char* y, int64_t size, uint32_t* to, Ints& largest) {
-  alignas(64) static constexpr auto order = [] {
-    std::array<uint16_t, 64> places{};
-    for (int i = 0; i < 64; ++i) places[i] = i / 2 + i % 2 * 32;
-    return places;
-  }();
+  const Ints first = _mm512_setr_epi64(0, 1, 8, 9, 2, 3, 10, 11), second = _mm512_setr_epi64(4, 5, 12, 13, 6, 7, 14, 15);
   for (int64_t i = 0; i < size; i += 32) {
     const Ints a = _mm512_loadu_si512(x + 2 * i), b = _mm512_loadu_si512(y + 2 * i), bits = _mm512_set1_epi16(0x7FFF);
     largest = _mm512_max_epu16(largest, _mm512_max_epu16(common(a, bits), common(b, bits)));
-    _mm512_storeu_si512(to + i, _mm512_permutex2var_epi16(a, _mm512_load_si512(order.data()), b));
-    _mm512_storeu_si512(to + i + 16, _mm512_permutex2var_epi16(a, _mm512_load_si512(order.data() + 32), b));
+    const Ints low = _mm512_unpacklo_epi16(a, b), high = _mm512_unpackhi_epi16(a, b);  // of every quarter
+    _mm512_storeu_si512(to + i, _mm512_permutex2var_epi64(low, first, high));
+    _mm512_storeu_si512(to + i + 16, _mm512_permutex2var_epi64(low, second, high));
   }
 }
 

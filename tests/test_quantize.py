@@ -1163,8 +1163,10 @@ def test_a_quantized_head_keeps_its_trimmed_vocabulary(tmp_path, capsys):
     argv = ["--checkpoint", source, "--eagle", tmp_path / "trimmed", "--eagle-mode", "int8", "--head-only"]
     assert run(*argv, "--out", tmp_path / "q") == 0, capsys.readouterr().err
     assert torch.equal(read_eagle(tmp_path / "q", UNTIED).tensors["draft_ids"], ids)
-    engines = [load(source, eagle=str(path), quant="int8", ctx=32) for path in (tmp_path / "trimmed", tmp_path / "q")]
-    engines.append(build_engine(engines[0], {"eagle": str(tmp_path / "q")}, 32))  # an arm of scripts.bench
+    fixed = {"tree": "paper25", "eagle_always": True}  # drafts that no measurement prunes or leaves out
+    heads = tmp_path / "trimmed", tmp_path / "q"
+    engines = [load(source, eagle=str(path), quant="int8", ctx=32, **fixed) for path in heads]
+    engines.append(build_engine(engines[0], {"eagle": str(tmp_path / "q"), **fixed}, 32))  # an arm of scripts.bench
     texts = [engine.generate([1, 2, 3], SamplingParams(max_new_tokens=20)).run()[0] for engine in engines]
     for text in texts[1:]:
         assert text.token_ids == texts[0].token_ids and text.accepted_by_depth == texts[0].accepted_by_depth

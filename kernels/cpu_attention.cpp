@@ -345,7 +345,8 @@ struct Attention {
     int64_t token = -1, head = -1;  // of the piece whose queries, scaled, lie here
 
     explicit Desk(const Attention& a)
-        : queries(new float[rounded(a.tokens * a.group) * a.n.hd]), weights(new float[rounded(a.tokens * a.group) * STRIDE]), columns(new uint32_t[a.pairs ? 8 * a.n.hd : 0]()) {}
+        : queries(new float[rounded(a.tokens * a.group) * a.n.hd]), weights(new float[rounded(a.tokens * a.group) * STRIDE]),
+          columns(new uint32_t[a.pairs ? 8 * a.n.hd : 0]()) {}
   };
 
   // How many positions of a chunk token t sees.
@@ -374,8 +375,10 @@ struct Attention {
       const float* from = q + ((p.token + i / group) * n.heads + p.head * group + i % group) * n.hd;
       for (int64_t d = 0; d < n.hd; d += WIDTH) store(&desk.queries[i * n.hd + d], times(load(from + d), every(scale)));
 #ifdef PAIR_PRODUCTS
-      uint32_t* const pair = (uint32_t*)&desk.queries[i * n.hd];
-      for (int64_t d = 0; d < n.hd && pairs; d += 32) _mm512_storeu_si512(pair + d / 2, pair_up(load((float*)pair + d), load((float*)pair + d + WIDTH), 32));
+      const float* const floats = &desk.queries[i * n.hd];
+      uint32_t* const pair = (uint32_t*)floats;
+      for (int64_t d = 0; d < n.hd && pairs; d += 32)
+        _mm512_storeu_si512(pair + d / 2, pair_up(load(floats + d), load(floats + d + WIDTH), 32));
       for (int64_t d = 0; d < n.hd / 2 && pairs && i < 16; ++d) desk.columns[d * 16 + i] = pair[d];
 #endif
     }

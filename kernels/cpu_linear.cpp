@@ -352,7 +352,8 @@ template <class C, int R>
       for_each<C::GROUPS>([&](auto g) __attribute__((always_inline)) {
         Floats scales[SIDES], mins[SIDES];
         f.of_group(i * C::GROUPS + g, scales, mins);
-        add_group<C, R, SIDES, g>(x, place, [&](auto j, int s) __attribute__((always_inline)) { return packed.template take<j>(s); }, scales, mins, acc);
+        const auto take = [&](auto j, int s) __attribute__((always_inline)) { return packed.template take<j>(s); };
+        add_group<C, R, SIDES, g>(x, place, take, scales, mins, acc);
       });
     }
   }

@@ -29,7 +29,6 @@ void store_row(const Cache& cache, const float* x, char* row) {
 
 constexpr int64_t CHUNK = 128;        // positions that are attended to at once
 constexpr int64_t DEPTH = 64;         // columns of a head, or pairs of them, that are worked on at once
-constexpr int64_t SPARE = 32;         // places behind the rows of a chunk
 // Rows and registers of a product that are worked on at once.
 constexpr int PRODUCT_ROWS = LANES == 2 ? 6 : 4, PRODUCT_SPAN = LANES == 2 ? 4 : 2;
 constexpr int NARROW = 3;  // so many queries read keys and values as they lie
@@ -328,7 +327,7 @@ struct Attention {
     float *tops, *totals, *values;  // [tokens,padded], the same, [tokens,group,hd]
   };
 
-  // So many rows have room for `queries`: whole squares, where there is more than one.
+  // The rows of memory for so many queries: of tile registers whole squares are written, where there is more than one.
   static int64_t rounded(int64_t queries) { return queries > 16 ? (queries + 15) / 16 * 16 : queries; }
 
   int64_t floats_of_sums() const { return 2 * tokens * padded + rounded(tokens * group) * n.hd; }
@@ -354,15 +353,15 @@ struct Attention {
     return std::max<int64_t>(0, std::min(last[t], (chunk + 1) * CHUNK) - std::max(first[t], chunk * CHUNK));
   }
 
-  // The cache rows of these positions, and behind them the first one again: loops run on up to a multiple of SPARE, and a row
+  // The cache rows of these positions, and behind them the first one again: loops run on up to a multiple of STEP, and a row
   // that the token does not see could hold anything.
-  int64_t rows_seen(int64_t t, int64_t chunk, int64_t rows[CHUNK + SPARE]) const {
+  int64_t rows_seen(int64_t t, int64_t chunk, int64_t rows[CHUNK + STEP]) const {
     const int64_t count = seen(t, chunk), begin = std::max(first[t], chunk * CHUNK);
     const int64_t nodes = std::max(n.start[t / n.T], first[t]), old = std::clamp<int64_t>(nodes - begin, 0, count);
     const int64_t wrap = n.ring ? n.S - 1 : std::numeric_limits<int64_t>::max();
     for (int64_t i = 0, at = begin % wrap; i < old; ++i, at = at + 1 == wrap ? 0 : at + 1) rows[i] = at;
     for (int64_t i = old; i < count; ++i) rows[i] = slots[t * n.R + begin + i - nodes];
-    if (count) std::fill_n(rows + count, SPARE, rows[0]);
+    if (count) std::fill_n(rows + count, STEP, rows[0]);
     return count;
   }
 
@@ -386,7 +385,7 @@ struct Attention {
 
   // Which rows of a chunk the tokens of a piece see.
   struct Sight {
-    int64_t rows[CHUNK + SPARE], count;  // those of the token that sees the most
+    int64_t rows[CHUNK + STEP], count;  // those of the token that sees the most
     int64_t shared;                      // of them, how many all tokens see first
     bool nested = true;                  // no token sees another row
   };
@@ -400,7 +399,7 @@ struct Attention {
     for (int64_t t = p.token; t < p.token + p.count; ++t) {
       const bool history = (chunk + 1) * CHUNK <= n.start[t / n.T] && first[t] <= chunk * CHUNK;
       if (t == most || (history && found.count == CHUNK)) continue;
-      int64_t own[CHUNK + SPARE];
+      int64_t own[CHUNK + STEP];
       const int64_t count = rows_seen(t, chunk, own), same = std::mismatch(own, own + count, found.rows).first - own;
       found.shared = std::min(found.shared, same);
       found.nested = found.nested && same == count;
@@ -422,16 +421,17 @@ struct Attention {
     const Sight rows = rows_of(p, chunk);
     const char* const keys = n.cache.at + n.first(p.token / n.T, p.head) * n.cache.row;
     const auto each = [&](int64_t shared, auto work) {
-      if (shared) work(Some{0, pairs ? rounded(queries) : queries, rows.rows, shared, 0});
+      if (shared) work(Some{0, pairs && has_tiles() ? rounded(queries) : queries, rows.rows, shared, 0});
       for (int64_t i = 0; i < p.count; ++i)
         if (const int64_t more = seen(p.token + i, chunk) - shared; more > 0) {
-          int64_t own[CHUNK + SPARE];
+          int64_t own[CHUNK + STEP];
           rows_seen(p.token + i, chunk, own);
           work(Some{i * group, group, own + shared, more, shared});
         }
     };
-    const int64_t first = rows.nested ? rows.count : pairs ? rows.shared / SPARE * SPARE : rows.shared;
+    const int64_t first = rows.nested ? rows.count : pairs ? rows.shared / STEP * STEP : rows.shared;
     each(first, [&](const Some& some) { pairs ? score_pairs(some, keys, desk) : score(some, keys, desk); });
+    std::fill_n(sums.tops, 2 * tokens * padded, 0.f);
     for (int64_t i = 0; i < queries; ++i) {
       const int64_t at = i / group * padded + i % group, count = seen(p.token + i / group, chunk);
       std::tie(sums.totals[at], sums.tops[at]) = (pairs ? pairs_of : weights_of)(&desk.weights[i * STRIDE], count, cap);

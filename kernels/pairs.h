@@ -16,9 +16,20 @@
 
 namespace eaglet {
 
+constexpr int64_t STEP = 32;  // what the terms of a product, and its columns, are multiples of
+
+// Whether this process has tile registers. Linux gives them to one that asks for them.
+inline bool has_tiles() {
+#ifdef TILE_REGISTERS
+  static const bool given = syscall(SYS_arch_prctl, 0x1023, 18) == 0;
+  return given;
+#else
+  return false;
+#endif
+}
+
 #ifdef PAIR_PRODUCTS
 constexpr bool PAIRS = true;
-constexpr int64_t STEP = 32;  // what the terms of a product, and its columns, are multiples of
 
 // The floats of two registers as bfloat16, rounded to nearest, 0 from number `live` on.
 inline Ints pair_up(Floats first, Floats second, int64_t live) {
@@ -66,7 +77,7 @@ class Pairs {
   void add(const uint32_t* a, int64_t stride_a, const uint32_t* b, int64_t stride_b, int64_t rows, int64_t columns, int64_t terms,
            bool fresh, float* out, int64_t stride_out) {
 #ifdef TILE_REGISTERS
-    if (tiles())
+    if (has_tiles())
       for (int64_t r = 0; r < rows; r += 32) {
         set_rows(rows - r);
         for (int64_t c = 0; c < columns; c += 32)
@@ -83,7 +94,7 @@ class Pairs {
   // at most 16 queries. False if there are no tile registers: then this is no quick way. Terms have the order of `add`.
   bool score(const char* a, int64_t bytes_a, const uint32_t* b, int64_t terms, int64_t rows, int64_t queries, uint32_t* out) {
 #ifdef TILE_REGISTERS
-    if (!tiles()) return false;
+    if (!has_tiles()) return false;
     set_rows(queries);  // the layout for the values, where 2, 3, 5, 6 and 7 have 16 rows
     for (int64_t r = 0; r < rows; r += 32, a += 32 * bytes_a, out += 32 * 16) {
       _tile_zero(2);
@@ -106,18 +117,13 @@ class Pairs {
 
 #ifdef TILE_REGISTERS
   Pairs() {
-    if (tiles()) _tile_storeconfig(former_);
+    if (has_tiles()) _tile_storeconfig(former_);
   }
   ~Pairs() {
     if (rows_) _tile_loadconfig(former_);
   }
 
  private:
-  static bool tiles() {  // Linux gives the registers to a process that asks for them
-    static const bool given = syscall(SYS_arch_prctl, 0x1023, 18) == 0;
-    return given;
-  }
-
   // The registers 0 to 3 for the sums of two times two squares, 4 and 5 for rows, and 6 and 7 for columns. Another layout takes
   // longer to set than several products.
   void set_rows(int64_t left) {

@@ -103,8 +103,8 @@ class LoadOptions:
     check: bool = option("on a GPU compare the kernels with their references, as a model's first use does", False)
     kv: str = option(
         "dtype of the KV cache. model is that of the activations, float32 on a CPU; float16, bfloat16 (CPU kernels only) "
-        "and int8: smaller; auto: with the CPU kernels bfloat16, or float16 where the processor has no products of "
-        "bfloat16, for checkpoints of at most 16 bits, else model", "auto", KV_CACHES,
+        "and int8: smaller; auto: for checkpoints of at most 16 bits with the CPU kernels bfloat16, or float16 where the "
+        "processor does not multiply bfloat16 or --activations is float; else model", "auto", KV_CACHES,
     )  # fmt: skip
     eagle: str | Path | None = option(
         "draft head (EAGLE-1/2/3, DFlash, DFlash2, DSpark, JetSpec): folder, .safetensors, .bin, .pth, .gguf, or "
@@ -284,7 +284,7 @@ class LoadOptions:
         return replace(self, device=device, dtype=dtype, ctx=ctx, kernels=mode, compile=compiles, slots=slots, kv=kv)
 
     def _smallest_cache(self, config: ModelConfig) -> str:
-        """The cache that costs the CPU kernels the least and changes less than 16 bits and rounded activations do."""
+        """The dtype of the cache that costs the CPU kernels the least time and is no narrower than the checkpoint's."""
         import kernels
 
         dims = [head_dim for _, head_dim in config.kv_layers]

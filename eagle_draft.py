@@ -20,7 +20,8 @@ from torch import Tensor
 import kernels
 from decoding.drafter import DraftInput, StepParts, take_rows
 from drafters.trees import DraftHead, FedRows, HeadDrafter
-from model import MLP, Attention, Block, Nodes, RMSNorm, Transformer, normed_by, weight_bytes
+from layers.build import build_attention
+from model import MLP, Block, Nodes, RMSNorm, Transformer, weight_bytes
 from support.machine import zeros
 from tree import DynamicTree, TreeTables
 from weights.heads import EagleConfig
@@ -36,7 +37,7 @@ class EagleLayer(nn.Module):
         super().__init__()
         geometry = config.layer
         wide = config.version == 3
-        self.attention = Attention(geometry, in_size=geometry.hidden_size * (2 if wide else 1))
+        self.attention = build_attention(geometry, in_size=geometry.hidden_size * (2 if wide else 1))
         self.post_norm = RMSNorm(geometry.hidden_size, geometry.rms_norm_eps)
         self.mlp = MLP(geometry.hidden_size, geometry.intermediate_size)
         if wide:
@@ -216,7 +217,7 @@ class MtpHead(EagleHead):
 
     def layer_inputs(self, _residual: Tensor, joined: Tensor) -> tuple[Tensor, Tensor]:
         x = self.target.mtp.fc(joined)
-        return x, normed_by(self.layer.input_norm, x)
+        return x, self.layer.input_norm(x)
 
     def layer_forward(self, _residual: Tensor, joined: Tensor, nodes: Nodes, kv: Tensor) -> Tensor:
         return self.layer(self.target.mtp.fc(joined), nodes, kv)

@@ -233,7 +233,7 @@ def arms_of(args: argparse.Namespace, base: Engine, ctx: int) -> list[Arm]:
         specs += [("eagle1 paper25", {"eagle": "random:1"}), ("eagle3 dynamic", {"eagle": "random:3", "tree": dynamic})]
     elif with_default:
         specs = default_arms(directory, base.model.config, cuda)
-        if base.model.mtp is not None:
+        if base.model.config.mtp:
             trees = *MTP_CHAINS, "paper25", dynamic
             specs[1:1] = [(f"mtp {tree}", {"eagle": MTP, "tree": tree}) for tree in trees]
         if args.suite:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from decoding.drafter import DraftInput, take_rows
 from drafters.trees import DraftHead, HeadDrafter
 from kernels.records import Nodes
+from layers.build import build_transformer
 from model import Transformer
 from support.machine import zeros
 from weights.assistant import AssistantConfig
@@ -25,7 +26,7 @@ class AssistantHead(DraftHead):
         super().__init__()
         self.config = config
         c, H = config.layer, config.target_hidden_size
-        self.model = Transformer(c)
+        self.model = build_transformer(c)
         self.model.embed_tokens = None
         self.model.kv_places = dict(enumerate(config.places))
         self.rotary = self.model.rotary

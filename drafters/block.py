@@ -24,7 +24,8 @@ from drafters.trees import DEFAULT_RULE, DraftHead, DraftRule, HeadDrafter, inde
 from families.config import ModelConfig
 from kernels.growing import ancestors_from_parents, best_prefixes
 from kernels.records import Rotary
-from model import Block, Nodes, RMSNorm, Transformer, linear
+from layers.build import build_attention, build_block
+from model import MLP, Block, Nodes, RMSNorm, Transformer, linear
 from support.machine import zeros
 from tree import DynamicTree, Trees
 from weights.block_heads import BlockConfig
@@ -49,7 +50,9 @@ class ConvolvedBlock(Block):
     """A decoder layer with convolutions around both sublayers."""
 
     def __init__(self, geometry: ModelConfig, layer: int, config: BlockConfig):
-        super().__init__(geometry, layer)
+        super().__init__(
+            geometry, build_attention(geometry, layer), MLP(geometry.hidden_size, geometry.intermediate_size)
+        )
         sizes = geometry.hidden_size, config.conv_taps, config.conv_group
         self.attention_conv, self.mlp_conv = SlotConvolution(*sizes), SlotConvolution(*sizes)
 
@@ -61,7 +64,7 @@ class ConvolvedBlock(Block):
 class BlockHead(DraftHead):
     """A block head bound to a target, whose embedding it shares, and whose LM head unless it has its own."""
 
-    run_layers = Transformer.run_layers
+    run_layers, kept = Transformer.run_layers, Transformer.kept
 
     def __init__(self, config: BlockConfig, target: Transformer, draft_vocab: Tensor | None = None):
         """draft_vocab int64 [Vd]: absolute target ids that it drafts, sorted; None: all."""
@@ -71,7 +74,7 @@ class BlockHead(DraftHead):
         H, n = geometry.hidden_size, geometry.num_hidden_layers
         self.fc = nn.Linear(len(config.taps) * config.target_hidden_size, H, bias=False)
         self.hidden_norm, self.norm = (RMSNorm(H, geometry.rms_norm_eps) for _ in range(2))
-        layer = partial(ConvolvedBlock, config=config) if config.conv_taps else Block
+        layer = partial(ConvolvedBlock, config=config) if config.conv_taps else build_block
         self.layers = nn.ModuleList(layer(geometry, i) for i in range(n))
         self.kv_places = {i: (0, i) for i in range(n)}  # as of a Transformer
         self.lm_head = nn.Linear(H, geometry.vocab_size, bias=False) if config.has_lm_head else None

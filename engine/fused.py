@@ -17,9 +17,25 @@ from decoding.drafter import Draft, DraftInput, StepParts
 from drafters.trees import TreeDrafter
 from eagle_draft import EagleDrafter, EagleHead
 from kernels import records
-from model import MLP, Block, DeltaNet, Transformer
+from layers.attention import GatedAttention, GrowingAttention, LateNormAttention, ShapedAttention, WideNormAttention
+from layers.blocks import NormedBlock, ScaledBlock
+from layers.gemma4 import SharingAttention
+from layers.recurrent import DeltaNet
+from model import MLP, Attention, Block, Transformer
 from weights.lora import LoraLinear
 from weights.quantized import QuantLinear, TiedEmbedding
+
+# The kinds of attention, and what of them the C++ kernels do not have.
+IN_ONE_CALL: dict[type[nn.Module], str] = {
+    Attention: "",
+    ShapedAttention: "",
+    DeltaNet: "a recurrent layer",
+    GatedAttention: "a gate behind attention",
+    WideNormAttention: "norms over all heads",
+    LateNormAttention: "norms behind the rotation",
+    GrowingAttention: "queries that grow with their position",
+    SharingAttention: "normed values",
+}
 
 
 def compiled_blocks(backend: str | Callable = "inductor") -> StepParts:
@@ -27,8 +43,12 @@ def compiled_blocks(backend: str | Callable = "inductor") -> StepParts:
     and on a CPU it is slower than no compilation."""
     # every width of every engine is a variant of the same function
     torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
-    block = torch.compile(Block.forward, fullgraph=True, dynamic=False, backend=backend)
+    block = torch.compile(_run_block, fullgraph=True, dynamic=False, backend=backend)
     return StepParts(partial(Transformer.run_layers, block=block))
+
+
+def _run_block(layer: Block, x: Tensor, nodes: records.Nodes, kv: Tensor | records.Memory) -> Tensor:
+    return layer(x, nodes, kv)
 
 
 def fused_parts() -> StepParts:
@@ -105,25 +125,21 @@ def stack(layers: tuple[nn.Module, ...], norm: Tensor | None = None, input_norm:
         return None
     attentions, norm_of_first = [layer.attention for layer in layers], layers[0].post_norm or layers[0].attention_norm
     windows, angles = [a.window for a in attentions], [a.first_angle for a in attentions]
-    numbers = layers[0].mlp.gate, norm_of_first.eps, attentions[0].scale, attentions[0].cap
+    cap = attentions[0].cap if isinstance(attentions[0], ShapedAttention) else 0.0
+    numbers = layers[0].mlp.gate, norm_of_first.eps, attentions[0].scale, cap
     return torch.ops.eaglet_cpu.stack_layers.default(records.flat(weights), norm, windows, angles, *numbers)
 
 
 def layer_problem(layer: nn.Module) -> str:
     """What of a layer the C++ kernels do not have, so that they cannot run it in one call, or ""."""
     attention, mlp = layer.attention, layer.mlp
-    if isinstance(attention, DeltaNet):
-        return "a recurrent layer"
+    if problem := IN_ONE_CALL.get(type(attention), "attention of another kind"):
+        return problem
     lacking = {
         "experts": not isinstance(mlp, MLP),
-        "a gate behind attention": attention.gated,
         f"heads of {attention.head_dim}": attention.head_dim % 16,
-        "norms over all heads": attention.wide_norm,
-        "norms behind the rotation": attention.late_norm,
-        "queries that grow with their position": attention.growth,
-        "a multiplied residual": attention.multiplier != 1,
-        "attention sinks": attention.sinks is not None,
-        "normed values": attention.value_norm,
+        "a multiplied residual": isinstance(layer, ScaledBlock),
+        "attention sinks": isinstance(attention, ShapedAttention) and attention.sinks is not None,
     }
     if found := [what for what, lacks in lacking.items() if lacks]:
         return found[0]
@@ -151,7 +167,9 @@ def layer_weights(layer: nn.Module, input_norm: bool) -> records.LayerWeights | 
     attention, mlp = layer.attention, layer.mlp
     linears = [linear_weights(linear) for linear in (attention.qkv, attention.o, mlp.gate_up, mlp.down)]
     first = layer.input_norm if input_norm else None
-    after_attention, after_mlp = (layer.attention_norm, layer.mlp_norm) if isinstance(layer, Block) else (None, None)
+    after_attention, after_mlp = (
+        (layer.attention_norm, layer.mlp_norm) if isinstance(layer, NormedBlock) else (None, None)
+    )
     norms = first, after_attention, layer.post_norm, after_mlp, attention.q_norm, attention.k_norm
     return records.LayerWeights(*(norm and norm.weight for norm in norms), *linears)
 

@@ -265,6 +265,18 @@ class ModelConfig:
         return kinds
 
     @property
+    def kv_places(self) -> dict[int, tuple[int, int]]:
+        """Of each layer with attention the cache that it reads, and the place there, in the order of `kv_layers`."""
+        own = {i: (kind, layers.index(i)) for kind, layers in enumerate(self.kv_layers.values()) for i in layers}
+        attending = (i for i in range(self.num_hidden_layers) if i not in self.recurrent)
+        return {i: own[source] for i in attending if (source := self.source(i)) in own}
+
+    def kv_values(self, context: int) -> int:
+        """How many values of keys and values one forward reads at `context` cached tokens."""
+        layers = ((*self.heads_of(i), window) for i, window in enumerate(self.windows) if i not in self.recurrent)
+        return sum(2 * kv_heads * head_dim * min(context, window or context) for kv_heads, head_dim, window in layers)
+
+    @property
     def carried(self) -> int:
         """How many values of a token later layers need beside the residual state, where a whole text is run without a
         cache: its `token_inputs`, and keys and values that are shared."""

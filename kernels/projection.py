@@ -62,8 +62,8 @@ def _linear_rope_shapes(x, tensors, numbers, bias, head_dim, cos, sin, kv, *turn
 @operation("planes_linear_rope", "packed_linear", _triton_linear_rope, _linear_rope_shapes, mutates=("kv",))
 def planes_linear_rope(
     x: Tensor, tensors: PackedTensors, numbers: list[int], bias: Tensor | None, head_dim: int, cos: Tensor, sin: Tensor,
-    kv: Tensor, slots: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, eps: float, value_norm: bool,
-    shares: bool,
+    kv: Tensor, slots: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, eps: float = 0.0,
+    value_norm: bool = False, shares: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`packed_linear_rope` of few rows for layout 'planes'."""
     qkv = planes_linear(x, tensors, numbers, bias, None, 0, False).unflatten(-1, (-1, head_dim))

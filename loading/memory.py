@@ -11,9 +11,10 @@ from decoding.step import HISTORY, RING, pool_places
 from drafters import lookahead
 from drafters.trees import ring_slots
 from families.config import DTYPES, ModelConfig
+from layers.recurrent import new_memory
 from loading.drafting import DraftFiles, rounds_head, tree_shape
 from loading.options import LoadOptions
-from model import Transformer, new_memory
+from model import Transformer
 from support.errors import NotEnoughMemory
 from support.machine import size_text
 from weights.block_heads import BlockConfig, context_rows

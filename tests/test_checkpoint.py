@@ -20,7 +20,7 @@ from eagle_draft import EagleHead
 from engine.load import load
 from families.config import ModelConfig
 from kernels import cpu
-from model import Transformer
+from layers.build import build_transformer
 from quantize import quantize_head
 from scripts import convert
 from support.files import read_json
@@ -942,7 +942,7 @@ def test_a_head_made_for_another_padding_of_the_vocabulary(tmp_path, kind, more)
         same = min(tensor.shape[axis], whole.shape[axis])
         assert torch.equal(tensor.narrow(axis, 0, same), whole.narrow(axis, 0, same))
     with torch.device("meta"):
-        head = EagleHead(file.config, Transformer(replace(TARGET, vocab_size=V + more)), drafted)
+        head = EagleHead(file.config, build_transformer(replace(TARGET, vocab_size=V + more)), drafted)
     assert head.vocab_size == {"one": V + more, "three": VD, "speculators": VD}.get(kind, known)
 
 

@@ -35,7 +35,9 @@ from kernels import cpu, records
 from kernels.blocks import pack_blocks, stack_blocks
 from kernels.formats import Part
 from kernels.packing import dequantize
-from model import Transformer, new_memory
+from layers.build import build_transformer
+from layers.recurrent import new_memory
+from model import Transformer
 from support import native
 from weights import small_floats
 from weights.files import Entry
@@ -422,7 +424,7 @@ CONFIG = ModelConfig(
 
 
 def quantized_model(mode: str, **shape) -> Transformer:
-    model = Transformer(replace(CONFIG, **shape)).float()
+    model = build_transformer(replace(CONFIG, **shape)).float()
     randomise(model, 0, 0.3)
     if mode != "float32":
         quantize_(model, QuantSpec(mode, 32, lm_head="int8"))
@@ -768,7 +770,7 @@ def test_pruned_trees_of_a_batch_keep_what_one_of_them_needs():
 @needs_kernels
 def test_a_tied_embedding_reads_its_rows_off_the_lm_head():
     """Catches a row of another tile or group, and a second copy of the widest matrix."""
-    model = Transformer(replace(CONFIG, tie_word_embeddings=True)).float()
+    model = build_transformer(replace(CONFIG, tie_word_embeddings=True)).float()
     randomise(model, 3)
     table = model.embed_tokens.weight.detach().clone()
     with torch.inference_mode(), backend().active():

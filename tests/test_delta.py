@@ -14,7 +14,7 @@ import kernels
 from engine.first_look import Comparison
 from families.config import DeltaConfig
 from kernels.records import Memory
-from model import new_memory
+from layers.recurrent import new_memory
 
 # A head is one program of Triton's interpreter, or three in `test_interpreted_rule_equals_its_reference`.
 SIZES = DeltaConfig(key_heads=2, value_heads=4, key_dim=16, value_dim=8 if kernels.INTERPRETED else 24, kernel=4)

@@ -21,7 +21,7 @@ from conftest import empty_cache_in
 
 import quantize
 from families.config import ModelConfig
-from model import Transformer
+from layers.build import build_transformer
 from scripts import convert, train_eagle
 from support import files
 from training.data import TokenData
@@ -65,7 +65,7 @@ def made(tmp_path_factory) -> Path:
     torch.manual_seed(0)
     (folder / "text.txt").write_text(TEXT)
     for name, layers, length in (("target", 7, 256), ("small", 1, 32)):
-        save_hf(Transformer(ModelConfig("llama", 32, 64, layers, 2, 1, 16, 64, length)), folder / name)
+        save_hf(build_transformer(ModelConfig("llama", 32, 64, layers, 2, 1, 16, 64, length)), folder / name)
         (folder / name / "LICENSE").write_text("copied last")
     shutil.copytree(ROOT / "demo", folder / "chat", ignore=shutil.ignore_patterns("eagle*", "draft", "medusa"))
     config = json.loads((folder / "chat" / "tokenizer_config.json").read_text())

@@ -21,7 +21,7 @@ from kernels.blocks import stack_blocks
 from kernels.experts import mix, sort_pairs
 from kernels.packing import pack_panels
 from kernels.records import Memory
-from model import new_memory
+from layers.recurrent import new_memory
 from weights.gguf_types import FORMATS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

@@ -30,6 +30,7 @@ from engine.engine import Engine, EngineConfig
 from families.config import DeltaConfig
 from kernels import KernelBackend, choice, draft, growing, linear, records
 from kernels.panels import panels_bytes
+from layers.recurrent import DeltaNet, new_memory
 from weights.gguf_types import FORMATS
 from weights.quantized import FloatLinear, QuantEmbedding, QuantLinear, replace_module
 
@@ -139,9 +140,9 @@ def test_a_step_of_some_slots_launches_as_much_as_one_of_a_full_engine(monkeypat
 def test_a_recurrent_layer_launches_few_kernels(monkeypatch, chain):
     """A walk, a norm or a convolution that falls apart, a copy of the gate or of the memory, and a read of a value."""
     sizes = DeltaConfig(key_heads=2, value_heads=4, key_dim=16, value_dim=24, kernel=4)
-    layer = model.DeltaNet(replace(SHAPES["tiny"], delta=sizes)).half()
+    layer = DeltaNet(replace(SHAPES["tiny"], delta=sizes)).half()
     with fake_gpu(monkeypatch), torch.device("cuda"), torch.no_grad():
-        memory = list(model.new_memory(sizes, 3, 2, 8, 4, torch.float16, torch.device("cuda")).layers())[1]
+        memory = list(new_memory(sizes, 3, 2, 8, 4, torch.float16, torch.device("cuda")).layers())[1]
         on_fake_gpu(layer)
         nodes = records.Nodes(*[memory.keep] * 7, chain=chain, walk=torch.empty(2, 8, 3, dtype=torch.int64))
         count, x = Launches(), torch.empty(2, 8, SHAPES["tiny"].hidden_size, dtype=torch.float16)

@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 # A room is a file at the top or a folder. It may import the rooms before it. docs/extending.md says what each one owns.
 ORDER = (
-    "support kernels tree families text model weights decoding drafters eagle_draft loading engine "
+    "support kernels tree families text model layers weights decoding drafters eagle_draft loading engine "
     "cli serving generate quantize bench training scripts package"
 ).split()
 APART = {"bench": {"training", "generate", "quantize"}, "training": {"bench", "generate", "quantize"}}

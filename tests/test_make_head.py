@@ -17,8 +17,8 @@ from conftest import empty_cache_in
 from tiny import geometry, one_line, randomise
 
 import quantize
+from layers.build import build_transformer
 from loading.options import DEMO
-from model import Transformer
 from scripts import make_head
 from support.errors import UsageError
 from support.files import read_json, read_json_lines
@@ -43,7 +43,7 @@ def chat_model(tmp_path_factory) -> Path:
     eos = tokenizer.eos_ids[0]
     vocab = Checkpoint.open(DEMO).config.vocab_size
     config = replace(geometry(8, vocab, intermediate_size=64), max_position_embeddings=512, eos_token_ids=(eos,))
-    model = Transformer(config)
+    model = build_transformer(config)
     randomise(model, 0, 0.02)
     model.rotary.build("cpu", 512)
     with torch.no_grad():

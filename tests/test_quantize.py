@@ -26,6 +26,7 @@ from eagle_draft import EagleHead
 from engine.load import load
 from families.config import DeltaConfig, ModelConfig, RopeConfig
 from kernels import cpu
+from layers.build import build_transformer
 from loading.drafting import rounds_head
 from loading.options import DEMO, LoadOptions
 from model import Transformer, weight_bytes
@@ -60,7 +61,7 @@ GEMMA4 = replace(
 def tiny(config: ModelConfig, seed: int = 0) -> Transformer:
     """Random, with logits as calm as a trained model's, so that KL means something."""
     torch.manual_seed(seed)
-    model = Transformer(config).eval().requires_grad_(False)
+    model = build_transformer(config).eval().requires_grad_(False)
     for name, p in model.named_parameters():
         if p.dim() > 1:
             nn.init.normal_(p, std=0.05 if "embed" in name or "lm_head" in name else p.shape[-1] ** -0.5)

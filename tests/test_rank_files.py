@@ -15,6 +15,7 @@ from test_ranks import config_of, model_of
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from layers.build import build_transformer
 from model import Transformer
 from weights.checkpoint import Checkpoint
 from weights.gguf import GGUFFile
@@ -121,7 +122,7 @@ def test_a_rank_reads_its_part_of_a_file(folder, kind, monkeypatch, tmp_path):
             assert size == pytest.approx(want, rel=0.05)  # norms, and the group numbers of GPTQ
     if kind.startswith("gguf-Q"):
         assert count[Shard(1, 2, True)] <= count[None] * 0.51
-    same = Transformer(whole.config)
+    same = build_transformer(whole.config)
     for name, tensor in tensors(Checkpoint.open(path).load(dtype=torch.float32)).items():
         same.get_parameter(name).data = tensor
     save_hf(same, tmp_path / "floats")

@@ -26,6 +26,7 @@ from decoding.step import DecodeState, decode_step
 from drafters.medusa import save_medusa
 from engine import load, ranks
 from families.config import ModelConfig
+from layers.build import build_transformer
 from loading.drafting import DraftFiles, resolve
 from loading.options import DEMO, LoadOptions
 from model import Transformer
@@ -69,7 +70,7 @@ def config_of(**changes) -> ModelConfig:
 
 
 def model_of(seed: int = 0, **changes) -> Transformer:
-    model = Transformer(config_of(**changes))
+    model = build_transformer(config_of(**changes))
     randomise(model, seed, 0.15)
     model.rotary.build("cpu")
     return model

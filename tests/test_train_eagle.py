@@ -23,8 +23,8 @@ from engine import load
 from engine.engine import Engine, EngineConfig
 from families.config import ModelConfig
 from kernels import KernelBackend
+from layers.build import build_transformer
 from loading import drafting
-from model import Transformer
 from quantize import quantize_head
 from scripts import train_eagle
 from scripts.train_eagle import parse
@@ -56,7 +56,7 @@ def files(tmp_path_factory):
     """A target whose next token follows mostly from the last one, and uniform random text."""
     folder = tmp_path_factory.mktemp("train_eagle")
     torch.manual_seed(0)
-    target = Transformer(ModelConfig("llama", 32, 64, 7, 2, 1, 16, V, 256))
+    target = build_transformer(ModelConfig("llama", 32, 64, 7, 2, 1, 16, V, 256))
     target.lm_head.weight.data *= 6  # random logits are nearly flat: nothing to learn from
     save_hf(target, folder / "target")
     ids = np.random.default_rng(0).integers(0, V, 20000).astype(np.int32)
@@ -581,7 +581,7 @@ def tokenizer_files(tmp_path_factory):
     rust.add_special_tokens(["<s>", "</s>", "<|im_start|>", "<|im_end|>"])
     torch.manual_seed(0)
     config = ModelConfig("llama", 32, 64, 7, 2, 1, 16, 264, 512, eos_token_ids=(259,))
-    save_hf(Transformer(config), folder)
+    save_hf(build_transformer(config), folder)
     rust.save(str(folder / "tokenizer.json"))
     settings = {"bos_token": "<s>", "eos_token": "<|im_end|>", "chat_template": CHATML}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))

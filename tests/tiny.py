@@ -22,6 +22,7 @@ from engine.engine import Engine, EngineConfig
 from families.config import ModelConfig, RopeConfig
 from kernels import INTERPRETED, cpu
 from kernels.formats import Blocks
+from layers.build import build_transformer
 from model import Transformer
 from support.texts import read_source, stdlib_files
 from weights.checkpoint import Checkpoint
@@ -79,7 +80,7 @@ def randomise(module: nn.Module, seed: int, std: float = 0.25) -> None:
 
 
 def tiny_model(dtype: torch.dtype = torch.float64, seed: int = 0, **changes) -> Transformer:
-    model = Transformer(geometry(**changes)).to(dtype)
+    model = build_transformer(geometry(**changes)).to(dtype)
     randomise(model, seed)
     model.rotary.build("cpu", CTX)
     return model

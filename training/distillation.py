@@ -11,6 +11,7 @@ from torch import Tensor
 
 from drafters.medusa import MedusaHeads, save_medusa
 from families.config import ModelConfig
+from layers.build import build_transformer
 from model import Transformer
 from training.data import Batch, TokenData
 from training.drafters import DrafterTraining, drafter_parser
@@ -85,7 +86,7 @@ class DraftModelTraining(DistillationTraining):
         The neighbourhoods of the tokens need not be learned again then.
         """
         torch.manual_seed(self.args.seed)
-        draft = Transformer(self.config)
+        draft = build_transformer(self.config)
         init_weights(draft, torch.Generator().manual_seed(self.args.seed))
         if self.config.hidden_size <= self.target.config.hidden_size:
             lm_head = lm_head_rows(self.target).float().cpu()

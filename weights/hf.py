@@ -18,7 +18,13 @@ from torch import Tensor, nn
 
 from families.config import ACTIVATIONS, DELTA_KEYS, NUMBERS, ModelConfig, RopeConfig, text_part
 from families.table import FAMILIES, OWN_WIDTH
-from model import MLP, Attention, Beside, DeltaNet, Experts, Transformer
+from layers.attention import ShapedAttention
+from layers.blocks import NormedBlock
+from layers.build import build_transformer
+from layers.experts import BiasedExperts, SharedExperts, SigmoidExperts
+from layers.gemma4 import Beside, Gemma4Block, Gemma4Transformer, SharingAttention
+from layers.recurrent import DeltaNet, RecurrentTransformer
+from model import MLP, Attention, Experts, Transformer
 from support.files import read_json
 from support.machine import shapes_only
 from support.reader import INDEX_LIMIT, ConfigReader, is_a, refusal
@@ -97,7 +103,7 @@ def build_model(config: ModelConfig) -> Transformer:
     """The model on the meta device: shapes without memory. Raises ValueError for sizes that overflow."""
     try:
         with shapes_only():
-            return Transformer(config).eval().requires_grad_(False)
+            return build_transformer(config).eval().requires_grad_(False)
     except (RuntimeError, OverflowError) as error:
         reason = str(error).splitlines()[0][:160]
         raise ValueError(f"config.json: sizes are too large for a tensor ({reason}).") from error
@@ -213,23 +219,26 @@ def hf_views(model: Transformer, names: Collection[str] = ()) -> dict[str, Tenso
     fused_experts |= c.expert_bias and not any(".experts.0." in name for name in names)
     views = _Views({EMBEDDING: model.embed_tokens.weight})
     blocks = [(f"model.layers.{i}", block) for i, block in enumerate(model.layers)]
-    if (mtp := model.mtp) is not None:
+    if isinstance(model, RecurrentTransformer) and (mtp := model.mtp) is not None:
         blocks.append(("mtp.layers.0", mtp.layer))
         views.put("mtp", pre_fc_norm_embedding=mtp.embed_norm, pre_fc_norm_hidden=mtp.feature_norm)
         views.put("mtp", fc=mtp.fc, norm=mtp.norm)
-    if (own := model.token_inputs) is not None:
+    if isinstance(model, Gemma4Transformer) and (own := model.token_inputs) is not None:
         views.put("model", embed_tokens_per_layer=own.embed_tokens, per_layer_projection_norm=own.norm)
         views.put("model", per_layer_model_projection=own.projection)
     for at, block in blocks:
-        norms = block.input_norm, block.attention_norm, block.post_norm, block.mlp_norm
-        views.put(at, **dict(zip(norm_names(c.model_type), norms, strict=True)), layer_scalar=block.factor)
+        added = (block.attention_norm, block.mlp_norm) if isinstance(block, NormedBlock) else (None, None)
+        norms = block.input_norm, added[0], block.post_norm, added[1]
+        views.put(at, **dict(zip(norm_names(c.model_type), norms, strict=True)))
         if isinstance(block.attention, DeltaNet):
             _put_recurrent(views, f"{at}.linear_attn", block.attention, c, names)
         else:
             _put_attention(views, f"{at}.self_attn", block.attention, c)
-        if (gate := block.token_gate) is not None:
-            views.put(at, per_layer_input_gate=gate.gate, post_per_layer_input_norm=gate.norm)
-            views.put(at, per_layer_projection=gate.projection)
+        if isinstance(block, Gemma4Block):
+            views.put(at, layer_scalar=block.factor)
+            if (gate := block.token_gate) is not None:
+                views.put(at, per_layer_input_gate=gate.gate, post_per_layer_input_norm=gate.norm)
+                views.put(at, per_layer_projection=gate.projection)
         _put_behind_attention(views, at, block.mlp, c, fused_experts, names)
     views.put("model", norm=model.norm)
     return views if model.lm_head is None else views | {"lm_head.weight": model.lm_head.weight}
@@ -241,10 +250,14 @@ def _put_attention(views: _Views, at: str, own: Attention, config: ModelConfig) 
         views.put(at, qkv_proj=own.qkv)
     else:
         q, kv = own.heads * own.head_dim * (1 + config.output_gate), own.kv_heads * own.head_dim
-        count = 1 if own.shares else 2 if own.keys_as_values else 3
+        count = 3
+        if isinstance(own, SharingAttention):
+            count = 1 if own.shares else 2 if own.keys_as_values else 3
         views.put_rows(at, QKV[:count], own.qkv, [q, kv, kv][:count])
     names = ("query_layernorm", "key_layernorm") if config.late_qk_norm else ("q_norm", "k_norm")
-    views.put(at, **dict(zip(names, (own.q_norm, own.k_norm), strict=True)), o_proj=own.o, sinks=own.sinks)
+    views.put(at, **dict(zip(names, (own.q_norm, own.k_norm), strict=True)), o_proj=own.o)
+    if isinstance(own, ShapedAttention):
+        views.put(at, sinks=own.sinks)
 
 
 def _put_behind_attention(
@@ -269,8 +282,10 @@ def _put_behind_attention(
     if isinstance(mlp, Experts):
         place, router, names = EXPERT_NAMES[config.model_type]
         place = "mlp" if fused_experts else place
-        views.put(f"{at}.{place}", **{router: mlp.router, f"{router}.e_score_correction_bias": mlp.correction})
-        if mlp.shared is not None:
+        views.put(f"{at}.{place}", **{router: mlp.router})
+        if isinstance(mlp, SigmoidExperts):
+            views.put(f"{at}.{place}", **{f"{router}.e_score_correction_bias": mlp.correction})
+        if isinstance(mlp, SharedExperts) and mlp.shared is not None:
             views.put_mlp(f"{at}.mlp.{'shared_expert' if config.shared_gate else 'shared_experts'}", mlp.shared)
             views.put(f"{at}.mlp", shared_expert_gate=mlp.shared_gate)
         names = () if fused_experts else of_one(f"{at}.{place}", names)
@@ -292,7 +307,9 @@ def _put_recurrent(views: _Views, at: str, layer: DeltaNet, config: ModelConfig,
 
 def _expert_views(experts: Experts, names: Sequence[str]) -> dict[str, Tensor | None]:
     """`hf_views` of the experts of a layer. names: of the matrices of one expert; none: each kind is in one tensor."""
-    weights, biases = (experts.gate_up, experts.down), (experts.gate_up_bias, experts.down_bias)
+    weights, biases = (experts.gate_up, experts.down), (None, None)
+    if isinstance(experts, BiasedExperts):
+        biases = experts.gate_up_bias, experts.down_bias
     if not names:
         kinds = "gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias"
         return dict(zip(kinds, (*weights, *biases), strict=True))

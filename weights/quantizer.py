@@ -22,6 +22,8 @@ import torch.nn as nn
 from torch import Tensor
 
 import kernels
+from layers.gemma4 import Gemma4Transformer
+from layers.recurrent import RecurrentTransformer
 from support import cache
 from support.errors import UsageError
 from support.files import directory_written_whole, write_json, writing_errors
@@ -148,6 +150,8 @@ class _Run:
         self.spec = spec
         self.work = work
         self.device = device
+        config, carries = source.model.config, isinstance(source.model, Gemma4Transformer)
+        self.sizes = (config.hidden_size, config.carried) if carries else (config.hidden_size,)  # of what goes on
         self.errors: dict[str, float] = {}  # relative weight errors by name
         self.stored: dict[str, Tensor] = {}  # the tensors of the result, mapped from the files in `work`
 
@@ -159,13 +163,14 @@ class _Run:
         for i in range(len(model.layers)):
             self._layer(i)
             progress(i + 1, len(model.layers) + 1, f"layer {i}")
-        if model.mtp is not None:
+        if isinstance(model, RecurrentTransformer) and model.mtp is not None:
             self._mtp(model.mtp)
         return self._head(windows.evaluation[:, 1:])
 
     def _embed(self, calibration: Tensor, evaluation: Tensor) -> None:
         """Make the first activations."""
-        model, own = self.source.model, self.source.model.token_inputs
+        model = self.source.model
+        own = model.token_inputs if isinstance(model, Gemma4Transformer) else None
         set_tensor(model, "embed_tokens.weight", self.source.read("embed_tokens.weight", self.device))
         for name in [name for name, _ in own.named_parameters()] if own else ():
             set_tensor(own, name, self.source.read(f"token_inputs.{name}", self.device))
@@ -183,7 +188,7 @@ class _Run:
         model, states = self.source.model, []
         for rows in tokens.to(self.device).split(BATCH):
             x = model.embed(rows)
-            states.append(torch.cat((x, model.carry(rows, x)), -1).cpu())
+            states.append(torch.cat((x, *model.carry(rows, x)), -1).cpu())
         return torch.cat(states)
 
     def _layer(self, i: int) -> None:
@@ -195,13 +200,13 @@ class _Run:
             set_tensor(block, name, self.source.read(f"layers.{i}.{name}", self.device))
 
         def attend(states: Tensor) -> Tensor:
-            x, carried = states.split((model.config.hidden_size, model.config.carried), -1)
-            x = block.attend(x, *model.rotary(torch.arange(x.shape[1], device=x.device)[None]), carried)
-            return torch.cat((x, carried), -1)
+            x, *carried = states.split(self.sizes, -1)
+            x = block.attend(x, *model.rotary(torch.arange(x.shape[1], device=x.device)[None]), *carried)
+            return torch.cat((x, *carried), -1)
 
         def feed_forward(states: Tensor) -> Tensor:
-            x, carried = states.split((model.config.hidden_size, model.config.carried), -1)
-            return torch.cat((block.feed_forward(x, carried), carried), -1)
+            x, *carried = states.split(self.sizes, -1)
+            return torch.cat((block.feed_forward(x, *carried), *carried), -1)
 
         def forward(states: Tensor) -> Tensor:
             return feed_forward(attend(states))

@@ -418,6 +418,8 @@ def _refuse_unknown_architecture(read: ConfigReader, family: Family) -> None:
         read.integer(key, 1, 1, 1)
     if read.config.get("use_bidirectional_attention") not in (None, False, "vision"):  # of images, which are not read
         raise read.error("use_bidirectional_attention is not implemented: such a model embeds texts.")
+    if read.config.get("clip_qkv") is not None:
+        raise read.error("clip_qkv is not implemented: it limits queries, keys and values.")
     if read.config.get("mlp_only_layers"):
         raise read.error("mlp_only_layers names layers without experts, which are not implemented.")
     for place in (read.config, read.config.get("rope_parameters"), read.config.get("rope_scaling")):

@@ -137,6 +137,10 @@ FAMILIES: dict[str, Family] = {
         windows="pattern",
         window_rope=True,
     ),
+    "olmoe": Family(
+        {"rms_norm_eps": 1e-5, "num_experts": 64, "num_experts_per_tok": 8, "norm_topk_prob": False},
+        {"qk_norm": True, "wide_qk_norm": True},
+    ),
     "phi3": Family(
         {"rms_norm_eps": 1e-5, "partial_rotary_factor": 1.0},
         biases=NO_BIAS,

@@ -110,6 +110,7 @@ FAMILIES = {
         {"head_dim": 16, "query_pre_attn_scalar": 20, "sliding_window": 8, "final_logit_softcapping": 2.0},
     ),
     "olmo2": ("Olmo2Config", {"rms_norm_eps": 1e-5}),
+    "olmoe": ("OlmoeConfig", {"num_experts": 4, "num_experts_per_tok": 2}),
     "olmo3": ("Olmo3Config", WINDOWS | ropes(rope("yarn", 5e5, **YARN64), 5e5)),
     "gpt_oss": (
         "GptOssConfig",

@@ -1070,7 +1070,7 @@ def test_convert_eagle(tiny_checkpoint, tmp_path, capsys):
 @pytest.mark.parametrize(
     "family",
     "ernie4_5 exaone4 gemma gemma2 gemma3 gemma4 gemma4-values gemma4-moe glm4 glm4_moe gpt_oss granite".split()
-    + "hunyuan ministral3 olmo2 olmo3 phi3-partial qwen2_moe qwen3_moe seed_oss smollm3".split(),
+    + "hunyuan ministral3 olmo2 olmo3 olmoe phi3-partial qwen2_moe qwen3_moe seed_oss smollm3".split(),
 )
 @pytest.mark.parametrize("quant", [None, "int8"])
 def test_a_family_decodes_with_every_kernel_and_draft(tiny_checkpoint, family, quant):

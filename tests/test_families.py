@@ -241,6 +241,7 @@ ERRORS = [  # what differs from a config of LLaMA, and a word of the error
     ({"model_type": "qwen3_vl_moe"}, "images"), ({"model_type": "gemma3", "text_config": 3}, "text_config"),
     ({"model_type": "qwen3_vl", "hidden_size": None}, "hidden_size"),
     ({"model_type": "glm4_moe", "moe_intermediate_size": 48, "n_group": 2}, "n_group"),
+    ({"model_type": "olmoe", "clip_qkv": 8.0}, "clip_qkv"),
     ({"model_type": "glm4_moe", "moe_intermediate_size": 48, "norm_topk_prob": False}, "norm_topk_prob"),
     ({"model_type": "ministral3", "rope_parameters": {"rope_type": "yarn", "factor": 4, "llama_4_scaling_beta": 0.1}},
      "original_max_position_embeddings"),

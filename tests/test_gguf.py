@@ -293,7 +293,7 @@ def test_only_a_file_of_floats_is_rounded_at_load(tmp_path):
 
 
 FAMILIES = "llama llama-mha llama-bias codellama linear yarn mistral-full mixtral qwen2 qwen3".split()
-FAMILIES += "gemma2 gemma3 granite olmo2 olmo3 qwen3_moe-normed smollm3-default".split()
+FAMILIES += "gemma2 gemma3 granite olmo2 olmo3 olmoe qwen3_moe-normed smollm3-default".split()
 FAMILIES += "qwen3_5 qwen3_5_moe qwen3_next".split()
 FAMILIES += "gemma4 gemma4-values gemma4-moe".split()
 FAMILIES += "phi3 phi3-partial phi3-long glm4 exaone4 exaone4-full seed_oss qwen2_moe ernie4_5 gpt_oss".split()

@@ -13,7 +13,7 @@ from support.reader import is_a
 from weights.gguf_tokenizer import stop_ids
 
 # llama.cpp's names of architectures, and Hugging Face's. "olmo2" with a window is "olmo3".
-SAME = "ernie4_5 exaone4 gemma2 glm4 granite llama mistral olmo2 phi3 qwen2 qwen3 seed_oss smollm3".split()
+SAME = "ernie4_5 exaone4 gemma2 glm4 granite llama mistral olmo2 olmoe phi3 qwen2 qwen3 seed_oss smollm3".split()
 ARCHITECTURES = dict(zip(SAME, SAME, strict=True))
 ARCHITECTURES |= {"gemma3": "gemma3_text", "gpt-oss": "gpt_oss", "qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe"}
 HYBRID = {"qwen35": "qwen3_5_text", "qwen35moe": "qwen3_5_moe_text", "qwen3next": "qwen3_next"}  # with recurrent layers

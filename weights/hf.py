@@ -36,7 +36,7 @@ QKV = "q_proj", "k_proj", "v_proj"
 FUSED_QKV, FUSED_GATE_UP = ("phi3",), ("glm4", "phi3")  # families whose files hold these in one tensor
 # Where the experts of a layer are, and what the matrix that chooses them and an expert's gate, up and down are called.
 GATE_UP_DOWN = "gate_proj", "up_proj", "down_proj"
-LIKE_QWEN = "glm4_moe", "qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_5_moe_text"
+LIKE_QWEN = "glm4_moe", "olmoe", "qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_5_moe_text"
 EXPERT_NAMES = dict.fromkeys(LIKE_QWEN, ("mlp", "gate", GATE_UP_DOWN))
 EXPERT_NAMES["mixtral"] = "block_sparse_moe", "gate", ("w1", "w3", "w2")
 EXPERT_NAMES["gpt_oss"] = "mlp", "router", GATE_UP_DOWN  # an expert has its own in GGUF files alone

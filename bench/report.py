@@ -85,17 +85,18 @@ def arms_table(summary: dict[str, Any]) -> str:
 
 
 def behind_table(summary: dict[str, Any]) -> str:
-    """For a page: speed, tau and time of a step of the arms behind texts of each kind and length (`bench.behind`)."""
-    cells: dict[tuple[str, float, str], dict[str, str]] = {}
+    """For a page: speed and tau of the arms behind texts of each kind and length (`bench.behind`)."""
+    cells: dict[tuple[str, str], dict[str, str]] = {}
     for row in summary["rows"]:
         kind, _, length = row["suite"].partition(" ")
-        gain = f"{row['tokens_per_second']:.0f} tok/s" if row["baseline"] else f"{gain_text(row)}, tau {row['tau']:.2f}"
+        gain = f"{row['tokens_per_second']:.0f} tok/s" if row["baseline"] else f"{gain_text(row)}, {row['tau']:.2f}"
         if length:
-            ms = number(row["step_ms"], 1)
-            cells.setdefault((kind, row["temperature"], row["arm"]), {})[length] = f"{gain}, {ms} ms"
-    lengths = list(dict.fromkeys(length for by_length in cells.values() for length in by_length))
-    body = [[kind, f"{T:g}", arm, *(by.get(n, "") for n in lengths)] for (kind, T, arm), by in sorted(cells.items())]
-    return table(["behind", "T", "arm", *lengths], body)
+            cells.setdefault((kind, row["arm"]), {})[f"{length}, T = {row['temperature']:g}"] = gain
+    columns = list(dict.fromkeys(place for by_place in cells.values() for place in by_place))
+    body = [
+        [kind, arm, *(by_place.get(place, "") for place in columns)] for (kind, arm), by_place in sorted(cells.items())
+    ]
+    return table(["behind", "arm", *columns], body)
 
 
 def cost_table(rows: Sequence[dict[str, Any]], facts: Sequence[dict[str, Any]], bandwidth: float) -> str:

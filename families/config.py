@@ -332,30 +332,13 @@ class ModelConfig:
         windows, recurrent = _read_windows(read, family, layers), _read_recurrent(read, layers)
         rope, window_rope = _read_ropes(read, family, positions)
         positions = max(positions, _stretched(config, rope))
-        biases = zip(("qkv_bias", "o_bias", "mlp_bias"), family.biases, strict=True)
-        facts = {name: bool(key) and read.boolean(key, False) for name, key in biases}
-        facts |= _read_numbers(read, hidden) | _read_experts(read)
-        width = read.integer(family.width)
         if "global_head_dim" in read.defaults:
             windows = (*windows[:-1], 0)  # the last layer sees everything, whatever layer_types says
-            facts |= _read_kinds(read, windows)
-            if facts.get("num_local_experts"):
-                facts["dense_size"] = width
-                width = read.integer(OWN_WIDTH)
-        if "first_k_dense_replace" in read.defaults:
-            dense = read.integer("first_k_dense_replace", None, 0, layers - 1)
-            facts |= {"dense_layers": dense, "dense_size": read.integer("intermediate_size") if dense else 0}
-        if "use_qk_norm" in read.defaults:
-            facts["qk_norm"] = read.boolean("use_qk_norm")
-        if "no_rope_layer_interval" in read.defaults:
-            facts["unrotated"] = _read_unrotated(read, layers)
-        if family.full_unrotated and any(windows):
-            facts["unrotated"] = tuple(i for i, window in enumerate(windows) if not window)
+        facts = _read_facts(read, family, hidden, windows)
         bos, eos = config.get("bos_token_id"), config.get("eos_token_id")
         geometry = dict(
             model_type=name,
             hidden_size=hidden,
-            intermediate_size=width,
             num_hidden_layers=layers,
             num_attention_heads=heads,
             num_key_value_heads=read.integer("num_key_value_heads", heads),
@@ -376,6 +359,27 @@ class ModelConfig:
             eos_token_ids=tuple(i for i in (eos if isinstance(eos, list) else [eos]) if isinstance(i, int)),
         )
         return cls(**(geometry | facts | family.facts))
+
+
+def _read_facts(read: ConfigReader, family: Family, hidden: int, windows: tuple[int, ...]) -> dict[str, Any]:
+    """What only some families have, and the width of MLPs or experts."""
+    biases = zip(("qkv_bias", "o_bias", "mlp_bias"), family.biases, strict=True)
+    facts: dict[str, Any] = {name: bool(key) and read.boolean(key, False) for name, key in biases}
+    facts |= _read_numbers(read, hidden) | _read_experts(read) | {"intermediate_size": read.integer(family.width)}
+    if "global_head_dim" in read.defaults:
+        facts |= _read_kinds(read, windows)
+        if facts.get("num_local_experts"):
+            facts |= {"dense_size": facts["intermediate_size"], "intermediate_size": read.integer(OWN_WIDTH)}
+    if "first_k_dense_replace" in read.defaults:
+        dense = read.integer("first_k_dense_replace", None, 0, len(windows) - 1)
+        facts |= {"dense_layers": dense, "dense_size": read.integer("intermediate_size") if dense else 0}
+    if "use_qk_norm" in read.defaults:
+        facts["qk_norm"] = read.boolean("use_qk_norm")
+    if "no_rope_layer_interval" in read.defaults:
+        facts["unrotated"] = _read_unrotated(read, len(windows))
+    if family.full_unrotated and any(windows):
+        facts["unrotated"] = tuple(i for i, window in enumerate(windows) if not window)
+    return facts
 
 
 def named_dtype(config: dict[str, Any]) -> Any:

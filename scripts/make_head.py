@@ -154,9 +154,8 @@ class Maker:
 
     def _disk(self, tokens: float) -> float:
         """Bytes that the features of so many tokens take."""
-        return feature_bytes(
-            tokens, self.config.hidden_size, 0 if self.args.version == 1 else 3 * self.config.hidden_size
-        )
+        hidden = self.config.hidden_size
+        return feature_bytes(tokens, hidden, 0 if self.args.version == 1 else 3 * hidden)
 
     def prepare(self) -> None:
         """Text that is only measured on, and a rehearsal: what cannot work is refused here, in the first minutes."""
@@ -170,8 +169,7 @@ class Maker:
         if not self.questions.exists():
             turns = map(question_of, records)
             append_json_lines(self.questions, *({"question_id": n, "turns": [turn]} for n, turn in enumerate(turns)))
-        few = {"steps": 2, "eval_prompts": 1, "eval_tokens": 4, "draft_vocab": 8}
-        self._train("try", "first try", self.held_out, first, **few)
+        self._train("try", "first try", self.held_out, first, steps=2, eval_prompts=1, eval_tokens=4, draft_vocab=8)
         plain = self._measure("speed", "first try", first, limit=2, max_new_tokens=32, temperature=0)[0]
         self.measuring = WHOLE_END / (plain["tokens_per_second"] or plain["request_tokens_per_second"])
         self.rounding = 0.0
@@ -245,9 +243,7 @@ class Maker:
             rows += self._measure(f"behind {number}", "measuring", self.out, limit=limit, behind=lengths, **few)
         few |= {"questions": self.questions, "prompts": limit, "reps": 1, "quiet": True, "compile": self.compiled}
         few |= {"eagle": self.out, "behind": max(fitting, default=0)}
-        self._stage(
-            f"tuned {number}", "tree and window", "scripts.tune_tree", fine=(0, 1), **few
-        )  # 1: the default is best
+        self._stage(f"tuned {number}", "tree and window", "scripts.tune_tree", fine=(0, 1), **few)  # 1: none is better
         options = LoadOptions(args.checkpoint, eagle=str(self.out), device=args.device, compile=self.compiled)
         read = read_drafter(options, self.config, None).head
         tree, window = (tuned_path(options, self.checkpoint, read, kind) for kind in ("json", "window"))

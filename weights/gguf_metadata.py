@@ -93,7 +93,7 @@ def hf_config(
         rotations = {}
     get = getter(metadata, where)
     config = geometry(get, rotations, where)
-    heads, width, head_dim = (config[key] for key in ("num_attention_heads", "hidden_size", "head_dim"))
+    head_dim = config["head_dim"]
     rotated = get("rope.dimension_count", head_dim)
     if rotated != head_dim and not (family in PARTIAL and is_a(rotated, int)):
         raise ValueError(f"{where}: a rotation of only a part of each head is not implemented.")
@@ -106,31 +106,9 @@ def hf_config(
         "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": stop_ids(metadata) or None,
     }
-    if get("expert_count", 0):
-        parts = "exps", "up_exps", "shexp"
-        widths = [getattr(tensors.get(f"blk.0.ffn_gate_{x}.weight"), "shape", (0, 0))[1] for x in parts]
-        width = widths[0] or widths[1] // 2  # "up_exps": gate and up are one tensor
-        config |= {"num_experts": get("expert_count"), "num_experts_per_tok": get("expert_used_count")}
-        config |= {"moe_intermediate_size": width, "shared_expert_intermediate_size": widths[2]}
-        config["intermediate_size"] = width or config["intermediate_size"]
-        config["norm_topk_prob"] = family in ("qwen3moe", "qwen3next")
-    if family == "gpt-oss" and config["rope_scaling"]:
-        config["rope_scaling"]["truncate"] = False  # as its publisher computes, which no file says
-    if family in HYBRID:
-        config |= _recurrent(get, tensors, f"{where}: {family}")
+    config |= _of_family(get, tensors, config, family, where)
     if family in PARTIAL:
         config["partial_rotary_factor"] = rotated / head_dim
-    if family == "granite":
-        scales = {"attention_multiplier": "attention.scale", "embedding_multiplier": "embedding_scale"}
-        scales |= {"residual_multiplier": "residual_scale", "logits_scaling": "logit_scale"}
-        config |= {name: get(key) for name, key in scales.items()}
-    if family == "olmo2" and config["sliding_window"]:
-        config["model_type"] = "olmo3"
-    if family in LARGEST:
-        largest = config["num_hidden_layers"] == LARGEST[family]
-        config |= {"query_pre_attn_scalar": width // heads if largest else head_dim}
-        config |= {f"{at}_logit_softcapping": get(f"{at}_logit_softcapping") for at in ("attn", "final")}
-        config |= {"rope_local_base_freq": get("rope.freq_base_swa"), "hidden_act": "gelu_pytorch_tanh"}
     kinds = metadata.get(f"{family}.attention.sliding_window_pattern")
     if isinstance(kinds, list):
         config["layer_types"] = ["sliding_attention" if kind else "full_attention" for kind in kinds]
@@ -141,6 +119,38 @@ def hf_config(
     config |= {"attention_out_bias": out_bias, "mlp_bias": mlp_bias} | kinds_of_layers
     # What a file leaves out has the value that the family has by default.
     return {key: value for key, value in config.items() if value is not None or key == "sliding_window"}
+
+
+def _of_family(
+    get: Get, tensors: Mapping[str, Any], config: Mapping[str, Any], family: str, where: str
+) -> dict[str, Any]:
+    """What config.json says of experts, and what only some families have. config: the geometry as far as it is read."""
+    found: dict[str, Any] = {}
+    if get("expert_count", 0):
+        parts = "exps", "up_exps", "shexp"
+        widths = [getattr(tensors.get(f"blk.0.ffn_gate_{x}.weight"), "shape", (0, 0))[1] for x in parts]
+        width = widths[0] or widths[1] // 2  # "up_exps": gate and up are one tensor
+        found |= {"num_experts": get("expert_count"), "num_experts_per_tok": get("expert_used_count")}
+        found |= {"moe_intermediate_size": width, "shared_expert_intermediate_size": widths[2]}
+        found["intermediate_size"] = width or config["intermediate_size"]
+        found["norm_topk_prob"] = family in ("qwen3moe", "qwen3next")
+    if family == "gpt-oss" and config["rope_scaling"]:  # as its publisher computes, which no file says
+        found["rope_scaling"] = config["rope_scaling"] | {"truncate": False}
+    if family in HYBRID:
+        found |= _recurrent(get, tensors, f"{where}: {family}")
+    if family == "granite":
+        scales = {"attention_multiplier": "attention.scale", "embedding_multiplier": "embedding_scale"}
+        scales |= {"residual_multiplier": "residual_scale", "logits_scaling": "logit_scale"}
+        found |= {name: get(key) for name, key in scales.items()}
+    if family == "olmo2" and config["sliding_window"]:
+        found["model_type"] = "olmo3"
+    if family in LARGEST:
+        largest = config["num_hidden_layers"] == LARGEST[family]
+        scale = config["hidden_size"] // config["num_attention_heads"] if largest else config["head_dim"]
+        found |= {f"{at}_logit_softcapping": get(f"{at}_logit_softcapping") for at in ("attn", "final")}
+        found |= {"query_pre_attn_scalar": scale, "rope_local_base_freq": get("rope.freq_base_swa")}
+        found["hidden_act"] = "gelu_pytorch_tanh"
+    return found
 
 
 def gemma4(

@@ -352,6 +352,26 @@ def held_dtype(name: str, stored: torch.dtype, dtype: torch.dtype) -> torch.dtyp
     return stored if halves and name.endswith(PER_LAYER) and stored.itemsize < dtype.itemsize else dtype
 
 
+def padded(rows: int, to: int = 128) -> int:
+    """So many rows, rounded up to whole blocks."""
+    return -(-rows // to) * to
+
+
+def _codes_bytes(shape: Sequence[int], width: int, bits: int, layout: str, dtype: torch.dtype) -> int:
+    """`held_bytes` of codes of so many bits, whose stored numbers have `width` bytes."""
+    *experts, rows, last = shape
+    count, columns = math.prod(experts), last * width * 8 // bits
+    if layout == "floats":
+        return count * rows * columns * dtype.itemsize
+    if layout == "tiles" and (rows % kernels.CPU_TILE or columns % 32):  # they become floats
+        return count * padded(rows, kernels.CPU_TILE) * columns * 4
+    if layout == "planes" and width == 1:  # rows and columns padded to blocks of 128, and counters of the split sums
+        return count * padded(rows) * padded(columns) * bits // 8 + 4 * counters_of(rows)
+    # torch's int4pack cannot be read back, so the codes stay beside it
+    twice = layout == "torch" and bits == 4 and not experts and rows % 16 == 0
+    return count * rows * last * width * (2 if twice else 1)
+
+
 def held_bytes(
     stored: Mapping[str, Any], dtype: torch.dtype, device: str, backend: str = "auto", tied: bool = False,
     rounded: bool = False,
@@ -375,9 +395,6 @@ def held_bytes(
     torch_packs = not planes and device == "cpu" and dtype == torch.bfloat16
     total = 0
 
-    def padded(rows: int, to: int = 128) -> int:
-        return -(-rows // to) * to
-
     def multiplied(name: str, shape: Sequence[int]) -> bool:
         linear = len(shape) == 2 and name.endswith("weight") and (tied or not name.endswith(LOOKED_UP))
         return linear or (len(shape) == 3 and shape[1] > 1)  # experts, and no convolution
@@ -388,19 +405,8 @@ def held_bytes(
         leaf, shape, width = name.rpartition(".")[2], tensor.shape, tensor.dtype.itemsize
         count = math.prod(shape)
         if leaf in ("qweight", "weight_packed"):
-            bits = 8 if tensor.dtype == torch.int8 else 4
-            columns = shape[-1] * width * 8 // bits
-            if dense:
-                total += count * width * 8 // bits * dtype.itemsize
-            elif tiles and (shape[-2] % kernels.CPU_TILE or columns % 32):  # they become floats
-                total += math.prod(shape[:-2]) * padded(shape[-2], kernels.CPU_TILE) * columns * 4
-            elif planes and width == 1:  # rows and columns padded to blocks of 128, and counters of the split sums
-                blocks = -(-shape[-1] * 8 // bits // 128)
-                total += math.prod(shape[:-2]) * padded(shape[-2]) * blocks * 16 * bits
-                total += 4 * counters_of(shape[-2])
-            else:  # torch's int4pack cannot be read back, so the codes stay beside it
-                twice = torch_packs and bits == 4 and len(shape) == 2 and shape[0] % 16 == 0
-                total += count * width * (2 if twice else 1)
+            layout = "floats" if dense else "tiles" if tiles else "planes" if planes else "torch" * torch_packs
+            total += _codes_bytes(shape, width, 8 if tensor.dtype == torch.int8 else 4, layout, dtype)
         elif leaf in ("scales", "weight_scale"):
             paired = torch_packs and width == len(shape) == 2
             if planes and width == 2:  # inside the packed weight

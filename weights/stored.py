@@ -174,6 +174,19 @@ def _codes(words: Tensor, bits: int = 4) -> Tensor:
     return unpacked.flatten(1).to(torch.uint8)
 
 
+def _fitting(
+    entries: Entries, name: str, dtypes: Iterable[torch.dtype], shape: tuple[int, ...], what: str, where: str
+) -> Tensor:
+    """A tensor of one of these dtypes and of this shape. Raises ValueError if it is missing, or does not fit `what`."""
+    if (entry := entries.get(name)) is None:
+        raise refusal(where, f"tensor {name!r} is missing.", "Is a shard missing?")
+    if entry.dtype not in dtypes or entry.shape != shape:
+        has = f"{name} is {entry.dtype} {list(entry.shape)[:9]}"
+        wanted = f"{' or '.join(str(d).removeprefix('torch.') for d in dtypes)} {list(shape)}"
+        raise refusal(where, f"{has}, which does not fit {what}: expected {wanted}.")
+    return entry.read()
+
+
 def _read_linear(entries: Entries, layout: Layout, base: str, K: int, where: str) -> Part:
     """One published linear of K inputs as codes [N, K], scales and zeros [K/G, N], and g_idx [K] or None.
 
@@ -185,13 +198,7 @@ def _read_linear(entries: Entries, layout: Layout, base: str, K: int, where: str
     packed, scale, zero, index = names.split()
 
     def read(name: str, dtypes: Iterable[torch.dtype], *shape: int) -> Tensor:
-        if (entry := entries.get(f"{base}.{name}")) is None:
-            raise refusal(where, f"tensor {base + '.' + name!r} is missing.", "Is a shard missing?")
-        if entry.dtype not in dtypes or entry.shape != shape:
-            has = f"{base}.{name} is {entry.dtype} {list(entry.shape)[:9]}"
-            wanted = f"{' or '.join(str(d).removeprefix('torch.') for d in dtypes)} {list(shape)}"
-            raise refusal(where, f"{has}, which does not fit a weight of {K} inputs: expected {wanted}.")
-        return entry.read()
+        return _fitting(entries, f"{base}.{name}", dtypes, shape, f"a weight of {K} inputs", where)
 
     words, whole = (torch.int32,), layout.kind == "int-quantized"
     shape = entries[f"{base}.{packed}"].shape

@@ -19,7 +19,8 @@ from torch import Tensor
 
 import kernels
 from decoding.drafter import DraftInput, StepParts, take_rows
-from drafters.trees import DraftHead, FedRows, HeadDrafter
+from drafters.heads import DraftHead, HeadDrafter
+from drafters.trees import FedRows
 from layers.build import build_attention
 from model import MLP, Block, Nodes, RMSNorm, Transformer, weight_bytes
 from support.machine import zeros

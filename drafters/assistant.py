@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from decoding.drafter import DraftInput, take_rows
-from drafters.trees import DraftHead, HeadDrafter
+from drafters.heads import DraftHead, HeadDrafter
 from kernels.records import Nodes
 from layers.build import build_transformer
 from model import Transformer

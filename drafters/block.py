@@ -20,7 +20,8 @@ from torch import Tensor
 import kernels
 from decoding import sampling
 from decoding.drafter import Draft, DraftInput, take_rows
-from drafters.trees import DEFAULT_RULE, DraftHead, DraftRule, HeadDrafter, independent_tree
+from drafters.heads import DraftHead, HeadDrafter
+from drafters.trees import DEFAULT_RULE, DraftRule, independent_tree
 from families.config import ModelConfig
 from kernels.growing import ancestors_from_parents, best_prefixes
 from kernels.records import Rotary

@@ -17,10 +17,11 @@ from decoding.drafter import Drafter
 from drafters.assistant import AssistantDrafter, AssistantHead
 from drafters.block import BlockDrafter, BlockHead
 from drafters.draft_model import DraftModelDrafter, check_vocabulary
+from drafters.heads import DraftHead, HeadDrafter
 from drafters.lookahead import LookaheadDrafter
 from drafters.medusa import MedusaDrafter, load_medusa
 from drafters.ngram import NGramDrafter, WithNGrams
-from drafters.trees import DraftHead, DraftRule, HeadDrafter
+from drafters.trees import DraftRule
 from eagle_draft import EagleDrafter, EagleHead, MtpHead, UnshiftedDrafter
 from families.config import ModelConfig
 from loading.options import LEAST_WINDOW, NGRAM_NODES, NO_HEAD, LoadOptions, flag

@@ -18,7 +18,7 @@ from test_layering import ORDER, SOURCES, graph_of, room
 import generate
 from engine.runner import Pacer
 from scripts import measured, serve
-from serving.app import ABOUT
+from serving.metrics import ABOUT
 from support.files import read_json_lines
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from drafters.trees import DraftHead
+from drafters.heads import DraftHead
 from eagle_draft import EagleHead
 from support.machine import size_text
 from training.data import Batch, TokenData, padded

@@ -29,7 +29,8 @@ from scripts import bench, evaluate
 from support.errors import BadFileError, UserError
 from support.texts import HELD_OUT
 from weights.checkpoint import Checkpoint
-from weights.heads import read_eagle, save_eagle
+from weights.head_reader import read_eagle
+from weights.heads import save_eagle
 from weights.hf import hf_views, save_hf
 
 QUESTIONS = [

@@ -29,7 +29,8 @@ from weights import checkpoint
 from weights.block_heads import read_head
 from weights.checkpoint import Checkpoint
 from weights.files import cache_folder, read_entries
-from weights.heads import AUX, read_eagle, save_eagle, save_quantized
+from weights.head_reader import read_eagle
+from weights.heads import AUX, save_eagle, save_quantized
 from weights.hf import config_to_hf, hf_views, save_hf
 from weights.quantized import QuantSpec
 

@@ -33,7 +33,8 @@ from loading.drafting import DraftFiles
 from loading.memory import plan_memory
 from loading.options import DEMO, LoadOptions
 from weights.checkpoint import Checkpoint
-from weights.heads import mtp_head, read_eagle
+from weights.head_reader import read_eagle
+from weights.heads import mtp_head
 
 LONG = 320  # positions
 WINDOW = 16

@@ -23,7 +23,7 @@ from engine.load import load
 from loading.drafting import draft_vocabulary
 from loading.options import DEMO
 from text.tokenizer import load_tokenizer
-from weights.heads import read_eagle
+from weights.head_reader import read_eagle
 from weights.quantized import QuantSpec, pack_
 from weights.rounding import quantize_
 

@@ -57,7 +57,8 @@ from weights import files, gguf_writer
 from weights.block_heads import read_head
 from weights.checkpoint import Checkpoint
 from weights.files import SUMS, check_sha256
-from weights.heads import read_eagle, save_quantized
+from weights.head_reader import read_eagle
+from weights.heads import save_quantized
 from weights.hf import save_hf
 from weights.lora import read_adapter
 from weights.quantized import QuantSpec

@@ -25,7 +25,7 @@ from support.files import read_json, read_json_lines
 from support.stages import StageFailed, Stages
 from text.tokenizer import load_tokenizer
 from weights.checkpoint import Checkpoint
-from weights.heads import read_eagle
+from weights.head_reader import read_eagle
 from weights.hf import save_hf
 
 ROOT = Path(__file__).resolve().parent.parent

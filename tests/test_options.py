@@ -26,7 +26,8 @@ from loading.options import DEMO, LoadOptions
 from support.errors import UsageError
 from tree import NAMES, parse_tree
 from weights.checkpoint import Checkpoint
-from weights.heads import EagleConfig, read_eagle
+from weights.head_reader import read_eagle
+from weights.heads import EagleConfig
 from weights.quantized import MODES
 
 # field -> (what a user types after the flag, the value of the field); none is a default

@@ -35,7 +35,8 @@ from support import texts
 from support.errors import NotEnoughMemory, UsageError
 from support.files import read_json, write_json
 from weights import checkpoint, hf, quantizer, rounding
-from weights.heads import EagleConfig, read_eagle, save_eagle, save_quantized
+from weights.head_reader import read_eagle
+from weights.heads import EagleConfig, save_eagle, save_quantized
 from weights.quantized import QuantLinear, QuantSpec, adopt_, empty_tensors, held_bytes, pack_
 from weights.rounding import CLIPS, Tally, quantize_gptq, quantize_rtn
 

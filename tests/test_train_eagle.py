@@ -38,7 +38,8 @@ from training.drafters import Evaluation, train
 from training.eagle import FEATURE_NOISE, INPUTS, TrainHead
 from training.loop import Muon, World
 from training.losses import KeptFeatures, TargetRows, loss_eagle, loss_eagle1, soft_loss, target_rows
-from weights.heads import read_eagle, save_eagle, save_quantized
+from weights.head_reader import read_eagle
+from weights.heads import save_eagle, save_quantized
 from weights.hf import save_hf
 from weights.quantized import QuantSpec, lm_head_rows
 

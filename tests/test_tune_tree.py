@@ -20,7 +20,8 @@ from scripts import tune_tree
 from support import errors
 from tree import DynamicTree
 from weights.checkpoint import Checkpoint
-from weights.heads import read_eagle, save_eagle
+from weights.head_reader import read_eagle
+from weights.heads import save_eagle
 from weights.hf import save_hf
 from weights.quantized import QuantSpec
 

@@ -283,3 +283,9 @@ def as_text(messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]])
         about = f"You can call these functions:\n{functions}\nTo call one, write {form} and wait for its result."
         written[0]["content"] = f"{about}\n\n{written[0]['content']}"
     return written
+
+
+def begun_at_end(text: str, marks: tuple[str, ...]) -> int:
+    """How many characters at the end of a text may begin one of the marks."""
+    sizes = range(min(len(text), max(map(len, marks), default=1) - 1), 0, -1)
+    return next((size for size in sizes if any(mark.startswith(text[-size:]) for mark in marks)), 0)

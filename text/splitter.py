@@ -4,14 +4,13 @@ The reading is one generator, which waits where it needs more text. So what come
 was cut, and every piece comes as soon as it is certain. What looks like a call and is none stays text.
 """
 
-import ast
-import contextlib
 import json
 import re
 from collections.abc import Generator, Mapping
 from typing import Any, NamedTuple
 
-from text.dialect import Calls, Dialect, PythonCode, Quotes, Tags, any_of, is_text
+from text.calls import NoCall, literal, parsed, python_calls
+from text.dialect import Calls, Dialect, PythonCode, Quotes, Tags, any_of, begun_at_end, is_text
 
 TEXT, THOUGHT, CALL, ARGUMENTS = "text", "thought", "call", "arguments"
 QUOTED = "quoted"  # text that becomes a part of a JSON text among the arguments
@@ -28,10 +27,6 @@ class Piece(NamedTuple):
     kind: str
     text: str
     id: str = ""
-
-
-class _NoCall(Exception):
-    """What was read is no call of a tool that may be called."""
 
 
 class Splitter:
@@ -130,7 +125,7 @@ class Splitter:
         """Read calls, or what looks like calls and is text of a kind. Returns whether a call began."""
         try:
             yield from calls
-        except _NoCall:
+        except NoCall:
             if not self.in_call:
                 self._restore(kind)
                 return False
@@ -195,7 +190,7 @@ class Splitter:
                 value = yield from self._json()
                 name = value if key in ("name", "function") else name
             else:
-                raise _NoCall
+                raise NoCall
             while depth and (yield from self._accept("}")):
                 depth -= 1
             if depth:
@@ -203,9 +198,9 @@ class Splitter:
         if self.in_call:
             return
         if isinstance(given, str):
-            given = _parsed(given)
+            given = parsed(given)
         if not isinstance(name, str) or not isinstance(given or {}, dict):
-            raise _NoCall
+            raise NoCall
         self._commit(name)
         self._emit(ARGUMENTS, json.dumps(given or {}, ensure_ascii=False))
 
@@ -233,7 +228,7 @@ class Splitter:
                 self._emit(ARGUMENTS, '"')
             else:
                 value, mark = yield from self._read(tags.end)
-                self._emit(ARGUMENTS, _literal(value))
+                self._emit(ARGUMENTS, literal(value))
         self._emit(ARGUMENTS, "}")
 
     def _in_braces(self, quotes: Quotes, _: str) -> Reading:
@@ -245,7 +240,7 @@ class Splitter:
         while depth:
             bare, mark = yield from self._read(quotes.mark, *'"{}[]:,')
             if bare.strip():
-                self._emit(ARGUMENTS, json.dumps(bare.strip(), ensure_ascii=False) if mark == ":" else _literal(bare))
+                self._emit(ARGUMENTS, json.dumps(bare.strip(), ensure_ascii=False) if mark == ":" else literal(bare))
             if mark in (quotes.mark, '"'):
                 self._emit(ARGUMENTS, '"')
                 if mark == quotes.mark:
@@ -260,7 +255,7 @@ class Splitter:
     def _code(self, _: PythonCode, end: str) -> Reading:
         """Calls that are written as in Python."""
         code, _ = yield from self._read(end, then=LEAVE)
-        for name, arguments in _python_calls(code, self._tools):
+        for name, arguments in python_calls(code, self._tools):
             self._commit(name)
             self._emit(ARGUMENTS, json.dumps(arguments, ensure_ascii=False))
             self._mark()
@@ -273,14 +268,14 @@ class Splitter:
         first = yield from self._next()
         if first not in ('"', "{", "["):
             text, _ = yield from self._read(*SPACE, ",", "}", "]", then=LEAVE)
-            return _parsed(text)
+            return parsed(text)
         while True:
             mark = yield from self._must(kind, *'"{}[]', then=KEEP)
             if mark == '"':
                 yield from self._rest_of_text(kind)
             depth += (mark in ("{", "[")) - (mark in ("}", "]"))
             if not depth:
-                return None if kind else _parsed(self._silent[at:])
+                return None if kind else parsed(self._silent[at:])
 
     def _rest_of_text(self, kind: str | None) -> Reading:
         """A JSON text behind its first quotation mark."""
@@ -290,7 +285,7 @@ class Splitter:
     def _must(self, kind: str | None, *marks: str, then: int = DROP) -> Reading:
         """The same as `_until` for a part of a call, where one of the marks must come."""
         if not (mark := (yield from self._until(kind, *marks, then=then))):
-            raise _NoCall
+            raise NoCall
         return mark
 
     def _read(self, *marks: str, then: int = DROP) -> Reading:
@@ -306,7 +301,7 @@ class Splitter:
         no_name = [" ", self._dialect.thoughts.end] if self._dialect.thoughts else [" "]
         name, mark = yield from self._read(*marks, *no_name, then=LEAVE)
         if mark in no_name:
-            raise _NoCall
+            raise NoCall
         self._take(0 if then == LEAVE else len(mark), None)
         return name.strip(), mark
 
@@ -318,7 +313,7 @@ class Splitter:
         pattern = any_of(marks)
         while True:
             whole = self._ended and (kind == TEXT or not self._cut)
-            held = 0 if whole else _begun_at_end(self._waiting, marks)
+            held = 0 if whole else begun_at_end(self._waiting, marks)
             found = pattern.search(self._waiting)
             if found and found.start() <= len(self._waiting) - held:
                 self._take(found.start(), kind)
@@ -352,7 +347,7 @@ class Splitter:
 
     def _expect(self, mark: str) -> Reading:
         if not (yield from self._accept(mark)):
-            raise _NoCall
+            raise NoCall
 
     # -------------------------------------------------------------- what comes out
 
@@ -382,7 +377,7 @@ class Splitter:
     def _commit(self, name: str, own: str = "") -> dict[str, Any]:
         """A call begins. Returns the schema of its arguments."""
         if name not in self._tools:
-            raise _NoCall
+            raise NoCall
         self._mark()
         self._pieces.append(Piece(CALL, name, own))
         self.in_call = self._empty = True
@@ -400,47 +395,3 @@ class Splitter:
         text, self._silent = self._silent, ""
         if not (self._ended and self._cut):
             self._emit(kind, text)
-
-
-def _begun_at_end(text: str, marks: tuple[str, ...]) -> int:
-    """How many characters at the end of a text may begin one of the marks."""
-    sizes = range(min(len(text), max(map(len, marks), default=1) - 1), 0, -1)
-    return next((size for size in sizes if any(mark.startswith(text[-size:]) for mark in marks)), 0)
-
-
-def _parsed(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        raise _NoCall from None
-
-
-def _literal(text: str) -> str:
-    """JSON of a value that a model wrote without quotes: JSON, or a literal of Python, or else a text."""
-    for read in (json.loads, ast.literal_eval):
-        with contextlib.suppress(ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
-            return json.dumps(read(text.strip()), ensure_ascii=False)
-    return json.dumps(text.strip(), ensure_ascii=False)
-
-
-def _python_calls(code: str, tools: Mapping[str, dict[str, Any]]) -> list[tuple[str, dict[str, Any]]]:
-    """The names and arguments of the calls in code that consists of calls, also within print() or a list."""
-    calls = []
-    try:
-        tree = ast.parse(code.strip())
-        found = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
-        for node in sorted(found, key=lambda node: (node.lineno, node.col_offset)):
-            name = ast.unparse(node.func)
-            name = name if name in tools else name.rpartition(".")[2]
-            if name in tools:
-                places = zip(tools[name].get("properties") or (), node.args, strict=False)
-                given = {key: ast.literal_eval(value) for key, value in places}
-                calls.append((name, given | {k.arg: ast.literal_eval(k.value) for k in node.keywords}))
-            elif name != "print":
-                raise _NoCall
-        json.dumps(calls)
-    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
-        raise _NoCall from None
-    if not calls or any(not isinstance(node, ast.Expr | ast.Assign) for node in tree.body):
-        raise _NoCall
-    return calls

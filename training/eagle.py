@@ -20,7 +20,8 @@ from training.data import Batch, TokenData, padded
 from training.drafters import HeadTraining, check_shares, check_taps
 from training.loop import Recipe, recipe_with
 from training.losses import LOSSES, Rows, TargetRows, gumbel_draws, loss_eagle, loss_eagle1, with_noise
-from weights.heads import EagleConfig, EagleFile, default_taps, layers_like, read_card, read_eagle, save_eagle
+from weights.head_reader import read_eagle
+from weights.heads import EagleConfig, EagleFile, default_taps, layers_like, read_card, save_eagle
 from weights.quantized import QuantLinear, lm_head_rows
 from weights.quantizer import digest
 

@@ -7,7 +7,8 @@ import torch
 from families.config import ModelConfig
 from support.errors import UsageError
 from support.reader import ConfigReader
-from weights.heads import EagleConfig, EagleFile, HeadReader, Table
+from weights.head_reader import HeadReader
+from weights.heads import EagleConfig, EagleFile, Table
 from weights.hf import EMBEDDING, as_computed, build_model, hf_views, parameter_sources
 
 ASSISTANTS = {f"gemma4{kind}_assistant": f"gemma4{kind}_text" for kind in ("", "_unified")}

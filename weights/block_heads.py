@@ -15,11 +15,11 @@ from torch import Tensor
 
 from families.config import ModelConfig
 from support.reader import is_a
-from weights import heads
 from weights.assistant import ASSISTANTS, AssistantReader
 from weights.files import few_names, local_path, write_directory
 from weights.gguf_heads import Published
-from weights.heads import HeadFile, HeadReader, Table, layer_tensors, published_parts
+from weights.head_reader import HeadReader, described, folder_of, read_eagle
+from weights.heads import MTP, HeadFile, Table, fitted, layer_tensors, mtp_head, published_parts, read_quantized
 from weights.hf import config_to_hf
 from weights.quantized import rows_from
 
@@ -127,27 +127,27 @@ def read_head(path: str | Path, target: ModelConfig, overrides: Mapping[str, str
     """Read a draft head of any kind, which its own files say: a published one, or one that quantize.py wrote.
 
     Args:
-        path: a folder, or a file with a config.json beside it, or `org/name` in the Hugging Face cache, or `heads.MTP`.
+        path: a folder, or a file with a config.json beside it, or `org/name` in the Hugging Face cache, or `MTP`.
         target: the model that the head shall draft for.
         overrides: config keys (`HeadReader.overrides`) to replace, with values as JSON text.
 
     Raises:
         ValueError: one line, if the head is damaged, does not fit the target, or has a setting that is not understood.
     """
-    if path == heads.MTP:
-        return heads.mtp_head(target)
+    if path == MTP:
+        return mtp_head(target)
     path, given = local_path(path), overrides or {}
-    source = heads.described(path)
+    source = described(path)
     raw, _ = source
     if BlockConfig.key in raw:
-        return heads.read_quantized(heads.folder_of(path), BlockConfig, block_tensors, target)
+        return read_quantized(folder_of(path), BlockConfig, block_tensors, target)
     if str(raw.get("model_type")) in ASSISTANTS:
         return AssistantReader(path, source, target, given).read()
     names = raw.get("architectures")
     known = isinstance(names, list) and any(name in ARCHITECTURES for name in names)
     if known or raw.get("speculators_model_type") in list(SPECULATORS):
-        return heads.fitted(_BlockReader(path, source, target, given).read(), target, path)
-    return heads.read_eagle(path, target, overrides, source)
+        return fitted(_BlockReader(path, source, target, given).read(), target, path)
+    return read_eagle(path, target, overrides, source)
 
 
 def save_block(

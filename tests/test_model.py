@@ -7,13 +7,14 @@ from collections.abc import Sequence
 import pytest
 import torch
 from conftest import BASE, FAMILIES, build_hf
-from tiny import load_model
+from tiny import geometry, load_model, one_line
 
 import kernels
 from engine.fused import fused_parts
 from families.config import ROPE_TYPES, ModelConfig
 from kernels.memory import commit_text
 from kernels.records import Memory
+from layers.build import build_transformer
 from loading.options import LoadOptions
 from model import Transformer, chain_ancestors
 from weights.checkpoint import Checkpoint
@@ -77,6 +78,15 @@ def random_tree(size: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     for i in range(1, size):
         ancestors[i] |= ancestors[parent[i]]
     return parent, ancestors
+
+
+@pytest.mark.parametrize("experts", [0, 4])
+def test_the_model_of_the_card_needs_no_other_file(experts):
+    """Catches a LLaMA or Mixtral that model.py alone no longer makes, and two facts of which one is forgotten."""
+    plain = geometry(num_local_experts=experts, num_experts_per_tok=2)
+    shapes = [{k: v.shape for k, v in make(plain).state_dict().items()} for make in (Transformer, build_transformer)]
+    assert shapes[0] == shapes[1]
+    one_line(lambda: build_transformer(geometry(sinks=True, output_gate=True)), "ShapedAttention and GatedAttention")
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -138,17 +138,17 @@ class Times(NamedTuple):
 class Pacer:
     """Decides whether to draft: not where drafting loses against plain steps.
 
-    It adds up what drafting loses, in plain steps. Gains make up for losses, but no gain is saved up, so that it notices
-    a text that is not foreseen any more (Page's cumulative sum). A loss of LOSS ends drafting. While decoding is plain it
-    lets PLAIN steps pass, and then tries again: until drafting has lost TRY, or won as much and stays. Each time that a
-    try fails, the next one waits twice as long.
+    It adds up what drafting loses, in plain steps (Page's cumulative sum). Gains make up for losses, and up to SAVED of
+    them are saved up for later ones: steps vary so much that a head that gains a fifth would be given up every few texts
+    otherwise. A loss of LOSS ends drafting. While decoding is plain it lets PLAIN steps pass, and then tries again: until
+    drafting has lost TRY, or won as much and stays. Each time that a try fails, the next one waits twice as long.
 
     What a plain step takes is known from the last of CHECK of them, which follow each other after LOOK seconds of
     drafting, at the beginning of a text after as long a rest, and wherever decoding becomes plain. So neither a machine
     that has become faster or slower decides, nor one that was disturbed while the engine timed its steps.
     """
 
-    LOSS, TRY = 5.0, 2.0  # plain steps
+    LOSS, TRY, SAVED = 5.0, 3.0, 20.0  # plain steps
     PLAIN, LONGEST = 64, 512  # plain steps between two tries
     RECENT = 16  # drafted steps whose times say which ones are hiccups
     CHECK = 16  # plain steps that say how fast the machine is
@@ -173,12 +173,13 @@ class Pacer:
         self.pause = self.PLAIN
 
     def for_another_text(self, rest: float = 0.0) -> Pacer:
-        """What one text is like says little of the next one. But where drafting did not pay, it goes on plainly for the
-        rest of the pause, and then with a try, because each try costs as much as a short answer may lose.
-        rest: seconds since the last step."""
+        """What one text is like says little of the next one: losses are forgotten, and gains are kept. But where drafting
+        did not pay, it goes on plainly for the rest of the pause, and then with a try, because each try costs as much as a
+        short answer may lose. rest: seconds since the last step."""
         pacer = Pacer(self.break_even, self.plain_seconds)
         pacer.drift, pacer.since = self.drift, self.since + rest
         failed = not (self.speculating or self.looking)
+        pacer.loss = 0.0 if failed else min(0.0, self.loss)
         pacer.looking = not failed and self.plain_seconds > 0 and pacer.since > self.LOOK
         pacer.speculating = not (failed or pacer.looking)
         if failed or self.trying:
@@ -202,7 +203,7 @@ class Pacer:
             cost = min(seconds, 2 * statistics.median(self.seconds)) / (self.plain_seconds * self.drift)
             self.since += seconds
         won = (count - cost) * math.sqrt(len(counts))  # the mean of several varies less
-        self.loss = max(0.0, self.loss - won)
+        self.loss = max(-self.SAVED, self.loss - won)
         self.gain += won
         self.trying = self.trying and self.gain < self.TRY
         lost = self.loss >= (self.TRY if self.trying else self.LOSS)

@@ -500,12 +500,13 @@ def test_pacer_gives_up_after_a_loss_and_tries_again():
     assert stays(pacer, 4, True, [1]) and not stays(pacer, 1, True, [1])  # each loses one plain step
     assert stays(pacer, 1, True, [5])  # this step was under way, so it belongs to no phase
     assert stays(pacer, 63, False, [1, 1]) and not stays(pacer, 1, False, [1])
-    for count in (1, 3, 1):  # a try may lose less, and what it wins in between counts
+    for count in (1, 3, 1, 1):  # a try may lose less, and what it wins in between counts
         assert stays(pacer, 1, False, [1]) and stays(pacer, 1, True, [count])
     assert not stays(pacer, 1, True, [1])
     assert stays(pacer, 127, False, [1]) and not stays(pacer, 1, False, [1])  # the next try waits twice as long
     assert all(stays(pacer, 1, True, [3 if i % 16 < 12 else 1]) for i in range(200))
-    assert stays(pacer, 4, True, [1]) and not stays(pacer, 1, True, [1])  # nothing is saved up of 200 good steps
+    pacer = pacer.for_another_text()
+    assert stays(pacer, 24, True, [1]) and not stays(pacer, 1, True, [1])  # of 200 good steps no more is saved up
     assert pacer.pause == 64
 
 
@@ -514,7 +515,7 @@ def test_pacer_takes_no_hiccup_for_the_price_of_a_step():
     steps do."""
     pacer = timed_pacer()
     assert all(stays(pacer, 1, True, [2], 0.090 if i % 20 == 7 else 0.0015) for i in range(60))
-    assert not stays(pacer, 20, True, [2], 0.0025)
+    assert not stays(pacer, 60, True, [2], 0.0025)
 
 
 def timed_pacer() -> Pacer:
@@ -617,8 +618,8 @@ def test_plain_steps_while_speculation_does_not_pay(shifts, lag):
         assert set(sizes[69 + 2 * lag : -1]) == {5}
     else:  # right, then wrong, which is noticed
         assert sizes[:8] == [5] * 8 and result.plain_tokens >= 40 and set(sizes[30:]) == {1}
-    again = engine.generate(PROMPT, params).run()[0].tokens_per_step  # where it paid at the end it begins anew
-    assert (again == result.tokens_per_step) == (shifts == (1, 0))
+    again = engine.generate(PROMPT, params).run()[0]  # where it paid at the end, it may lose what it has won
+    assert (len(again.drafted) > len(result.drafted)) == (shifts == (1, 0))
 
 
 def drafter_of(kind: str, batch_size: int) -> Drafter | None:

@@ -174,8 +174,8 @@ class Pacer:
 
     def for_another_text(self, rest: float = 0.0) -> Pacer:
         """What one text is like says little of the next one: losses are forgotten, and gains are kept. But where drafting
-        did not pay, it goes on plainly for the rest of the pause, and then with a try, because each try costs as much as a
-        short answer may lose. rest: seconds since the last step."""
+        did not pay, it goes on plainly for the rest of the pause, and then with a try, because each try costs as much as
+        a short answer may lose. rest: seconds since the last step."""
         pacer = Pacer(self.break_even, self.plain_seconds)
         pacer.drift, pacer.since = self.drift, self.since + rest
         failed = not (self.speculating or self.looking)

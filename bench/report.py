@@ -93,9 +93,7 @@ def behind_table(summary: dict[str, Any]) -> str:
         if length:
             cells.setdefault((kind, row["arm"]), {})[f"{length}, T = {row['temperature']:g}"] = gain
     columns = list(dict.fromkeys(place for by_place in cells.values() for place in by_place))
-    body = [
-        [kind, arm, *(by_place.get(place, "") for place in columns)] for (kind, arm), by_place in sorted(cells.items())
-    ]
+    body = [[kind, arm, *(by.get(place, "") for place in columns)] for (kind, arm), by in sorted(cells.items())]
     return table(["behind", "arm", *columns], body)
 
 

@@ -25,8 +25,8 @@ from drafters.trees import DEFAULT_RULE, DraftRule, independent_tree
 from families.config import ModelConfig
 from kernels.growing import ancestors_from_parents, best_prefixes
 from kernels.records import Rotary
-from layers.build import build_attention, build_block
-from model import MLP, Block, Nodes, RMSNorm, Transformer, linear
+from layers.build import build_attention, build_block, build_mlp
+from model import Block, Nodes, RMSNorm, Transformer, linear
 from support.machine import zeros
 from tree import DynamicTree, Trees
 from weights.block_heads import BlockConfig
@@ -51,9 +51,7 @@ class ConvolvedBlock(Block):
     """A decoder layer with convolutions around both sublayers."""
 
     def __init__(self, geometry: ModelConfig, layer: int, config: BlockConfig):
-        super().__init__(
-            geometry, build_attention(geometry, layer), MLP(geometry.hidden_size, geometry.intermediate_size)
-        )
+        super().__init__(geometry, build_attention(geometry, layer), build_mlp(geometry, layer))
         sizes = geometry.hidden_size, config.conv_taps, config.conv_group
         self.attention_conv, self.mlp_conv = SlotConvolution(*sizes), SlotConvolution(*sizes)
 

@@ -167,10 +167,8 @@ def layer_weights(layer: nn.Module, input_norm: bool) -> records.LayerWeights | 
     attention, mlp = layer.attention, layer.mlp
     linears = [linear_weights(linear) for linear in (attention.qkv, attention.o, mlp.gate_up, mlp.down)]
     first = layer.input_norm if input_norm else None
-    after_attention, after_mlp = (
-        (layer.attention_norm, layer.mlp_norm) if isinstance(layer, NormedBlock) else (None, None)
-    )
-    norms = first, after_attention, layer.post_norm, after_mlp, attention.q_norm, attention.k_norm
+    behind = (layer.attention_norm, layer.mlp_norm) if isinstance(layer, NormedBlock) else (None, None)
+    norms = first, behind[0], layer.post_norm, behind[1], attention.q_norm, attention.k_norm
     return records.LayerWeights(*(norm and norm.weight for norm in norms), *linears)
 
 

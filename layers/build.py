@@ -21,7 +21,7 @@ def build_transformer(config: ModelConfig) -> Transformer:
 def build_block(config: ModelConfig, layer: int = 0) -> Block:
     """One layer of a model."""
     attention = DeltaNet(config) if layer in config.recurrent else build_attention(config, layer)
-    parts = attention, _behind_attention(config, layer)
+    parts = attention, build_mlp(config, layer)
     if config.layer_scale:
         return Gemma4Block(config, *parts, layer)
     if config.norms != "before":
@@ -46,7 +46,7 @@ def build_attention(config: ModelConfig, layer: int = 0, in_size: int | None = N
     return (found or [Attention])[0](config, layer, in_size)
 
 
-def _behind_attention(config: ModelConfig, layer: int) -> nn.Module:
+def build_mlp(config: ModelConfig, layer: int) -> nn.Module:
     """The MLP or the experts of one layer."""
     if config.num_local_experts and layer >= config.dense_layers:
         if config.mlp_beside:

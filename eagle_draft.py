@@ -1,12 +1,12 @@
-"""The EAGLE head (generations 1, 2 and 3), its cache, and how it drafts.
+"""The EAGLE head (generations 1, 2 and 3) and its cache. `drafters/trees.py` drafts trees with it.
 
-A head predicts the target's next *feature* from the feature of token i and the embedding of token i + 1, so it drafts
-several tokens ahead with one small layer. EAGLE-1 and EAGLE-2 share weights and differ only in the tree. EAGLE-3 reads
-three residual states of the target and has its own norms and LM head. One class serves all generations, and `EagleConfig`
-says which one a head is.
+A head drafts several tokens ahead with one small layer, which reads the feature of token i and the embedding of token
+i + 1. EAGLE-1's output estimates the target's next feature. EAGLE-2 has the same weights and another tree. EAGLE-3 reads
+three residual states of the target, has its own norms and LM head, and its output need not resemble a feature. One class
+serves all of them: `EagleConfig.version` is 1 for EAGLE-1 and -2, and 3 for EAGLE-3.
 
-Row i of the draft cache holds (feature i, token i + 1) at position i. Rows below n are made from the target's true
-features only. The rows of a tree come after them and are overwritten in the next step.
+Row i of the draft cache holds (feature i, token i + 1) at position i; with a window the cache is a ring. Rows below n
+are made from the target's true features only. The rows of a tree come after them and are overwritten in the next step.
 """
 
 import math
@@ -91,8 +91,8 @@ class EagleHead(DraftHead):
     def joined(self, tokens: Tensor, feature: Tensor, source: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """(residual, embeddings beside features [B, T, 2H]) for tokens [B, T] and the rows `source` [B, T] of feature.
 
-        EAGLE-3 norms both. EAGLE-1's layer makes its own residual, so what stands in its place here is not read. Kernels
-        have no gradients.
+        EAGLE-3 norms both. EAGLE-1's layer makes its own residual, so what stands in its place here is not read. The
+        kernels have no gradients, so training calls `joined_train`.
         """
         embed = self.embed_tokens or self.target.embed_tokens
         if isinstance(embed, nn.Embedding):
@@ -177,7 +177,7 @@ class EagleHead(DraftHead):
         memory.append((k, v))
         T, scale = x.shape[1], attention.scale
         seen = torch.ones(T, T, dtype=torch.bool, device=x.device).tril()
-        if attention.window:  # a row of step s stands s positions behind that of step 0
+        if attention.window:  # a row of step s stands s positions after that of step 0
             seen = seen.triu(len(memory) - attention.window)
         scores = [(q @ memory[0][0].mT * scale).masked_fill(~seen, -math.inf)]
         scores += [(q * own).sum(-1, keepdim=True) * scale for own, _ in memory[1:]]

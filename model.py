@@ -1,8 +1,8 @@
 """The target model: a Transformer as LLaMA, Qwen, Mistral and Mixtral have it. `layers/` has what other families add.
 
-It computes a *forward on nodes*. It gets tokens, their positions (the depth below the root), and who may see whom. A
-prompt chunk is a chain of nodes, plain decoding is a single node, and a draft tree is a tree of nodes. The model does
-not know which of them it computes. Siblings in a tree share a position, but every node has a cache slot of its own.
+It computes a *forward on nodes*. It gets tokens, their depth below the root, and who may see whom. A prompt chunk is a
+chain of nodes, plain decoding is a single node, and a draft tree is a tree of nodes. The model does not know which of
+them it computes. Siblings in a tree share a position, but every node has a cache slot of its own.
 
 The model knows nothing of text, sampling, drafters, files, or what a tree means.
 """
@@ -115,12 +115,12 @@ class Attention(nn.Module):
         return *self.own_turn(cos, sin), kv, slots, *self.head_norms()
 
     def attend(self, q: Tensor, arrived: Tensor | None, nodes: Nodes, kv: Tensor, *scores: Any) -> Tensor:
-        """What the queries of `write` read of the cache, [B, T, Hq hd]. scores: what changes them otherwise."""
+        """What the queries of `write` read of the cache, [B, T, Hq hd]. scores: `cap` and `sinks`, if any."""
         visible = nodes.visible_window if self.window else nodes.visible
         window = min(self.window, nodes.window) or max(self.window, nodes.window)  # 0 is no limit
         seen = nodes.start, visible, nodes.positions, window
-        shape, where = scores or (0.0, None), (nodes.segments, nodes.longest, nodes.chain, nodes.ring)
-        return kernels.tree_attention(q, kv, *seen, self.scale, arrived, *shape, *where).flatten(2)
+        cap_and_sinks, where = scores or (0.0, None), (nodes.segments, nodes.longest, nodes.chain, nodes.ring)
+        return kernels.tree_attention(q, kv, *seen, self.scale, arrived, *cap_and_sinks, *where).flatten(2)
 
     def forward(self, x: Tensor, nodes: Nodes, kv: Tensor, residual: Tensor | None = None) -> Tensor:
         """x [B, T, in] -> [B, T, H], with the residual added.
@@ -448,7 +448,7 @@ class Transformer(nn.Module):
 def nodes_at(where: tuple[Tensor, ...], start: Tensor, visible: Tensor, window: int = 0) -> Nodes:
     """Nodes for T rows, placed by `kernels.place_rows`, that can see the cache region from slot `start` [B] on.
 
-    visible [B, T, R] bool. With a window, which only targets have, the region rows must be the T queries themselves.
+    visible [B, T, R] bool. window: of layers of a target or a draft model. The region rows must be the T queries then.
     """
     positions, slots, cos, sin, *_ = where
     near = visible & (positions[:, None, :] > positions[:, :, None] - window) if window else visible

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 import kernels
-from decoding.params import SamplingParams
+from decoding.params import SamplingMode, SamplingParams
 from engine.engine import Engine
 from engine.fused import layers_in_parts
 from engine.load import load
@@ -139,7 +139,7 @@ class Report:
         peak = peak_memory(device)
         self.measure(device)
         lines = ["", *(text for result in results for text in _rates(result, request.note))]
-        lines += [*_acceptance(engine, results[0]), *_speed(engine, results[0], self.bandwidth)]
+        lines += [*_acceptance(engine, results[0], request.params.mode), *_speed(engine, results[0], self.bandwidth)]
         whose = " of the process, torch included" if device.type == "cpu" else ""
         lines.append(f"memory   peak {size_text(peak)}{whose} (plan {size_text(engine.plan.total)})")
         config = engine.model.config
@@ -197,14 +197,14 @@ def _rates(result: GenerationResult, note: str) -> Iterator[str]:
     yield f"generate {result.new_tokens:5d} tok  {seconds}   {result.steps} steps"
 
 
-def _acceptance(engine: Engine, result: GenerationResult) -> Iterator[str]:
+def _acceptance(engine: Engine, result: GenerationResult, mode: SamplingMode) -> Iterator[str]:
     """What was accepted, and whether drafting pays."""
     drafts = engine.drafter.D > 0
     if drafts and result.steps:
         depth = " ".join(f"{share:.2f}"[1:] if share < 1 else "1.0" for share in result.accepted_by_depth)
         which = f" over {len(result.drafted)} of {result.steps} steps" if result.plain_steps else ""
         yield f"accepted tau {result.tau:.2f} tokens/step{which}   by depth {depth or '-'} (1 + sum = tau)"
-        if engine.drafter.p_min and result.nodes_per_step:
+        if engine.drafter.prunes(mode) and result.nodes_per_step:
             nodes = f"{result.drafted_nodes:.1f} of {engine.drafter.N - 1} nodes drafted a step"
             yield f"{'':9}{nodes}, those above {engine.drafter.p_min:.0%} acceptance; --prune 0 tells the tau of the head"
         if len(result.n_alpha) > 1:  # one would repeat the line above

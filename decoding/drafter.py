@@ -56,10 +56,10 @@ class DraftInput(NamedTuple):
 class Drafter:
     """What the step, the engine and the reports need of a drafter. A new drafter is a subclass with `draft`."""
 
-    multi_round: str = ""  # "without" or "with" replacement for multi-round verification, "" for choice-and-walk
+    multi_round: str = ""  # "without" or "with" replacement for multi-round verification, "" for `verify.accept`
     p_min: float = 0.0  # nodes that are accepted with a lower probability may be left out of a tree, see TreeDrafter
     by_price: bool = False  # whether p_min follows the price of a node, which depends on the number of rows
-    priced_nodes: int = 4  # a node costs what so many cost together, divided by them; more nodes cost what MANY more do
+    priced_nodes: int = 4  # a node costs what so many cost together, divided by them; `engine.stepping.MANY` for more
     scoring: str = "none"  # what Draft.scores are: "none", "probability", or "noisy" (with the shared noise)
     # Its KV caches [..., B, Hkv, S, hd], all that a step changes of it. What they hold of a token depends on the text up
     # to there alone.
@@ -82,8 +82,8 @@ class Drafter:
         self.taps = taps
 
     def prefill(self, row: int, tokens: Tensor, features: Tensor, start: Tensor, keep: Tensor) -> None:
-        """Learn known tokens of one sequence: ids [1, T + 1] from position start [1], features [1, T, F] of T of them.
-        keep [1]: how many of these T are no padding. No host sync."""
+        """Learn known tokens of one sequence: ids [1, T + 1] from position start [1], features [1, T, F] of the first
+        T of them. keep [1]: how many of these T are no padding. No host sync."""
 
     def rows_held(self, drafted: int) -> int:
         """How many slots of its caches hold a text of which `drafted` rows were made."""

@@ -1,8 +1,8 @@
 """One decoding step: draft, forward, accept, commit.
 
-It works on static buffers with fixed shapes and never waits for the host, so it can be compiled and captured as one CUDA
-graph. Plain decoding is the same step with a one-node tree. The emitted tokens are a function of the prompt and the seed;
-the drafter only decides how many of them one forward yields.
+It works on static buffers. On a GPU its shapes are fixed and it never waits for the host, so it can be captured as one
+CUDA graph. (The pruned trees of CPUs differ from step to step.) Plain decoding is the same step with a one-node tree. The
+emitted tokens are a function of the prompt and the seed; the drafter only decides how many of them one forward yields.
 
 Shape letters: B batch, N nodes, D depth, S slots, V vocabulary, F feature size.
 """

@@ -28,7 +28,7 @@ class DraftRule(NamedTuple):
     """How a tree is drafted and verified."""
 
     shared_noise: bool = True  # whether drafts know the target's noise
-    multi_round: str = ""  # "" for choice-and-walk, "without" or "with" replacement (static trees only)
+    multi_round: str = ""  # "" for `verify.accept`, "without" or "with" replacement (static trees only)
     # Nodes of a static tree that are probably accepted more rarely than that are left out, by the C++ kernels of CPUs.
     p_min: float = 0.0
     by_price: bool = False  # p_min holds until the price of a node is known (`TreeDrafter.price`)

@@ -1,6 +1,6 @@
 // Draft trees on x86 CPUs with AVX2. kernels/cpu.py builds this file. Static trees of an EAGLE head take one call with all
 // forwards of the head: what it computes is said in plain PyTorch in drafters/trees.py and eagle_draft.py, and has the
-// same bits. The tree of a block head takes one call behind its forward (block_draft.py).
+// same bits. Pruning and repeated text are only here. The tree of a block head takes one call behind its forward (block_draft.py).
 
 #include "cpu.h"
 
@@ -12,7 +12,7 @@ using namespace eaglet;
 using torch::headeronly::ScalarType;
 using torch::stable::new_empty;
 
-// One draft forward (`tree.Level`).
+// One draft forward (`kernels.records.Level`).
 struct Level {
   int64_t width;
   const int64_t *source, *place;  // [B,width]: a node's parent in the level above, and its candidate among those of that level
@@ -238,7 +238,7 @@ std::optional<Draft> draft_runs(const Tensor& tokens, const Tensor& n, const Ten
 // below what is less likely than p_forward.
 // Only FEW nodes may be as unlikely as that; more of them must be as likely as p_more.
 // Where the sequences repeat themselves, a pruned tree gives way to a run of at most `ngram_nodes` tokens. window, ring: as of
-// `model.Nodes`.
+// `kernels.records.Nodes`.
 Draft::Fields draft_tree(const Tensor& drafts, std::vector<Tensor> list, bool shared_noise, Tensor kv, bool round, double p_min,
                          double p_more, double p_forward, int64_t ngram_nodes, int64_t window, bool ring) {
   const TreeDraft& d = object_of<TreeDraft>(drafts);

@@ -1,6 +1,6 @@
 """The small work of a step in one launch each: where rows go, growing a dynamic tree, accepting a path, committing it.
 
-The kernels compute what `model.Transformer.nodes`, `growing`, `verify.accept` and `step` say in plain PyTorch, bit
+The kernels compute what `model.Transformer.nodes`, `growing`, `verify.accept` and `step._write` say in plain PyTorch, bit
 for bit. One program owns one sequence, or one row of it.
 """
 
@@ -372,7 +372,7 @@ def commit_kernel(
     path, count, bonus, emitted, usable, tokens, n, root, valid_rows, produced, limit, done, stop_ids, ring, step,
     segments, out_count, finite, source, target, N, P, S, RING, WIDTH, STRIDE, STOPS: tl.constexpr, PP: tl.constexpr,
 ):  # fmt: skip
-    """The small part of `step.commit` for one sequence. Grid (B,)."""
+    """The small part of `decoding.step._write` for one sequence. Grid (B,)."""
     b = tl.program_id(0)
     level = tl.arange(0, PP)
     inside = level < P
@@ -430,7 +430,7 @@ def keep_kernel(
 
 
 def commit(out: Sequence[Tensor], accepted: Accepted, usable: Tensor, features: Tensor, buffers: StepBuffers) -> None:
-    """Two launches. (count [B], finite [B,P], source [B,P], target [B,P]) of `step.commit`; the buffers are written.
+    """Two launches. (count [B], finite [B,P], source [B,P], target [B,P]) of `decoding.step._write`. Writes the buffers.
 
     usable bool [B,N] and features [B,N,F] belong to the nodes of the tree. What `tokens` and `history` hold in their last
     rows, which nobody reads, stays as it is.

@@ -126,7 +126,7 @@ class LoadOptions:
     )  # fmt: skip
     # from Python also a tuple: one static tree for each sequence of the batch
     tree: str | tuple[str, ...] | None = option(
-        f"auto (tuned by scripts.tune_tree), {TREES} (default: paper25; on a GPU by its speed)"
+        f"auto (tuned by scripts.tune_tree), {TREES} (default: paper25; on a GPU a dynamic tree)"
     )
     prune: int | None = option(
         "skip nodes of a head's tree whose acceptance probability is below PERCENT; needs the C++ CPU kernels "

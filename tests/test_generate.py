@@ -461,6 +461,14 @@ def test_report_and_json_say_when_speculation_does_not_pay(capsys, monkeypatch):
     assert always["break_even_tau"] is None
 
 
+@pytest.mark.skipif(bool(cpu.problem()), reason="the CPU kernels do not run here")
+def test_the_report_speaks_of_pruning_only_where_trees_were_pruned(capsys):
+    """Catches a limit that is named although filters had the whole tree drafted."""
+    flags = [*EAGLE, "--max-new-tokens", "20", "--temperature", "1", "--eagle-always"]
+    assert "nodes drafted a step" in run(capsys, *flags)[2]
+    assert "nodes drafted a step" not in run(capsys, *flags, "--top-p", "0.9")[2]
+
+
 def test_the_widest_part_of_a_prompt_is_what_memory_has_room_for(monkeypatch):
     """Parts that do not fit beside what the plan holds, ranks that read parts of different widths, and a plan without
     them. A CPU keeps to narrow ones. The plan has memory for graphs only with --compile on a GPU, and as many times more

@@ -1,4 +1,4 @@
-"""What EAGLE heads of both generations learn from: the target's features, and losses, summed over chunks of rows.
+"""What EAGLE-1 and EAGLE-3 heads learn from: the target's features, and losses, summed over chunks of rows.
 
 The target's features may be kept on disk, so that only the first epoch runs the target. A logit for every token of the
 vocabulary, and for every row of a batch, takes far more memory than all weights of a head. So the loss of a chunk of rows
@@ -57,8 +57,8 @@ def feature_bytes(tokens: float, hidden_size: int, taps_size: int) -> float:
 class KeptFeatures:
     """Hidden states and features in bfloat16, and the most likely next tokens, for every token of the training data.
 
-    A row is filled when a batch needs it for the first time. Files of an earlier run are used further, as far as the
-    checksum of a row says that it is what was written, for the same tokens. So data may grow at its end.
+    The place of a text is filled when a batch needs it for the first time. Files of an earlier run are used further, as
+    far as its checksum says that it is what was written, for the same tokens. So data may grow at its end.
     """
 
     def __init__(self, path: Path, data: TokenData, hidden_size: int, taps_size: int):
@@ -142,8 +142,8 @@ def loss_eagle(
 
     Args:
         batch: its tokens are those that the head is shown. Row i of step s sees (feature i or the output of step s - 1,
-            token i + 1 + s). It counts where the mask holds for that token and, for EAGLE-3, the target's most likely
-            token is in the draft vocabulary.
+            token i + 1 + s), and is compared with what the target computed at position i + 1 + s. It counts where the
+            mask holds for that token and, for EAGLE-3, the target's most likely token is in the draft vocabulary.
         target: what the target computed for the same rows.
         count: what the sums are divided by, so that parts of a batch add up to the whole: the rows of step 0.
         loss: of the rows of a chunk, summed.
@@ -200,6 +200,7 @@ def lambda_loss(rows: Rows) -> Tensor:
     return (weight * entropy + (1 - weight) * (1 - accepted)).sum()
 
 
+# The cross-entropy has the gradients of the KL divergence.
 LOSSES = {"kl": soft_loss, "alpha": alpha_loss, "lambda": lambda_loss}
 
 

@@ -693,12 +693,16 @@ def test_specforge_layout(tmp_path):
     assert (rope.kind, rope.original_max_positions, rope.theta) == ("llama3", 4096, 6e5)
     config["norm_output"] = False
     assert not read_eagle(write_head(tmp_path / "h", source, config), TARGET).config.norm_output
-    # SpecForge's files of plain EAGLE-3 heads say norm_output, too
+    # TorchSpec and NeMo mean the same without fc_norm. SpecForge once meant another thing.
     plain = {name: tensor for name, tensor in source.items() if "fc_norm" not in name}
+    config["eagle_config"] = {AUX: [2, 4, 7]}
     folder = write_head(tmp_path / "i", plain, config | {"norm_output": True})
     read = read_eagle(folder, TARGET)
-    assert not read.config.norm_output and "norm_output=true" in read.notes[-1]
-    assert read_eagle(folder, TARGET, {"norm_output": "true"}).config.norm_output
+    assert read.config.norm_output and "norm_output=false" in read.notes[1]
+    assert read.config.taps == (2, 4, 7) and f"{AUX}=[3, 5, 8]" in read.notes[0]
+    read = read_eagle(folder, TARGET, {"norm_output": "false", AUX: "[1,2,3]"})
+    assert not read.config.norm_output and read.config.taps == (1, 2, 3) and not read.notes
+    one_line(lambda: read_eagle(folder, TARGET, {AUX: "[1, 2]"}), "reads 3 layers", f"--eagle-config {AUX}=", "[64, 192]")
 
 
 def speculators(**changes) -> dict:
@@ -728,6 +732,9 @@ def test_speculators_layout(tmp_path):
     assert other.layer.rope.theta == 10000.0 and not other.norm_before_residual and other.taps == (2, 3, 4)
     check_layer(read, source, "layers.0.")
     assert torch.equal(read.tensors["embed_tokens.weight"], source["embed_tokens.weight"])
+    changes[AUX] = [1, 3, 5]  # these name the layers that the states enter, whatever the first one is
+    read = read_eagle(write_head(tmp_path / "i", source, speculators(**changes), "model.safetensors"), TARGET)
+    assert read.config.taps == (1, 3, 5) and not read.notes
     assert torch.equal(read.tensors["input_norm.weight"], source["input_norm.weight"])
     source.pop("input_norm.weight")
     changes = {"norm_before_residual": False, "eagle_aux_hidden_state_layer_ids": [2, 3, 8]}

@@ -274,17 +274,13 @@ class _EagleReader(HeadReader):
     def _feeds_back_normed(self) -> bool:
         """Whether the output behind its norm is fed back, which norm_output = true says (vLLM, SGLang, TorchSpec, NeMo).
 
-        Until September 2026 SpecForge also wrote it for plain EAGLE-3 heads, where it means the norm before the LM head.
-        So without another norm of EAGLE 3.1 it counts only if the layout is clear about it, or the user gave it.
+        SpecForge meant the norm before the LM head until September 2026. Its files cannot be told from those of others.
         """
-        if not self.flags.boolean("norm_output", False):
-            return False
-        more_norms = not self.entries.keys().isdisjoint(("fc_norm.0.weight", "input_norm.weight"))
-        if self.speculators or self.ours or more_norms or "norm_output" in self.given:
-            return True
-        advice = "--eagle-config norm_output=true feeds back the normed output"
-        self.notes.append(f"norm_output without fc_norm is read as the norm of the LM head's input ({advice})")
-        return False
+        normed = self.flags.boolean("norm_output", False)
+        if normed and not (self.speculators or self.ours or "norm_output" in self.given):
+            advice = "if SpecForge trained the head before September 2026, give --eagle-config norm_output=false"
+            self.notes.append(f"norm_output = true: the normed output is fed back ({advice})")
+        return normed
 
     def _shape(self, name: str) -> tuple[int, int]:
         entry = self.entries.get(name)
@@ -317,6 +313,8 @@ class _EagleReader(HeadReader):
             looks = f"{made_for} ({SIZES[made_for]}?)" if made_for in SIZES else str(made_for)
             expected = f"expected {[size, many * size]} ({many} x hidden_size {size})"
             sizes = f"fc.weight is {[hidden, width]}, {expected}"
+            if ids and hidden == size and width % size == 0:
+                self.fail(f"{sizes}. It reads {width // size} layers; name them by --eagle-config {AUX}=[...]")
             self.misfit(f"{sizes}. The head looks made for hidden_size {looks}")
         if ids is None:
             return ()
@@ -324,9 +322,14 @@ class _EagleReader(HeadReader):
             self.fail(f"hidden size {hidden} differs from the target's {size}, but embed_tokens is missing.")
         if not self.flags.boolean("use_aux_hidden_state", True):
             self.fail("use_aux_hidden_state = false is not implemented.")
-        if ids[0] == 1 and not self.ours:
-            outputs, ids = ids, [i + 1 for i in ids]
-            self.notes.append(f"aux layers {outputs} are read as layer outputs: states entering layers {ids}")
+        if not (self.speculators or self.ours or AUX in self.given):  # those name the layers that the states enter
+            outputs = [i + 1 for i in ids]
+            if ids[0] == 1:
+                self.notes.append(f"aux layers {ids} are read as layer outputs: states entering layers {outputs}")
+                ids = outputs
+            elif ids != list(default_taps(layers)):
+                advice = f"if they are outputs of layers, give --eagle-config {AUX}={json.dumps(outputs)}"
+                self.notes.append(f"aux layers {ids} are read as the layers that the states enter ({advice})")
         if ids != sorted(ids) or not 0 <= ids[0] <= ids[-1] <= layers:
             self.fail(f"the aux layers {ids} are not ascending layers of a target with {layers}.")
         return tuple(ids)

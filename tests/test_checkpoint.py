@@ -702,7 +702,7 @@ def test_specforge_layout(tmp_path):
     assert read.config.taps == (2, 4, 7) and f"{AUX}=[3, 5, 8]" in read.notes[0]
     read = read_eagle(folder, TARGET, {"norm_output": "false", AUX: "[1,2,3]"})
     assert not read.config.norm_output and read.config.taps == (1, 2, 3) and not read.notes
-    one_line(lambda: read_eagle(folder, TARGET, {AUX: "[1, 2]"}), "reads 3 layers", f"--eagle-config {AUX}=", "[64, 192]")
+    one_line(lambda: read_eagle(folder, TARGET, {AUX: "[1, 2]"}), "reads 3 layers", f"config {AUX}=", "[64, 192]")
 
 
 def speculators(**changes) -> dict:

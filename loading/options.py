@@ -107,8 +107,9 @@ class LoadOptions:
         "processor does not multiply bfloat16 or --activations is float; else model", "auto", KV_CACHES,
     )  # fmt: skip
     eagle: str | Path | None = option(
-        "draft head (EAGLE-1/2/3, DFlash, DFlash2, DSpark, JetSpec): folder, .safetensors, .bin, .pth, .gguf, or "
-        "org/name in the Hugging Face cache; mtp: the model's own MTP layer (default if there is one); none: no head",
+        "draft head (EAGLE-1/2/3, DFlash, DFlash2, DSpark, JetSpec, Gemma 4's assistant): folder, .safetensors, .bin, "
+        ".pth, .gguf, or org/name in the Hugging Face cache; mtp: the model's own MTP layer (default if there is one); "
+        "none: no head",
         metavar="HEAD",
     )  # fmt: skip
     head_quant: str = option(

@@ -79,8 +79,8 @@ class Api:
             Route("/metrics", self.figures),
             *(Route(path, partial(self.told, facts=facts)) for path, facts in FACTS.items()),
         ]
-        handlers = {kind: _error for kind in (ApiError, ClientDisconnect, HTTPException, Exception)}
-        return Guard(Starlette(routes=routes, exception_handlers=handlers), self.settings, self.metrics)
+        handlers = {kind: self._error for kind in (ApiError, ClientDisconnect, HTTPException, Exception)}
+        return Guard(Starlette(routes=routes, exception_handlers=handlers), self.settings, self.metrics, self._refused)
 
     async def answer(self, request: Request, kinds: tuple[Parse, type[Writer]]) -> ASGIApp:
         """One request, from its body to its answer. kinds: an entry of ENDPOINTS."""
@@ -101,6 +101,29 @@ class Api:
         """A request for facts that do not change."""
         return JSONResponse(facts(self.engine, self.settings))
 
+    async def _error(self, request: Request, error: Exception) -> Response:
+        """The answer for an error of an endpoint, for an unknown path, or for a method that a path does not have."""
+        if isinstance(error, ClientDisconnect):
+            return Response(status_code=CLIENT_LEFT)
+        if isinstance(error, HTTPException):
+            if error.status_code == 405 and request.method == "OPTIONS":
+                return Response(status_code=204, headers=error.headers)
+            code = {404: "unknown_url", 405: "method_not_allowed"}.get(error.status_code)
+            what = f"{request.method} {request.scope['path']!r:.80}: {error.detail}"
+            if error.status_code == 404:
+                what += f"; there are GET {', '.join(READING)} and POST {', '.join((*ENDPOINTS, *SMALL))}"
+            elif error.status_code == 405:
+                what += f"; allowed: {(error.headers or {}).get('Allow', 'none')}"
+            error = ApiError(error.status_code, what, None, code)
+        elif not isinstance(error, ApiError):
+            error = ApiError(500, one_line(error, notes=False), None, "internal_error", SERVER)
+        return self._refused(request.scope["path"], error)
+
+    def _refused(self, path: str, error: ApiError) -> Response:
+        """The answer for an error, and a line about it."""
+        self.say(f"{path if path in PATHS else repr(path)[:80]}   {error.status}   {error.message:.300}")
+        return error_response(error)
+
     def _ended(self, path: str, writer: Writer, how: str) -> None:
         """Count a request that has ended, and say a line about it. how: "", "cancelled" or "slow"."""
         counts = self.metrics.counts
@@ -111,7 +134,9 @@ class Api:
         self.metrics.decoded(results, writer.job.queue_seconds)
         figures = writer.timings(results)
         read = f"{figures['prompt_n']:,} + {figures['cache_n']:,} cached"
-        rate = f"{figures['predicted_per_second']:.1f} tok/s   tau {figures['tau']:.2f}"
+        rate, steps = f"{figures['predicted_per_second']:.1f} tok/s", figures["steps"]
+        if drafted := sum(len(result.drafted) for result in results):
+            rate += f"   tau {figures['tau']:.2f}" + (f" in {drafted} of {steps} steps" if drafted < steps else "")
         made = sum(result.new_tokens for result in results)
         notes = [f"ignored: {', '.join(writer.job.ignored)}"] if writer.job.ignored else []
         self.say("   ".join([path, f"prompt {read} tok", f"{made:,} tok", rate, *notes, *([how] if how else [])]))
@@ -202,30 +227,15 @@ async def read_body(request: Request, limit: int) -> bytes:
     return unpacked(b"".join(parts), request.headers.get("content-encoding", "").strip().lower(), limit)
 
 
-async def _error(request: Request, error: Exception) -> Response:
-    """The answer for an error of an endpoint, for an unknown path, or for a method that a path does not have."""
-    if isinstance(error, ClientDisconnect):
-        return Response(status_code=CLIENT_LEFT)
-    if isinstance(error, HTTPException):
-        if error.status_code == 405 and request.method == "OPTIONS":
-            return Response(status_code=204, headers=error.headers)
-        code = {404: "unknown_url", 405: "method_not_allowed"}.get(error.status_code)
-        what = f"{request.method} {request.scope['path']!r:.80}: {error.detail}"
-        if error.status_code == 404:
-            what += f"; there are GET {', '.join(READING)} and POST {', '.join((*ENDPOINTS, *SMALL))}"
-        elif error.status_code == 405:
-            what += f"; allowed: {(error.headers or {}).get('Allow', 'none')}"
-        error = ApiError(error.status_code, what, None, code)
-    elif not isinstance(error, ApiError):
-        error = ApiError(500, one_line(error, notes=False), None, "internal_error", SERVER)
-    return error_response(error)
-
-
 class Guard:
     """ASGI middleware: the API key, the names of the server, pages of other sites, and the count of answers."""
 
-    def __init__(self, app: ASGIApp, settings: ServeSettings, metrics: Metrics):
+    def __init__(
+        self, app: ASGIApp, settings: ServeSettings, metrics: Metrics, refused: Callable[[str, ApiError], Response]
+    ):
+        """refused: makes an answer of a path and an error."""
         self.app = app
+        self.refused = refused
         self.settings = settings
         self.metrics = metrics
         self.names = (*LOCAL_NAMES, *settings.allowed_hosts)
@@ -252,7 +262,7 @@ class Guard:
             else:
                 self._check(scope["path"], headers)
         except ApiError as error:
-            app = error_response(error)
+            app = self.refused(scope["path"], error)
         await app(scope, receive, counted)
 
     def _is_listed(self, origin: str) -> bool:

@@ -33,9 +33,9 @@ def message_ask(body: dict[str, Any]) -> Ask:
         fields.refuse(name, ([],), "this server runs nothing but the model.")
     messages = fields.some("messages")
     if fields.given("system"):
-        ask.messages.append({"role": "system", "content": read_text(fields, "system")})
+        ask.messages.append({"role": "system", "content": read_text(fields, "system", ask)})
     for message in messages:
-        ask.messages += _messages(message)
+        ask.messages += _messages(message, ask)
     _read_tools(ask, fields)
     return ask
 
@@ -50,7 +50,7 @@ def _read_tools(ask: Ask, fields: Fields) -> None:
     choose_tools(ask, tools, MODES[kind], name, choice.name("name"))
 
 
-def _messages(fields: Fields) -> list[dict[str, Any]]:
+def _messages(fields: Fields, ask: Ask) -> list[dict[str, Any]]:
     """The messages, as chat templates take them, that one of theirs stands for: results of tools are messages there."""
     role = fields.choice("role", ("user", "assistant", "system"))
     if isinstance(fields.values.get("content"), str):
@@ -65,7 +65,7 @@ def _messages(fields: Fields) -> list[dict[str, Any]]:
             called = {"name": block.required("name", str), "arguments": block.get("input", dict, {})}
             calls.append({"id": block.required("id", str), "type": "function", "function": called})
         elif kind == "tool_result" and role == "user":
-            result = {"role": "tool", "content": read_text(block, "content")}
+            result = {"role": "tool", "content": read_text(block, "content", ask, of_tool=True)}
             results.append(result | {"tool_call_id": block.required("tool_use_id", str)})
         elif kind == "thinking" and role == "assistant":
             thought += block.required("thinking", str)

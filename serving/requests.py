@@ -25,8 +25,10 @@ TOOL_NAME = 64  # characters
 CHOICES = ("none", "auto", "required")  # of tools
 NO_PARAMETERS = {"type": "object", "properties": {}}
 TEXT_PARTS = ("text", "input_text", "output_text")
+IMAGES = ("image", "image_url", "input_image")
 # How hard a model shall think, in OpenAI's API and in chat templates, "": it shall not.
-EFFORTS = {"none": "", "minimal": "low", "low": "low", "medium": "medium", "high": "high", "xhigh": "high"}
+EFFORTS = {"none": "", "minimal": "low", "low": "low", "medium": "medium"}
+EFFORTS |= dict.fromkeys(("high", "xhigh", "max"), "high")
 BUDGETS = ("reasoning_budget", "thinking_budget", "thinking_token_budget")  # of llama.cpp, Qwen and vLLM
 FORMATS = ("auto", "deepseek", "none")  # of thoughts, in llama.cpp's server
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # fields of a message that may hold its thought
@@ -40,6 +42,7 @@ class Ask:
     messages: list[dict[str, Any]] = field(default_factory=list)  # of a chat, as chat templates take them
     prompts: list[str | list[int]] = field(default_factory=list)  # of a completion
     tools: list[dict[str, Any]] = field(default_factory=list)  # as chat templates take them
+    namespaces: dict[str, tuple[str, str]] = field(default_factory=dict)  # name of a tool -> namespace, name in it
     one_call: bool = False  # return the first tool call only
     forced: bool = False  # the answer must be a call
     ignored: list[str] = field(default_factory=list)  # what the request asks for in vain
@@ -78,7 +81,7 @@ def chat_ask(body: dict[str, Any]) -> Ask:
     """Read a request to /v1/chat/completions."""
     fields = Fields(body)
     ask = common(fields, "max_completion_tokens", "max_tokens")
-    ask.messages = [_message(message) for message in fields.some("messages")]
+    ask.messages = [_message(message, ask) for message in fields.some("messages")]
     if fields.get("logprobs", bool, False):
         ask.given["logprobs"] = fields.integer("top_logprobs", 0, MAX_LOGPROBS, 0)
     elif fields.given("top_logprobs"):
@@ -124,7 +127,7 @@ def response_ask(body: dict[str, Any]) -> Ask:
     fields = Fields(body)
     ask = common(fields, "max_output_tokens", holder="text")
     ask.source = "input"
-    ask.messages = _input_messages(fields)
+    ask.messages = _input_messages(ask, fields)
     for name in ("previous_response_id", "conversation"):
         fields.refuse(name, (), "this server keeps no conversations. Send the whole input.")
     fields.refuse("prompt", (), "this server stores no prompts.")
@@ -204,7 +207,9 @@ def _read_thinking(ask: Ask, fields: Fields) -> None:
     ask.raw_thoughts = fields.choice("reasoning_format", FORMATS, "auto") == "none"
     budgets = [fields.integer(name, -1, 2**31, -1) for name in BUDGETS] + [own.integer("max_tokens", -1, 2**31, -1)]
     think = fields.get("enable_thinking", bool, own.get("enabled", bool))
-    set_thinking(ask, variables, False if effort == "none" else think, max(budgets))
+    if think is None and effort not in ("", "minimal"):
+        think = effort != "none"
+    set_thinking(ask, variables, think, max(budgets))
     if EFFORTS.get(effort):
         ask.variables.setdefault("reasoning_effort", EFFORTS[effort])
 
@@ -227,10 +232,10 @@ def set_thinking(ask: Ask, variables: dict[str, Any], think: bool | None, budget
 # ------------------------------------------------------------------ messages and tools, as chat templates take them
 
 
-def _message(fields: Fields) -> dict[str, Any]:
+def _message(fields: Fields, ask: Ask) -> dict[str, Any]:
     """A message: its role, its content, and what belongs to tools."""
     role = fields.choice("role", ROLES)
-    message: dict[str, Any] = {"role": ROLES[role], "content": read_text(fields, "content")}
+    message: dict[str, Any] = {"role": ROLES[role], "content": read_text(fields, "content", ask, ROLES[role] == "tool")}
     fields.refuse("function_call", (), "use tool_calls.")
     if message["role"] == "tool":
         message |= {name: fields.get(name, str) for name in ("tool_call_id", "name") if fields.given(name)}
@@ -244,14 +249,21 @@ def _message(fields: Fields) -> dict[str, Any]:
     return message
 
 
-def read_text(fields: Fields, name: str) -> str:
-    """What a field holds: a text, or a list of parts that all are text."""
+def read_text(fields: Fields, name: str, ask: Ask, of_tool: bool = False) -> str:
+    """What a field holds: a text, or a list of parts that all are text.
+
+    of_tool: a tool returned it. In place of an image, which the client could not take back, the model is told of it.
+    """
     value = fields.values.get(name)
     if isinstance(value, str):
         return value
     texts = []
     for part in fields.items(name):
         kind = part.required("type", str)
+        if of_tool and kind in IMAGES:
+            ask.ignored.append("images that tools returned")
+            texts.append("(an image, which this model cannot see)")
+            continue
         if kind not in (*TEXT_PARTS, "refusal"):
             raise unsupported(part.name("type"), f"{kind!r:.40}; this model reads text only.")
         texts.append(part.required("refusal" if kind == "refusal" else "text", str))
@@ -264,12 +276,18 @@ def _call(function: Fields, call_id: str) -> dict[str, Any]:
     if isinstance(value, str):
         with contextlib.suppress(ValueError):
             arguments = parse_json(value, "the arguments")
-    called = {"name": function.required("name", str)}
+    called = {"name": _whole_name(function)}
     called["arguments"] = arguments if isinstance(arguments, dict) else value or {}
     return {"id": call_id, "type": "function", "function": called}
 
 
-def _input_messages(fields: Fields) -> list[dict[str, Any]]:
+def _whole_name(function: Fields) -> str:
+    """The name that the model knows. To it, a function of a namespace is called NAMESPACE__NAME."""
+    name, namespace = function.required("name", str), function.get("namespace", str)
+    return f"{namespace}__{name}" if namespace else name
+
+
+def _input_messages(ask: Ask, fields: Fields) -> list[dict[str, Any]]:
     """The messages that the instructions and the input of /v1/responses stand for."""
     instructions, given = fields.get("instructions", str), fields.values.get("input")
     items = [{"role": "user", "content": given}] if isinstance(given, str) else given
@@ -281,20 +299,24 @@ def _input_messages(fields: Fields) -> list[dict[str, Any]]:
         item = Fields(values, f"input[{i}].")
         kind = item.get("type", str, "message")
         if kind == "message":
-            messages.append(_message(item))
+            messages.append(_message(item, ask))
         elif kind == "reasoning":
             thought += "".join(part.get("text", str, "") for part in item.items("content"))
             continue
-        elif kind == "function_call":
-            call = _call(item, item.get("call_id", str, ""))
+        elif kind in ("function_call", "custom_tool_call"):
+            text = {"arguments": {"input": item.get("input", str, "")}} if kind == "custom_tool_call" else {}
+            call = _call(Fields(item.values | text, f"input[{i}]."), item.get("call_id", str, ""))
             if messages and messages[-1]["role"] == "assistant":  # its text, or an earlier call of the same answer
                 messages[-1].setdefault("tool_calls", []).append(call)
             else:
                 messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
-        elif kind == "function_call_output":
+        elif kind in ("function_call_output", "custom_tool_call_output"):
             item.required("output", object)
-            output = {"role": "tool", "content": read_text(item, "output")}
+            output = {"role": "tool", "content": read_text(item, "output", ask, of_tool=True)}
             messages.append(output | {"tool_call_id": item.get("call_id", str, "")})
+        elif kind == "web_search_call":  # whose results are in the message that follows
+            ask.ignored.append(f"input of type {kind!r}")
+            continue
         else:
             raise unsupported(item.name("type"), f"{kind!r:.40}; allowed: messages and function calls.")
         if thought and messages[-1]["role"] == "assistant":
@@ -325,10 +347,10 @@ def _read_tools(ask: Ask, fields: Fields, flat: bool = False) -> None:
         raise unsupported(named.name("type"), f"{kind!r:.40}; allowed: function, allowed_tools.")
     holder = named if flat else named.inner(kind)
     if kind == "function":
-        return choose_tools(ask, tools, "required", holder.required("name", str), holder.name("name"))
+        return choose_tools(ask, tools, "required", _whole_name(holder), holder.name("name"))
     mode = holder.choice("mode", ("auto", "required"))
     holder.required("tools", list)
-    names = {(tool if flat else tool.inner("function")).required("name", str) for tool in holder.items("tools")}
+    names = {_whole_name(tool if flat else tool.inner("function")) for tool in holder.items("tools")}
     if unknown := names - {tool["function"]["name"] for tool in tools}:
         raise wrong("tool_choice", f"allows {min(unknown)!r:.80}, which is none of the tools")
     return choose_tools(ask, [tool for tool in tools if tool["function"]["name"] in names], mode)
@@ -364,6 +386,14 @@ def functions_of(ask: Ask, fields: Fields, kind: str, parameters: str, ignores: 
     tools = []
     for tool in fields.items("tools"):
         own = tool.get("type", str, kind)
+        if own == "namespace" and ignores:
+            namespace = tool.required("name", str)
+            for described in functions_of(ask, tool, kind, parameters, ignores):
+                function = described["function"]
+                whole = f"{namespace}__{function['name']}"
+                ask.namespaces[whole] = namespace, function["name"]
+                tools.append(described | {"function": function | {"name": whole}})
+            continue
         if own != kind:
             if not ignores:
                 raise unsupported(tool.name("type"), f"{own!r:.40}; tools must be functions.")

@@ -49,8 +49,9 @@ class ResponseWriter(Writer):
         for _, call in part.calls:
             if call.name:
                 yield from self._end_open()
-                self._open = {"type": "function_call", "id": new_id("fc_"), "call_id": call.id, "name": call.name}
-                self._open |= {"arguments": "", "status": "completed"}
+                namespace, name = self.ask.namespaces.get(call.name, ("", call.name))
+                self._open = {"type": "function_call", "id": new_id("fc_"), "call_id": call.id, "name": name}
+                self._open |= {"arguments": "", "status": "completed"} | ({"namespace": namespace} if namespace else {})
                 yield from self._begin(self._open)
             else:
                 yield self._in_item(self._open, "function_call_arguments.delta", delta=call.arguments)

@@ -266,8 +266,16 @@ CALL = {"id": "c", "type": "function", "function": {"name": "add", "arguments": 
 TOOL = {"type": "function", "function": F}
 CALLED = [{"role": "user", "content": "x"}, {"type": "function_call", "call_id": "c", "name": "add", "arguments": "{}"}]
 CUSTOM = {"type": "custom", "name": "patch", "format": {"type": "text"}}
+SPACE = {"type": "namespace", "name": "mcp", "tools": [{"type": "function", **F}]}
+UNSEEN = "(an image, which this model cannot see)"
 REFUSAL = {"type": "refusal", "refusal": "no"}
 CLAUDE = {"type": "web_search_20250305", "name": "web_search"}
+
+
+def result_of(content: object) -> dict:
+    return {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": content}]}
+
+
 # what a client sends -> the path, the body, and the body that it must be the same as
 SAME = {
     "a tool without a type": (CHAT, {"messages": ASK, "tools": [{"function": F}]}, {"messages": ASK, "tools": [TOOL]}),
@@ -280,6 +288,20 @@ SAME = {
     "a result in parts": (RESPONSES, {"input": [*CALLED, {"type": "function_call_output", "call_id": "c", "output":
                           [{"type": "input_text", "text": "2"}]}]},
                           {"input": [*CALLED, {"type": "function_call_output", "call_id": "c", "output": "2"}]}),
+    "an image of a tool": (RESPONSES, {"input": [*CALLED, {"type": "function_call_output", "call_id": "c", "output":
+                           [{"type": "input_image", "image_url": "x"}]}]},
+                           {"input": [*CALLED, {"type": "function_call_output", "call_id": "c", "output": UNSEEN}]}),
+    "an image of a tool of Claude's": (MESSAGES, {"messages": [*ASK, result_of([{"type": "image", "source": {}}])]},
+                                       {"messages": [*ASK, result_of(UNSEEN)]}),
+    "an image of a tool in a chat": (CHAT, {"messages": [*ASK, {"role": "tool", "content": [{"type": "image_url"}]}]},
+                                     {"messages": [*ASK, {"role": "tool", "content": UNSEEN}]}),
+    "a call of a custom tool": (RESPONSES, {"input": [{"type": "web_search_call"}, CALLED[0], {"type": "custom_tool_call",
+                                "name": "patch", "input": "x"}, {"type": "custom_tool_call_output", "output": "2"}]},
+                                {"input": [CALLED[0], {"type": "function_call", "name": "patch", "arguments":
+                                 '{"input": "x"}'}, {"type": "function_call_output", "output": "2"}]}),
+    "a namespace": (RESPONSES, {"input": [CALLED[0], CALLED[1] | {"namespace": "mcp"}], "tools": [SPACE]},
+                    {"input": [CALLED[0], CALLED[1] | {"name": "mcp__add"}],
+                     "tools": [{"type": "function", **F, "name": "mcp__add"}]}),
     "a format of nothing": (RESPONSES, {"input": "x", "text": {}}, {"input": "x"}),
     "stream_options alone": (CHAT, {"messages": ASK, "stream_options": {"include_usage": True}}, {"messages": ASK}),
     "a refusal": (CHAT, {"messages": [*ASK, {"role": "assistant", "content": [REFUSAL]}, *ASK]},
@@ -294,7 +316,8 @@ SAME = {
 def said(answer: dict) -> object:
     """The part of an answer that depends on nothing but the prompt and the settings."""
     usage = answer["usage"]
-    return [usage.get("prompt_tokens", usage.get("input_tokens")), answer.get("choices"), answer.get("content")]
+    tokens = usage["input_tokens"] + usage.get("cache_read_input_tokens", 0) if "input_tokens" in usage else None
+    return [usage.get("prompt_tokens", tokens), answer.get("choices"), answer.get("content")]
 
 
 @pytest.mark.parametrize("name", SAME)

@@ -263,6 +263,12 @@ def test_a_call_that_must_come_follows_the_tools_schema(client):
     asked = dict(model="demo", input="x", tools=[ADDER | {"type": "function"}], tool_choice=flat)
     response = client.responses.create(**asked, extra_body={"seed": 1})
     assert [item.type for item in response.output] == ["function_call"]
+    # a client finds a function of a namespace by both names, not by the joined one that the model writes
+    asked["tools"] = [{"type": "namespace", "name": "mcp", "tools": asked["tools"]}]
+    asked["tool_choice"] = flat | {"namespace": "mcp"}
+    *_, last = client.responses.create(**asked, stream=True)
+    for response in (client.responses.create(**asked), last.response):
+        assert [(item.name, item.namespace) for item in response.output] == [("add", "mcp")]
 
 
 def test_a_stream_with_calls_has_the_text_of_the_whole_answer(engine, client, monkeypatch):
@@ -562,6 +568,8 @@ def test_variables_reach_the_chat_template(engine, ask, refused, monkeypatch):
     asked = dict(path="/chat/completions", messages=ASK, max_tokens=1)
     off, on = (ask(**asked, chat_template_kwargs={"thinking": on})["usage"]["prompt_tokens"] for on in (False, True))
     assert on > off
+    for effort, tokens in {"max": on, "low": on, "minimal": off, "none": off}.items():
+        assert ask(**asked, reasoning_effort=effort)["usage"]["prompt_tokens"] == tokens
     for variables in ({"messages": []}, {"a": "x</s>"}):
         assert refused(**asked, chat_template_kwargs=variables)["param"] == "chat_template_kwargs"
 
@@ -578,6 +586,7 @@ def test_bad_requests_of_the_other_endpoints(server):
     for given in (None, []):
         server.refuses("/v1/responses", "input", input=given)
     server.refuses("/v1/responses", "previous_response_id", input="x", previous_response_id="r")
+    assert server.lines[-1].startswith("/v1/responses   400   previous_response_id")
 
 
 def test_no_answer_has_advice_about_flags_or_files(client, engine, monkeypatch):

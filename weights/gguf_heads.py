@@ -15,7 +15,7 @@ from torch import Tensor
 
 from weights.files import Entry
 from weights.gguf import LAYER, GGUFFile, GGUFTensor, errors_of
-from weights.gguf_metadata import geometry, getter, hf_config
+from weights.gguf_metadata import HEADS, geometry, getter, hf_config
 from weights.gguf_tokenizer import token_texts
 from weights.gguf_types import PLAIN_TYPES, values_of
 
@@ -59,10 +59,10 @@ def published(path: Path) -> Published:
     Raises ValueError in one line for a damaged file, or one with anything that is not understood.
     """
     file = GGUFFile.open(path)
+    architecture = file.metadata.get("general.architecture")
+    if architecture not in HEADS:
+        raise ValueError(f"{path}: architecture {architecture!r:.60} is no draft head; supported: {', '.join(HEADS)}")
     with errors_of(path):
-        architecture = file.metadata.get("general.architecture")
-        if architecture not in READERS:
-            raise ValueError(f"its architecture {architecture!r:.60} is no draft head; supported: {', '.join(READERS)}")
         return READERS[architecture](file)
 
 
@@ -152,8 +152,7 @@ def _assistant(file: GGUFFile) -> Published:
     return config, entries
 
 
-READERS = {"eagle3": _eagle3, "dflash": _dflash, "dflash-draft": _dflash}
-READERS |= dict.fromkeys(("gemma4-assistant", "gemma4_assistant", "gemma4_mtp"), _assistant)
+READERS = dict(zip(HEADS, (_eagle3, _dflash, _dflash, _assistant, _assistant, _assistant), strict=True))
 
 
 def _config(file: GGUFFile) -> dict[str, Any]:

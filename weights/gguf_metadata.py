@@ -18,6 +18,8 @@ ARCHITECTURES = dict(zip(SAME, SAME, strict=True))
 ARCHITECTURES |= {"gemma3": "gemma3_text", "gpt-oss": "gpt_oss", "qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe"}
 HYBRID = {"qwen35": "qwen3_5_text", "qwen35moe": "qwen3_5_moe_text", "qwen3next": "qwen3_next"}  # with recurrent layers
 ARCHITECTURES |= HYBRID | {"gemma4": "gemma4_text"}
+# Of draft heads, which `weights.gguf_heads` reads.
+HEADS = "eagle3 dflash dflash-draft gemma4-assistant gemma4_assistant gemma4_mtp".split()
 # Those that order value heads by their place among those of a key head, and not by key heads.
 BY_PLACE = ("qwen35", "qwen35moe")
 PARTIAL = ("glm4", "phi3", *HYBRID)  # architectures that may rotate a part of each head
@@ -82,7 +84,10 @@ def hf_config(
     """
     family = metadata.get("general.architecture")
     if family not in ARCHITECTURES:
-        raise ValueError(f"{where}: architecture {family!r:.60} is not supported; {', '.join(ARCHITECTURES)} are.")
+        advice = f"; {', '.join(ARCHITECTURES)} are"
+        if family in HEADS:
+            advice = ": it is a draft head. Give it with --eagle, and its model with --checkpoint"
+        raise ValueError(f"{where}: architecture {family!r:.60} is not supported{advice}.")
 
     embedding = tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:

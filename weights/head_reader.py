@@ -127,7 +127,8 @@ class HeadReader:
             self.fail("expected a .safetensors, .bin, .pth or .gguf file, or a folder.")
         files = [path] if path.is_file() else tensor_files(path) or sorted(path.glob("*.pth"))
         if not files:
-            self.fail("no head here: expected model.safetensors, pytorch_model.bin or a .pth file.")
+            others = f" Pass the file: {found[0]}" if (found := sorted(path.glob("*.gguf"))) else ""
+            self.fail(f"no head here: expected model.safetensors, pytorch_model.bin or a .pth file.{others}")
         for name, entry in (self.stored or read_entries(files)).items():
             for pattern, prefix in self.prefixes.items():
                 name = re.sub(pattern, prefix, name)

@@ -100,11 +100,10 @@ class Shard(NamedTuple):
 
         group: columns that share a scale. Raises UsageError where a group would be split.
         """
-        rows, columns = shape
-        base = name.removesuffix(".weight")
-        cut = self._cut(name, base, "scales", (columns // group, rows), 0, True, config, where)
-        if cut is None or cut.axis == 1:
-            return cut and cut._replace(axis=0)
+        groups = shape[0], shape[1] // group
+        cut = self._cut(name, name.removesuffix(".weight"), "weight", groups, 0, False, config, where)
+        if cut is None or cut.axis == 0:
+            return cut
         return Spans(1, tuple((first * group, end * group) for first, end in cut.pieces))
 
     def _cut(

@@ -444,8 +444,7 @@ class GGUFFile:
                 if self.in_blocks(names):
                     layout = {"blocks": kept_slot(kind, N, K, self.layout)}
                 else:
-                    slots = self._slots(names, N, K).items()
-                    layout = {leaf: torch.empty(shape, dtype=dtype, device="meta") for leaf, (shape, dtype) in slots}
+                    layout = self._empty(names, N, K, "meta")
                 if (inputs := self._inputs(names)) is not None:
                     layout["perm"] = inputs
                 base = (ours if ours == "lm_head.weight" else name).removesuffix("weight")
@@ -499,12 +498,12 @@ class GGUFFile:
             notes.append(f"{name} {how}. Take a file that was converted later, or the model's folder.")
         return notes
 
-    def _slots(self, names: list[str], n: int, k: int) -> dict[str, tuple[tuple[int, int], torch.dtype]]:
-        """Shapes and dtypes of n rows of a weight that becomes our int4 or int8 (`weights.quantized`)."""
-        kinds = self._kinds(names)
-        slots = {"qweight": ((n, k), torch.int8) if "Q8_0" in kinds else ((n, k // 2), torch.uint8)}
+    def _empty(self, names: list[str], n: int, k: int, device: str) -> dict[str, Tensor]:
+        """Memory for n rows of a weight that becomes our int4 or int8 (`weights.quantized`)."""
+        kinds, empty = self._kinds(names), partial(torch.empty, device=device)
+        codes = empty(n, k, dtype=torch.int8) if "Q8_0" in kinds else empty(n, k // 2, dtype=torch.uint8)
         factors = ["scales", "mins"] if "Q4_1" in kinds else ["scales"]
-        return slots | dict.fromkeys(factors, ((k // BLOCK, n), torch.float16))
+        return {"qweight": codes} | {leaf: empty(k // BLOCK, n, dtype=torch.float16) for leaf in factors}
 
     def weight(self, names: list[str], experts: int, device: torch.device | str) -> PackedWeight | Stored:
         """The quantized weight whose rows are these tensors, with a leading axis for experts.
@@ -527,7 +526,7 @@ class GGUFFile:
         hold it, or else in the layout of `weights.quantized`."""
         n, k = self._size(names)
         tiled = self.layout == "tiles" and all(self._place(name)[0][0] % TILE == 0 for name in names)
-        stored = {leaf: torch.empty(shape, dtype=dtype) for leaf, (shape, dtype) in self._slots(names, n, k).items()}
+        stored = self._empty(names, n, k, "cpu")
         codes, row = stored["qweight"], 0
         bits = 8 if codes.dtype == torch.int8 else 4
         for name in names:
@@ -540,8 +539,8 @@ class GGUFFile:
                 else:
                     codes[rows] = (piece.codes ^ 128).view(torch.int8) if bits == 8 else pack_nibbles(piece.codes)
                 stored["scales"][:, rows] = piece.scales.mT
-                if "mins" in stored:
-                    stored["mins"][:, rows] = _lowest(piece).mT
+                if "mins" in stored:  # what code 0 stands for, also in parts of Q4_0
+                    stored["mins"][:, rows] = (-8 * piece.scales if piece.mins is None else piece.mins).mT
         if tiled:
             tables = {leaf: tile_scales(stored[leaf]) for leaf in stored if leaf != "qweight"}
             weight = codes.view(torch.uint8).view(n // TILE, k // BLOCK, BLOCK * bits)
@@ -606,11 +605,6 @@ def _hf_names(name: str, experts: int, names: Mapping[str, str], layers: float) 
         yield (f"{at}.{known}" if known else name), None
 
 
-def _lowest(piece: Blocks) -> Tensor:
-    """What code 0 stands for in the groups of rows in Q4_0 or Q4_1."""
-    return -8 * piece.scales if piece.mins is None else piece.mins
-
-
 def fill_gguf(
     model: Transformer, file: GGUFFile, entries: Entries, packed: Mapping[str, list[str]], to: Destination
 ) -> None:
@@ -623,9 +617,8 @@ def fill_gguf(
     sources = parameter_sources(model, checked_views(model, entries, where))
     tied = "lm_head.weight" in packed and model.lm_head is None
     if tied:
-        sources["lm_head.weight"] = packed["lm_head.weight"]
+        sources["lm_head.weight"] = sources.pop("embed_tokens.weight")
         untie_(model)
-        del sources["embed_tokens.weight"]
 
     def weight(ours: str, names: list[str], slot: Tensor) -> PackedWeight | Stored | None:
         file.forget()

@@ -55,7 +55,7 @@ from weights.hf import (
     EXPERT_NAMES,
     FUSED_GATE_UP,
     GATE_UP_DOWN,
-    checked_views,
+    checked_sources,
     hf_views,
     norm_names,
     parameter_sources,
@@ -614,7 +614,7 @@ def fill_gguf(
     Raises ValueError in one line for tensors that are missing, left over, of another shape, or not finite.
     """
     where = str(file.path)
-    sources = parameter_sources(model, checked_views(model, entries, where))
+    sources = checked_sources(model, entries, where)
     tied = "lm_head.weight" in packed and model.lm_head is None
     if tied:
         sources["lm_head.weight"] = sources.pop("embed_tokens.weight")

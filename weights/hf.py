@@ -144,11 +144,11 @@ def without_copy(
     return entries
 
 
-def checked_views(model: Transformer, entries: Entries, where: str) -> dict[str, Tensor]:
-    """`hf_views`. Raises ValueError in one line unless the entries are exactly the tensors of the model."""
+def checked_sources(model: Transformer, entries: Entries, where: str) -> dict[str, list[str]]:
+    """`parameter_sources`. Raises ValueError in one line unless the entries are exactly the tensors of the model."""
     views = hf_views(model, entries)
     check_entries({name: tuple(view.shape) for name, view in views.items()}, entries, where)
-    return views
+    return parameter_sources(model, views)
 
 
 def read_parameter(

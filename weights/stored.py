@@ -20,7 +20,7 @@ from kernels import PackedWeight
 from model import Transformer
 from support.reader import check, refusal
 from weights.files import FLOATS, IGNORED, INTEGERS, Destination, Entries, Entry, check_entries, check_finite, few_names
-from weights.hf import checked_views, hf_views, parameter_sources, read_parameter, row_order
+from weights.hf import checked_sources, hf_views, parameter_sources, read_parameter, row_order
 from weights.quantized import GROUPS, QuantSpec, Stored, apply_spec_, held_dtype, install_, pack_nibbles, set_tensor
 
 Part = dict[str, Tensor | None]  # one published linear, as `_read_linear` returns it
@@ -335,7 +335,7 @@ def fill_published(model: Transformer, entries: Entries, config: Any, where: str
 
 def fill_kept(model: Transformer, entries: Entries, packed: Packing, where: str, to: Destination) -> None:
     """`fill_parameters` from exactly the tensors of the model."""
-    fill_parameters(model, parameter_sources(model, checked_views(model, entries, where)), entries, packed, where, to)
+    fill_parameters(model, checked_sources(model, entries, where), entries, packed, where, to)
 
 
 def fill_parameters(

@@ -267,8 +267,11 @@ class QuantEmbedding(FloatLinear):
         return 0.0  # as of every embedding
 
 
-class TiedEmbedding(SelfCounting):
-    """The embedding of a model whose LM head has the same weight and is packed. It reads rows of that head in `dtype`."""
+class TiedEmbedding(nn.Module):
+    """The embedding of a model whose LM head has the same weight and is packed. It reads rows of that head in `dtype`.
+
+    It holds no weights: a forward reads the LM head's, and `Transformer.weight_bytes` counts the rows.
+    """
 
     def __init__(self, head: QuantLinear, dtype: torch.dtype = torch.float32):
         super().__init__()
@@ -277,9 +280,6 @@ class TiedEmbedding(SelfCounting):
 
     def forward(self, tokens: Tensor) -> Tensor:
         return kernels.packed_rows(self.head[0].pack(torch.float32), tokens, self.dtype)
-
-    def weight_bytes_read(self, nodes: int) -> float:
-        return 0.0  # what is read is the LM head's, and `Transformer.weight_bytes` counts the rows
 
 
 def lm_head_rows(model: Transformer, ids: Tensor | None = None) -> Tensor:
@@ -391,8 +391,8 @@ def held_bytes(
     """
     tiles = backend == "cpu" and dtype == torch.float32
     planes = dtype != torch.float64 and (backend == "triton" or (backend == "auto" and device == "cuda"))
-    dense = not planes and not tiles and device == "cpu" and dtype != torch.bfloat16
-    torch_packs = not planes and device == "cpu" and dtype == torch.bfloat16
+    on_cpu = "torch" if dtype == torch.bfloat16 else "floats"  # where our kernels do not run
+    layout = "tiles" if tiles else "planes" if planes else on_cpu if device == "cpu" else ""
     total = 0
 
     def multiplied(name: str, shape: Sequence[int]) -> bool:
@@ -405,10 +405,9 @@ def held_bytes(
         leaf, shape, width = name.rpartition(".")[2], tensor.shape, tensor.dtype.itemsize
         count = math.prod(shape)
         if leaf in ("qweight", "weight_packed"):
-            layout = "floats" if dense else "tiles" if tiles else "planes" if planes else "torch" * torch_packs
             total += _codes_bytes(shape, width, 8 if tensor.dtype == torch.int8 else 4, layout, dtype)
         elif leaf in ("scales", "weight_scale"):
-            paired = torch_packs and width == len(shape) == 2
+            paired = layout == "torch" and width == len(shape) == 2
             if planes and width == 2:  # inside the packed weight
                 count = count // shape[-1] * padded(shape[-1])
             total += count * (width + (2 * dtype.itemsize if paired else 0))

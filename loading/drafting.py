@@ -184,8 +184,7 @@ def find_tuned_tree(options: LoadOptions, checkpoint: Checkpoint, head: EagleFil
     for name in ("draft_vocab", "draft_vocab_text", "dtype", "quant", "threads"):
         command += f" {flag(name)} {vars(options)[name]}" if vars(options)[name] else ""
     command += " --compile" if options.compile else ""
-    device = options.with_defaults(checkpoint.config).device
-    where = f"this model, head and device ({describe_device(torch.device(device))})"
+    where = f"this model, head and device ({describe_device(torch.device(options.place))})"
     raise UsageError(f"--tree auto: no tree was tuned for {where}. Leave it out, or run: {command}")
 
 

@@ -333,7 +333,7 @@ class GGUFFile:
             pieces = [slice(first * size // values, end * size // values) for first, end in spans.pieces]
             parts = [rows[:, piece] if spans.axis else rows[piece] for piece in pieces]
             rows = np.concatenate(parts, spans.axis) if len(parts) > 1 else parts[0]
-        order = row_order(name, len(rows), self._turning) if "attn." in name else None
+        order = row_order(name, len(rows), self._turning)
         if order is None and ".linear_attn." in name and not name.endswith((".norm.weight", OUT)):
             order = self._value_heads(len(rows), name.endswith(("_proj_qkv.weight", "_proj_z.weight", "conv1d.weight")))
         return rows if order is None else rows[order.numpy()]

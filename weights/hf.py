@@ -333,6 +333,8 @@ def row_order(name: str, rows: int, config: ModelConfig) -> Tensor | None:
     them by heads, and ours begin with all gates. Qwen3-Next's recurrent layers alternate what they project by key heads.
     A tensor that has not the rows of such a layer stays as it is: it is refused where it is read.
     """
+    if "attn." not in name:
+        return None
     place, hd = name.split(".")[-2], config.head_dim
     rotated = config.rope.rotated(hd)
     if place in ("in_proj_qkvz", "in_proj_ba"):
@@ -409,11 +411,11 @@ def as_computed(entries: Entries, config: ModelConfig) -> dict[str, Entry]:
     rows in our order."""
 
     def of(name: str, entry: Entry) -> Entry:
+        order = row_order(name, math.prod(entry.shape[:1]), config)  # a number, in a damaged file, counts as a row
         if offset := norm_offset(name, config):
             wide = torch.promote_types(entry.dtype, torch.float32)
-            order = row_order(name, entry.shape[0], config)
-            order = slice(None) if order is None else order
-            return entry._replace(dtype=wide, read=lambda: entry.read().to(wide)[order] + offset)
+            rows = slice(None) if order is None else order
+            return entry._replace(dtype=wide, read=lambda: entry.read().to(wide)[rows] + offset)
         if name.endswith(".e_score_correction_bias"):  # only differences matter, and small numbers are rounded less
             return entry._replace(read=lambda: (whole := entry.read()) - whole.max())
         if name.endswith(".router.scale"):
@@ -422,8 +424,7 @@ def as_computed(entries: Entries, config: ModelConfig) -> dict[str, Entry]:
             change = partial(split_pairs, name=name)
             shape = tuple(change(torch.empty(entry.shape, device="meta")).shape)
             return entry._replace(shape=shape, read=lambda: change(entry.read()))
-        whole = name.endswith((".weight", ".bias"))  # and not the codes of a quantized matrix
-        if not whole or "attn." not in name or (order := row_order(name, entry.shape[0], config)) is None:
+        if order is None or not name.endswith((".weight", ".bias")):  # the codes of a quantized matrix stay
             return entry
         return entry._replace(read=lambda: entry.read()[order])
 
@@ -432,11 +433,9 @@ def as_computed(entries: Entries, config: ModelConfig) -> dict[str, Entry]:
 
 def split_pairs(t: Tensor, name: str, back: bool = False) -> Tensor:
     """gpt-oss's experts [E, in, out] as ours [E, out, in], gate rows before up rows, where files alternate them."""
-    pairs = ".gate_up_proj" in name
     t = t if "bias" in name or back else t.mT
-    axis = 1
-    if pairs:
-        t = t.unflatten(axis, (2, -1) if back else (-1, 2)).transpose(axis, axis + 1).flatten(axis, axis + 1)
+    if ".gate_up_proj" in name:
+        t = t.unflatten(1, (2, -1) if back else (-1, 2)).transpose(1, 2).flatten(1, 2)
     return t.mT if back and "bias" not in name else t
 
 
@@ -447,7 +446,7 @@ def as_stored(views: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Ten
         view = view - offset if (offset := norm_offset(name, config)) else view
         view = view * config.hidden_size**0.5 if name.endswith(".router.scale") else view
         view = split_pairs(view, name, True) if config.expert_bias and ".mlp.experts." in name else view
-        order = row_order(name, len(view), config) if "attn." in name else None
+        order = row_order(name, len(view), config)
         stored[name] = view if order is None else view[order.argsort()]
     return stored
 

@@ -321,7 +321,7 @@ def packing(model: Transformer, entries: Entries, layout: str, where: str, devic
 
     def rows(name: str, matrix: Coded | Scaled) -> Blocks:
         """Codes and scales in our order of rows."""
-        order, blocks = row_order(name, matrix.shape[0], model.config) if "attn." in name else None, matrix.blocks()
+        order, blocks = row_order(name, matrix.shape[0], model.config), matrix.blocks()
         check_finite(blocks.scales, name, where)
         if blocks.scales.dtype == torch.float32 and blocks.sub_scales is None:
             raise ValueError(f"{where}: the kernels cannot hold the scales of {name}. Use --kernels reference.")

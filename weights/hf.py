@@ -639,17 +639,17 @@ def _splits_vocabulary(shards: list[dict[str, Entry]], dim: int) -> bool:
 
 def _joined(pieces: list[Entry], split: int, head_dim: int) -> Entry:
     """One entry from the pieces of all shards. For q and k (head_dim > 0) the rows are put in half-rotation order."""
-    shape = list(pieces[0].shape)
+    one, shape = pieces[0], list(pieces[0].shape)
     if len(shape) > split:
         shape[split] *= len(pieces)
-    if head_dim and shape[0] % head_dim:
-        raise ValueError(f"{pieces[0].file}: {shape[0]} rows of q or k do not fit head_dim {head_dim}.")
-    if any(piece.shape != pieces[0].shape for piece in pieces):
-        raise ValueError(f"{pieces[0].file}: shards of one tensor differ in shape. Download them again.")
+    if head_dim and (rows := math.prod(shape[:1])) % head_dim:
+        raise ValueError(f"{one.file}: {rows} rows of q or k do not fit head_dim {head_dim}.")
+    if any(piece.shape != one.shape for piece in pieces):
+        raise ValueError(f"{one.file}: shards of one tensor differ in shape. Download them again.")
 
     def part(spans: Spans) -> Tensor:
         if spans.axis == split:
-            ((first, end),), size = spans.pieces, pieces[0].shape[split]  # no matrix of Meta's is fused
+            ((first, end),), size = spans.pieces, one.shape[split]  # no matrix of Meta's is fused
             ends = [(max(first - i * size, 0), min(end - i * size, size)) for i in range(len(pieces))]
             parts = [p.read().narrow(split, a, b - a) for p, (a, b) in zip(pieces, ends, strict=True) if a < b]
         else:
@@ -657,5 +657,5 @@ def _joined(pieces: list[Entry], split: int, head_dim: int) -> Entry:
         rows = torch.cat(parts, split) if len(parts) > 1 else parts[0]
         return rows.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).flatten(0, 2) if head_dim else rows
 
-    everything = Spans(split, ((0, shape[split]),))
-    return Entry(tuple(shape), pieces[0].dtype, pieces[0].file, lambda: part(everything), part)
+    # The shape is looked at before anything is read, and may be wrong here.
+    return Entry(tuple(shape), one.dtype, one.file, lambda: part(Spans(split, ((0, shape[split]),))), part)

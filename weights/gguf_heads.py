@@ -39,16 +39,15 @@ DFLASH_BLOCK |= {"attn_conv_base": "attention_conv.base_kernel", "ffn_conv_base"
 DFLASH_BLOCK |= {"attn_conv_proj": "attention_conv.kernel_projection", "ffn_conv_proj": "mlp_conv.kernel_projection"}
 
 # An assistant's, whose matrices lie at the top under three spellings.
-ASSISTANT = {"token_embd": "model.embed_tokens", "output_norm": "model.norm"}
-ASSISTANT |= {
-    f"{at}{x}_proj{end}": f"{x}_projection"
-    for x in ("pre", "post")
-    for at, end in (("nextn.", "ection"), ("mtp.", "ection"), ("mtp_", ""))
+ASSISTANT = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "pre_projection": "nextn.pre_projection mtp.pre_projection mtp_pre_proj",
+    "post_projection": "nextn.post_projection mtp.post_projection mtp_post_proj",
+    "masked_embedding.centroids": "masked_embd_centroids mtp.centroids mtp_centroids",
+    "masked_embedding.token_ordering": "masked_embd_ordering mtp.token_ordering mtp_token_ordering",
 }
-ASSISTANT |= dict.fromkeys(("masked_embd_centroids", "mtp.centroids", "mtp_centroids"), "masked_embedding.centroids")
-ASSISTANT |= dict.fromkeys(
-    ("masked_embd_ordering", "mtp.token_ordering", "mtp_token_ordering"), "masked_embedding.token_ordering"
-)
+ASSISTANT = {spelling: name for name, spellings in ASSISTANT.items() for spelling in spellings.split()}
 ASSISTANT_BLOCK = BLOCK | {"post_attention_norm": "post_attention_layernorm", "ffn_norm": "pre_feedforward_layernorm"}
 ASSISTANT_BLOCK |= {"post_ffw_norm": "post_feedforward_layernorm", "layer_output_scale": "layer_scalar"}
 

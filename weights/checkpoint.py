@@ -100,9 +100,7 @@ class Checkpoint:
     @property
     def has_mtp(self) -> bool:
         """Whether a layer that predicts one more token lies beside the model."""
-        if self.config.delta is None:
-            return False
-        return any(name.startswith("mtp.") for name in self.with_mtp.entries)
+        return self.config.delta is not None and any(name.startswith("mtp.") for name in self.with_mtp.entries)
 
     @property
     def _declares_mtp(self) -> bool:
@@ -151,10 +149,8 @@ class Checkpoint:
             note = small_floats.NOTES[self.kind][self.keeps_small].format(self.directory.name)
         if self.kind == "published" and (bits := self._published.activations) < 16:
             note = f"{self.directory.name} was made for activations of {bits} bits; only its weights are read that way."
-        if self.spec and self.spec.group_size < max(GROUPS):
-            note = (
-                f"--quant {self.spec.mode}: groups of {self.spec.group_size}; {max(GROUPS)} does not divide all inputs"
-            )
+        if self.spec and (size := self.spec.group_size) < max(GROUPS):
+            note = f"--quant {self.spec.mode}: groups of {size}; {max(GROUPS)} does not divide all inputs"
         images = ""
         if self.raw.get("model_type") in WITH_IMAGES:
             images = f"{self.directory.name}: its text model is read, and what reads images and sounds is left out."

@@ -29,7 +29,6 @@ from kernels.tuned import counters_of
 from model import Experts, SelfCounting, Transformer
 from support.errors import BadFileError, UsageError
 from support.reader import check
-from weights.files import Destination
 from weights.shards import RankConcat, RankEmbedding, common_rows
 
 MODES = ("int8", "int4")
@@ -459,11 +458,10 @@ def apply_spec_(module: nn.Module, spec: QuantSpec) -> nn.Module:
     """
     if isinstance(module, Transformer) and module.lm_head is None and spec.lm_head != "fp16":
         untie_(module)
-    for child, weights, bits in quantizable(module, spec):
-        bias, per_token = (None, child.per_token) if isinstance(child, Experts) else (child.bias, 0)
+    for _, weights, bits in quantizable(module, spec):
         for full, weight in weights.items():
             empty = empty_tensors(weight.shape, bits, spec.group_size)
-            replace_module(module, full, QuantLinear(empty, bias, per_token))
+            install_(module, full, empty, weight.shape, full, "meta")
     return module
 
 
@@ -505,20 +503,20 @@ def set_tensor(module: nn.Module, name: str, tensor: Tensor) -> None:
 
 def install_(
     model: nn.Module, parameter: str, weight: Stored | kernels.PackedWeight, size: torch.Size, where: str,
-    to: Destination,
+    device: torch.device | str, dtype: torch.dtype = torch.float32,
 ) -> None:  # fmt: skip
     """Put a quantized module in the place of the module, or of the experts' matrix, that `parameter` belongs to.
 
-    Raises ValueError for a weight of another shape than `size`.
+    dtype: of the rows that an embedding gives. Raises ValueError for a weight of another shape than `size`.
     """
     kind = FloatLinear
     if not isinstance(weight, kernels.PackedWeight):
-        kind, weight = QuantLinear, {leaf: tensor.to(to.device) for leaf, tensor in weight.items()}
+        kind, weight = QuantLinear, {leaf: tensor.to(device) for leaf, tensor in weight.items()}
     name = parameter.removesuffix(".weight")
     if len(size) == 3:
         new = kind(weight, None, model.get_submodule(name.rpartition(".")[0]).per_token)
     elif isinstance(old := model.get_submodule(name), nn.Embedding):
-        new = QuantEmbedding(weight, to.dtype)
+        new = QuantEmbedding(weight, dtype)
     else:
         new = kind(weight, old.bias)
     shape, expected = [new.out_features, new.in_features], list(size[-2:])
@@ -532,11 +530,10 @@ def adopt_(module: nn.Module, tensors: Mapping[str, Tensor], device, dtype: torc
 
     Floats are cast to `dtype`, but scales keep theirs. Raises ValueError for codes of another shape than the linear's.
     """
-    to = Destination(device, dtype, lambda *_: None)
     for name, tensor in tensors.items():
         base, _, leaf = name.rpartition(".")
         if leaf == "qweight":
             held = {key: tensors[f"{base}.{key}"] for key in TENSORS if f"{base}.{key}" in tensors}
-            install_(module, base, held, module.get_submodule(base).weight.shape, base, to)
+            install_(module, base, held, module.get_submodule(base).weight.shape, base, device)
         elif leaf not in TENSORS:
             set_tensor(module, name, tensor.to(device, dtype if tensor.is_floating_point() else None))

@@ -358,6 +358,6 @@ def fill_parameters(
             dtype = held_dtype(ours, stored, to.dtype)
             set_tensor(model, ours, read_parameter(entries, names, slot.shape, where, to.device, dtype))
         else:
-            install_(model, ours, weight, slot.shape, f"{where}: {ours}", to)
+            install_(model, ours, weight, slot.shape, f"{where}: {ours}", to.device, to.dtype)
         done += slot.nbytes
         to.progress(done, total, ours)

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 import kernels
 from families.config import ModelConfig
-from model import Transformer, linear
+from model import Transformer
 from support.errors import UsageError
 from weights.files import Entries, Entry, Spans
 
@@ -218,8 +218,7 @@ class RankSum(nn.Module):
         self.ranks = ranks
 
     def forward(self, x: Tensor, residual: Tensor | None = None, gated: int = 0) -> Tensor:
-        own = linear(self.inner, x) if isinstance(self.inner, nn.Linear) else self.inner(x)
-        return kernels.epilogue(rank_sum(own, self.ranks), None, residual, gated)
+        return kernels.epilogue(rank_sum(self.inner(x), self.ranks), None, residual, gated)
 
 
 class RankConcat(nn.Module):

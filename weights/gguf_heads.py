@@ -114,10 +114,9 @@ def _dflash(file: GGUFFile) -> Published:
         config |= {"markov_rank": tensors["markov_w1.weight"].shape[0], "markov_head_type": "vanilla"}
     if estimate := tensors.get("conf_proj.weight"):
         config["confidence_head_with_markov"] = estimate.shape[0] > layer["hidden_size"]
-    names = {"input_embedding_scale": "embedding_scale"}
-    if kind == "dflash2":
-        names |= {name: name for name in "selector_rank selector_top_k conv_kernel_size conv_group_size".split()}
-        names |= {"output_multiplier": "logit_scale", "final_logit_softcapping": "final_logit_softcapping"}
+    same = "selector_rank selector_top_k conv_kernel_size conv_group_size final_logit_softcapping".split()
+    names = dict(zip(same, same, strict=True))
+    names |= {"input_embedding_scale": "embedding_scale", "output_multiplier": "logit_scale"}
     config["dflash_config"] = {ours: first(f"{prefix}{theirs}") for ours, theirs in names.items()}
     windows = first(f"{attention}sliding_window_pattern")
     if isinstance(windows, list):

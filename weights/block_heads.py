@@ -17,7 +17,6 @@ from families.config import ModelConfig
 from support.reader import is_a
 from weights.assistant import ASSISTANTS, AssistantReader
 from weights.files import few_names, local_path, write_directory
-from weights.gguf_heads import Published
 from weights.head_reader import HeadReader, described, folder_of, read_eagle
 from weights.heads import MTP, HeadFile, Table, fitted, layer_tensors, mtp_head, published_parts, read_quantized
 from weights.hf import config_to_hf
@@ -201,8 +200,8 @@ class _BlockReader(HeadReader):
     prefixes = {r"^(draft_model|model)\.": "", r"^logit_head\.": "markov_head."}
     prefixes |= {r"^confidence_proj\.": "confidence_head.proj."}
 
-    def __init__(self, path: Path, source: Published, target: ModelConfig, overrides: Mapping[str, str]):
-        super().__init__(path, source, target, overrides)
+    def _open(self) -> None:
+        """Name the tensors, and read the head's config."""
         self.name_entries()
         raw = self.raw
         layer, nested = self.read_settings(raw, "dflash_config")
@@ -224,6 +223,7 @@ class _BlockReader(HeadReader):
 
     def read(self) -> BlockFile:
         """The whole head. Raises ValueError as `read_head` does."""
+        self._open()
         self.take_padding(self.geometry.integer("vocab_size", self.target.vocab_size))
         target, flags = self.target, self.flags
         ids, order = self._taps()

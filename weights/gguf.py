@@ -55,6 +55,7 @@ from weights.hf import (
     EXPERT_NAMES,
     FUSED_GATE_UP,
     GATE_UP_DOWN,
+    build_model,
     checked_sources,
     hf_views,
     norm_names,
@@ -416,11 +417,13 @@ class GGUFFile:
         """Whether a tied embedding reads its rows off the codes of the LM head."""
         return bool(self.layout) and not self.shard and "output.weight" not in self.tensors
 
-    def packed_parameters(self, model: Transformer) -> dict[str, list[str]]:
+    @cached_property
+    def packed(self) -> dict[str, list[str]]:
         """Our parameters that stay quantized -> the Hugging Face tensors that each one is made of.
 
         A tied embedding is called as the LM head, whose codes it reads.
         """
+        model = build_model(replace(self._turning, mtp=self.mtp))
         sources = parameter_sources(model, hf_views(model, self.sources))
         if model.lm_head is None and self.tied_blocks:
             sources["lm_head.weight"] = sources.pop("embed_tokens.weight")
@@ -435,10 +438,10 @@ class GGUFFile:
             if ".experts." not in names[0] or blocks[ours.rpartition(".")[0]] == 2
         }
 
-    def kept(self, entries: Entries, packed: Mapping[str, list[str]]) -> dict[str, Entry | Tensor]:
+    def kept(self, entries: Entries) -> dict[str, Entry | Tensor]:
         """What loading keeps, without values: the parameters in `packed` in our layout, the others as given."""
         kept: dict[str, Entry | Tensor] = dict(entries)
-        for ours, names in packed.items():
+        for ours, names in self.packed.items():
             for name in names:
                 (N, K), kind = kept.pop(name).shape, self.sources[name][0].kind
                 if self.in_blocks(names):
@@ -451,28 +454,29 @@ class GGUFFile:
                 kept |= {base + leaf: tensor for leaf, tensor in layout.items()}
         return kept
 
-    def quantization_name(self, packed: Mapping[str, list[str]]) -> str | None:
-        """What reports call the quantization of a model with these packed parameters, None if there are none."""
-        kinds = {self.sources[name][0].kind for names in packed.values() for name in names}
+    @property
+    def quantization(self) -> str | None:
+        """What reports call the quantization of the parameters in `packed`, None if there are none."""
+        kinds = {self.sources[name][0].kind for names in self.packed.values() for name in names}
         return " ".join(f"int{FORMATS[kind].low + FORMATS[kind].high} ({kind})" for kind in sorted(kinds)) or None
 
-    def become_floats(self, packed: Mapping[str, list[str]]) -> list[GGUFTensor]:
+    @property
+    def become_floats(self) -> list[GGUFTensor]:
         """The quantized tensors that do not stay quantized."""
-        used = {self.sources[name][0].name for names in packed.values() for name in names}
+        used = {self.sources[name][0].name for names in self.packed.values() for name in names}
         read = {tensor.name: tensor for tensor, _ in self.sources.values()}
         return [tensor for name, tensor in read.items() if name not in used and tensor.kind in FORMATS]
 
-    def check_floats(self, packed: Mapping[str, list[str]], dtype: torch.dtype) -> None:
+    def check_floats(self, dtype: torch.dtype) -> None:
         """Raise UsageError if the tensors that do not stay quantized would take much memory in `dtype`."""
-        left = self.become_floats(packed)
-        size = dtype.itemsize * sum(math.prod(tensor.shape) for tensor in left)
+        size = dtype.itemsize * sum(math.prod(tensor.shape) for tensor in self.become_floats)
         if size > max(SMALL, sum(tensor.data.nbytes for tensor in self.tensors.values()) // 20):
-            note = self.float_note(packed, f"would become {size_text(size)} of floats")
+            note = self.float_note(f"would become {size_text(size)} of floats")
             raise UsageError(f"{note} Take a file of another type; or --kernels reference accepts the floats.")
 
-    def float_note(self, packed: Mapping[str, list[str]], what: str = "became floats") -> str:
+    def float_note(self, what: str = "became floats") -> str:
         """A line on quantized tensors that do not stay quantized, or ''. what: the line says of them."""
-        left = self.become_floats(packed)
+        left = self.become_floats
         if not left:
             return ""
         kinds = [tensor.kind for tensor in left]
@@ -489,8 +493,8 @@ class GGUFFile:
 
     @property
     def notes(self) -> list[str]:
-        """What a user should know about how the file is read, one line each, beside `float_note`."""
-        name, notes = self.path.name, []
+        """What a user should know about how the file is read, one line each; a line may be empty."""
+        name, notes = self.path.name, [self.float_note()]
         if left := [tensor for tensor in self.tensors if tensor.startswith(OTHER_PARTS)]:
             notes.append(f"{name}: its text model is read, and {len(left)} tensors of other parts are left out.")
         if self.metadata.get(f"{KEY}model") == "gpt2" and f"{KEY}pre" not in self.metadata:

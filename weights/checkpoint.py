@@ -272,7 +272,7 @@ class Checkpoint:
             advice = "quantize with quantize.py, or use --quant int4."
             raise UsageError(f"--quant int8 scales whole rows, and --tp splits them; {advice}")
         whole = self.whole or self.config
-        gguf = self.gguf and replace(self.gguf, shard=shard, whole=whole)
+        gguf = self.gguf and replace(self.gguf, shard=shard)
         config = replace(whole, tie_word_embeddings=whole.tie_word_embeddings and not self.spec)
         return replace(self, gguf=gguf, shard=shard, whole=whole, config=shard.local(config))
 

@@ -222,8 +222,7 @@ class GGUFFile:
     tensors: Mapping[str, GGUFTensor]  # by name
     mapped: list[mmap.mmap]  # the files
     layout: str = ""  # in which every type stays as it is: "tiles" of the CPU kernels, "panels" of Triton's, or none
-    shard: Shard | None = None  # the part that this process holds, and the config of the whole model
-    whole: ModelConfig | None = None
+    shard: Shard | None = None  # the part that this process holds
     mtp: bool = False  # whether the layer for multi-token prediction is read, if there is one
 
     @classmethod
@@ -271,7 +270,7 @@ class GGUFFile:
 
     @cached_property
     def _turning(self) -> ModelConfig:
-        """The geometry, for the order of the rows of Q and K here (`row_order`)."""
+        """The geometry of the whole model, with the order of the rows of Q and K here (`row_order`)."""
         config = ModelConfig.from_hf(self.config(), str(self.path))
         neighbours = config.neighbours or self.metadata["general.architecture"] in REORDERED
         return replace(config, neighbours=neighbours)
@@ -409,7 +408,7 @@ class GGUFFile:
         tensor, _ = self.sources[name]
         shape = tensor.shape[1], tensor.shape[0]
         block = BY_NAME[tensor.kind].values
-        spans = self.shard.matrix(name, shape, block, self.whole, str(self.path)) if self.shard else None
+        spans = self.shard.matrix(name, shape, block, self._turning, str(self.path)) if self.shard else None
         return (spans.shape(shape) if spans else shape), spans
 
     @property

@@ -336,6 +336,7 @@ class ModelConfig:
             windows = (*windows[:-1], 0)  # the last layer sees everything, whatever layer_types says
         facts = _read_facts(read, family, hidden, windows)
         bos, eos = config.get("bos_token_id"), config.get("eos_token_id")
+        named = ConfigReader({"torch_dtype": named_dtype(config)}, where)
         geometry = dict(
             model_type=name,
             hidden_size=hidden,
@@ -352,9 +353,7 @@ class ModelConfig:
             windows=windows,
             recurrent=recurrent,
             delta=_read_delta(read) if recurrent else None,
-            dtype=ConfigReader({"torch_dtype": named_dtype(config)}, where).text(
-                "torch_dtype", "float32", tuple(DTYPES)
-            ),
+            dtype=named.text("torch_dtype", "float32", tuple(DTYPES)),
             bos_token_id=bos if isinstance(bos, int) else None,
             eos_token_ids=tuple(i for i in (eos if isinstance(eos, list) else [eos]) if isinstance(i, int)),
         )

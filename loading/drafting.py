@@ -184,8 +184,7 @@ def find_tuned_tree(options: LoadOptions, checkpoint: Checkpoint, head: EagleFil
     for name in ("draft_vocab", "draft_vocab_text", "dtype", "quant", "threads"):
         command += f" {flag(name)} {vars(options)[name]}" if vars(options)[name] else ""
     command += " --compile" if options.compile else ""
-    device = options.with_defaults(checkpoint.config).device
-    where = f"this model, head and device ({describe_device(torch.device(device))})"
+    where = f"this model, head and device ({describe_device(torch.device(options.place))})"
     raise UsageError(f"--tree auto: no tree was tuned for {where}. Leave it out, or run: {command}")
 
 
@@ -300,10 +299,9 @@ def build_head(
         head = kinds_of(file.config)[0](file.config, model, ids).eval().requires_grad_(False)
     tensors = file.tensors if ids is None else file.tensors | {"draft_ids": ids}
     # a quantized head stores codes and scales where a plain one stores a weight
-    stored = {name.replace(".qweight", ".weight") for name in tensors}
-    stored -= {name for name in stored if name.endswith((".scales", ".zeros", ".perm"))}
-    wrong = stored ^ set(head.state_dict())
-    if wrong:
+    beside = ".scales", ".zeros", ".perm"
+    stored = {name.replace(".qweight", ".weight") for name in tensors if not name.endswith(beside)}
+    if wrong := stored ^ head.state_dict().keys():
         raise ValueError(f"the head's tensors do not match its config: {', '.join(sorted(wrong)[:3])}.")
     adopt_(head, tensors, model.device, model.dtype)
     head.rotary.build(model.device, model.rotary.length)

@@ -270,6 +270,12 @@ def test_meta_errors_and_rope_switches(tiny_checkpoint, tmp_path):
     write_meta(hf, tmp_path / "c", 1, 0)
     torch.save({"x": torch.ones(1)}, tmp_path / "c" / "consolidated.00.pth")
     one_line(lambda: load_model(tmp_path / "c"), "tok_embeddings")
+    for i, (part, shape) in enumerate({"wo": (64,), "wq": ()}.items()):  # they were an IndexError
+        folder = tmp_path / f"d{i}"
+        write_meta(hf, folder, 1, 0)
+        file, name = folder / "consolidated.00.pth", f"layers.0.attention.{part}.weight"
+        torch.save(torch.load(file) | {name: torch.ones(shape)}, file)
+        one_line(lambda folder=folder: load_model(folder), "do not fit head_dim" if part == "wq" else "o_proj")
 
 
 def test_tensors_are_read_one_by_one(tiny_checkpoint, monkeypatch):
@@ -324,6 +330,11 @@ def test_tensors_that_do_not_belong(llama):
     for wrong, words in ((narrow, ("[96, 32]", "[96, 64]")), (byte, ("int8",)), (small, ("F8_E4M3",))):
         edit_tensors(llama, lambda t, wrong=wrong: t.update({name: wrong}))
         one_line(lambda: load_model(llama), name, *words)
+    turned = "model.layers.0.self_attn.q_proj.weight"
+    rows = load_file(llama / "model.safetensors")[turned]
+    edit_tensors(llama, lambda t: t.update({name: good, turned: torch.ones(())}))  # it was an IndexError
+    one_line(lambda: load_model(llama), turned, "[]")
+    edit_tensors(llama, lambda t: t.update({turned: rows}))
     edit_tensors(llama, lambda t: t.update({name: good, "model.layers.7.extra\n.weight": good.clone()}))
     one_line(lambda: load_model(llama), "unexpected", "model.layers.7.extra")
     edit_tensors(llama, lambda t: [t.pop(n) for n in list(t) if "layers.2" in n])

@@ -17,7 +17,6 @@ from families.config import ModelConfig
 from support.reader import is_a
 from weights.assistant import ASSISTANTS, AssistantReader
 from weights.files import few_names, local_path, write_directory
-from weights.gguf_heads import Published
 from weights.head_reader import HeadReader, described, folder_of, read_eagle
 from weights.heads import MTP, HeadFile, Table, fitted, layer_tensors, mtp_head, published_parts, read_quantized
 from weights.hf import config_to_hf
@@ -143,11 +142,17 @@ def read_head(path: str | Path, target: ModelConfig, overrides: Mapping[str, str
         return read_quantized(folder_of(path), BlockConfig, block_tensors, target)
     if str(raw.get("model_type")) in ASSISTANTS:
         return AssistantReader(path, source, target, given).read()
-    names = raw.get("architectures")
-    known = isinstance(names, list) and any(name in ARCHITECTURES for name in names)
-    if known or raw.get("speculators_model_type") in list(SPECULATORS):
+    if _architecture(raw):
         return fitted(_BlockReader(path, source, target, given).read(), target, path)
     return read_eagle(path, target, overrides, source)
+
+
+def _architecture(raw: Mapping[str, Any]) -> str:
+    """The first of ARCHITECTURES that a config.json names, or that its kind of speculators is; "" for no block head."""
+    names, kind = raw.get("architectures"), raw.get("speculators_model_type")
+    found = [name for name in names if name in ARCHITECTURES] if isinstance(names, list) else []
+    found += [architecture for known, architecture in SPECULATORS.items() if known == kind]
+    return found[0] if found else ""
 
 
 def save_block(
@@ -165,7 +170,7 @@ def save_block(
     layer = config.layer
     windows = [w for w in layer.windows if w]
     keys = config_to_hf(replace(layer, windows=(0,) * layer.num_hidden_layers)) | {"model_type": "qwen3"}
-    keys = {key: value for key, value in keys.items() if key in (*GEOMETRY, *IDLE)} | {"head_dim": layer.head_dim}
+    keys = {key: value for key, value in keys.items() if key in (*GEOMETRY, *IDLE)}
     keys["layer_types"] = ["sliding_attention" if w else "full_attention" for w in layer.windows]
     keys |= {"sliding_window": windows[0] if windows else None, "use_sliding_window": bool(windows)}
     drafted = {"mask_token_id": config.mask_id, "target_layer_ids": [tap - 1 for tap in config.taps]}
@@ -195,8 +200,8 @@ class _BlockReader(HeadReader):
     prefixes = {r"^(draft_model|model)\.": "", r"^logit_head\.": "markov_head."}
     prefixes |= {r"^confidence_proj\.": "confidence_head.proj."}
 
-    def __init__(self, path: Path, source: Published, target: ModelConfig, overrides: Mapping[str, str]):
-        super().__init__(path, source, target, overrides)
+    def _open(self) -> None:
+        """Name the tensors, and read the head's config."""
         self.name_entries()
         raw = self.raw
         layer, nested = self.read_settings(raw, "dflash_config")
@@ -204,15 +209,9 @@ class _BlockReader(HeadReader):
         self._refuse(nested, NESTED, "dflash_config.")
         if self.speculators:
             self._refuse(layer, (*GEOMETRY, *IDLE), "transformer_layer_config.")
-        names = raw.get("architectures") or []
-        found = [name for name in names if name in ARCHITECTURES] if isinstance(names, list) else []
-        if kind := raw.get("speculators_model_type"):
-            if not isinstance(kind, str):
-                self.fail(f"speculators_model_type is {kind!r:.60}, expected a text.")
-            found.append(SPECULATORS.get(kind, "DFlashSpeculator"))
-        if not found:
-            self.fail(f"architectures = {names!r:.60} names no block head that is known.")
-        self.architecture = found[0]
+        if (kind := raw.get("speculators_model_type")) and not isinstance(kind, str):
+            self.fail(f"speculators_model_type is {kind!r:.60}, expected a text.")
+        self.architecture = _architecture(raw)
         if self.architecture.startswith(("Qwen3DSpark", "DFlashDraft")) and "block_size" in raw:
             self.flags.config["block_size"] = raw["block_size"]
 
@@ -224,6 +223,7 @@ class _BlockReader(HeadReader):
 
     def read(self) -> BlockFile:
         """The whole head. Raises ValueError as `read_head` does."""
+        self._open()
         self.take_padding(self.geometry.integer("vocab_size", self.target.vocab_size))
         target, flags = self.target, self.flags
         ids, order = self._taps()

@@ -100,9 +100,7 @@ class Checkpoint:
     @property
     def has_mtp(self) -> bool:
         """Whether a layer that predicts one more token lies beside the model."""
-        if self.config.delta is None:
-            return False
-        return any(name.startswith("mtp.") for name in self.with_mtp.entries)
+        return self.config.delta is not None and any(name.startswith("mtp.") for name in self.with_mtp.entries)
 
     @property
     def _declares_mtp(self) -> bool:
@@ -129,7 +127,7 @@ class Checkpoint:
         if self.spec:
             return f"{self.spec.mode} (rounded at load)"
         if self.gguf:
-            return self.gguf.quantization_name(self._packed)
+            return self.gguf.quantization
         if self.keeps_small:
             return f"int4 ({self.kind})"
         if self.kind not in QUANTIZED:
@@ -146,32 +144,23 @@ class Checkpoint:
     @property
     def notes(self) -> list[str]:
         """What a user should know about how the weights are read, one line each."""
-        note = self.gguf.float_note(self._packed) if self.gguf and not self.spec else ""
+        name, notes = self.directory.name, self.gguf.notes if self.gguf else []
         if self.kind in small_floats.NOTES and not self.spec:
-            note = small_floats.NOTES[self.kind][self.keeps_small].format(self.directory.name)
+            notes.append(small_floats.NOTES[self.kind][self.keeps_small].format(name))
         if self.kind == "published" and (bits := self._published.activations) < 16:
-            note = f"{self.directory.name} was made for activations of {bits} bits; only its weights are read that way."
-        if self.spec and self.spec.group_size < max(GROUPS):
-            note = (
-                f"--quant {self.spec.mode}: groups of {self.spec.group_size}; {max(GROUPS)} does not divide all inputs"
-            )
-        images = ""
+            notes.append(f"{name} was made for activations of {bits} bits; only its weights are read that way.")
+        if self.spec and (size := self.spec.group_size) < max(GROUPS):
+            notes.append(f"--quant {self.spec.mode}: groups of {size}; {max(GROUPS)} does not divide all inputs")
         if self.raw.get("model_type") in WITH_IMAGES:
-            images = f"{self.directory.name}: its text model is read, and what reads images and sounds is left out."
-        more = self.gguf.notes if self.gguf else []
+            notes.append(f"{name}: its text model is read, and what reads images and sounds is left out.")
         if self._declares_mtp and not self.has_mtp:
             what = "declares a layer for multi-token prediction (MTP), which no file holds, so it drafts nothing"
-            more = [f"{self.directory.name}: its config.json {what}."]
-        return [text for text in (note, images, *more, *(f"LoRA {adapter}" for adapter in self.adapters)) if text]
+            notes.append(f"{name}: its config.json {what}.")
+        return [note for note in (*notes, *(f"LoRA {adapter}" for adapter in self.adapters)) if note]
 
     @property
     def _published(self) -> Layout:
         return published_layout(self.raw["quantization_config"], str(self.config_file))
-
-    @cached_property
-    def _packed(self) -> dict[str, list[str]]:
-        """The parameters that stay quantized in a GGUF file, and the tensors that they are made of."""
-        return self.gguf.packed_parameters(hf.build_model(self.config))
 
     @property
     def tokenizer_source(self) -> Path | Mapping[str, Any]:
@@ -180,8 +169,8 @@ class Checkpoint:
 
     def check_floats(self, dtype: torch.dtype) -> None:
         """Raise UsageError if what a GGUF file has quantized would take much memory as floats of this dtype."""
-        if self.gguf and not self.spec:
-            self.gguf.check_floats(self._packed, dtype)
+        if self.gguf:
+            self.gguf.check_floats(dtype)
 
     def forget_texts(self) -> None:
         """Drop what only a tokenizer is made of: of a large vocabulary, tens of megabytes of Python objects."""
@@ -248,7 +237,7 @@ class Checkpoint:
             return self.entries | small_floats.kept(self._stored, self.layout, str(self.config_file))
         if self.kind == "published":
             return held_codes(self.entries, self._published)
-        return self.gguf.kept(self.entries, self._packed) if self.gguf else self.entries
+        return self.gguf.kept(self.entries) if self.gguf else self.entries
 
     def rounded(self, mode: str) -> Checkpoint:
         """The same checkpoint, to be rounded to 'int8' or 'int4' while it is read, as quantize.py rounds by default.
@@ -283,7 +272,7 @@ class Checkpoint:
             advice = "quantize with quantize.py, or use --quant int4."
             raise UsageError(f"--quant int8 scales whole rows, and --tp splits them; {advice}")
         whole = self.whole or self.config
-        gguf = self.gguf and replace(self.gguf, shard=shard, whole=whole)
+        gguf = self.gguf and replace(self.gguf, shard=shard)
         config = replace(whole, tie_word_embeddings=whole.tie_word_embeddings and not self.spec)
         return replace(self, gguf=gguf, shard=shard, whole=whole, config=shard.local(config))
 
@@ -320,7 +309,7 @@ class Checkpoint:
         elif self.kind == "eaglet":
             fill_stored(model, self.entries, read_spec(self.raw["eaglet_quant"], file), where, to)
         elif self.gguf:
-            fill_gguf(model, self.gguf, self.entries, {} if floats else self._packed, to)
+            fill_gguf(model, self.gguf, self.entries, {} if floats else self.gguf.packed, to)
         elif self.kind == "published":
             fill_published(model, self.entries, self.raw["quantization_config"], file, to)
         else:

@@ -55,7 +55,8 @@ from weights.hf import (
     EXPERT_NAMES,
     FUSED_GATE_UP,
     GATE_UP_DOWN,
-    checked_views,
+    build_model,
+    checked_sources,
     hf_views,
     norm_names,
     parameter_sources,
@@ -221,8 +222,7 @@ class GGUFFile:
     tensors: Mapping[str, GGUFTensor]  # by name
     mapped: list[mmap.mmap]  # the files
     layout: str = ""  # in which every type stays as it is: "tiles" of the CPU kernels, "panels" of Triton's, or none
-    shard: Shard | None = None  # the part that this process holds, and the config of the whole model
-    whole: ModelConfig | None = None
+    shard: Shard | None = None  # the part that this process holds
     mtp: bool = False  # whether the layer for multi-token prediction is read, if there is one
 
     @classmethod
@@ -270,7 +270,7 @@ class GGUFFile:
 
     @cached_property
     def _turning(self) -> ModelConfig:
-        """The geometry, for the order of the rows of Q and K here (`row_order`)."""
+        """The geometry of the whole model, with the order of the rows of Q and K here (`row_order`)."""
         config = ModelConfig.from_hf(self.config(), str(self.path))
         neighbours = config.neighbours or self.metadata["general.architecture"] in REORDERED
         return replace(config, neighbours=neighbours)
@@ -333,7 +333,7 @@ class GGUFFile:
             pieces = [slice(first * size // values, end * size // values) for first, end in spans.pieces]
             parts = [rows[:, piece] if spans.axis else rows[piece] for piece in pieces]
             rows = np.concatenate(parts, spans.axis) if len(parts) > 1 else parts[0]
-        order = row_order(name, len(rows), self._turning) if "attn." in name else None
+        order = row_order(name, len(rows), self._turning)
         if order is None and ".linear_attn." in name and not name.endswith((".norm.weight", OUT)):
             order = self._value_heads(len(rows), name.endswith(("_proj_qkv.weight", "_proj_z.weight", "conv1d.weight")))
         return rows if order is None else rows[order.numpy()]
@@ -408,7 +408,7 @@ class GGUFFile:
         tensor, _ = self.sources[name]
         shape = tensor.shape[1], tensor.shape[0]
         block = BY_NAME[tensor.kind].values
-        spans = self.shard.matrix(name, shape, block, self.whole, str(self.path)) if self.shard else None
+        spans = self.shard.matrix(name, shape, block, self._turning, str(self.path)) if self.shard else None
         return (spans.shape(shape) if spans else shape), spans
 
     @property
@@ -416,11 +416,13 @@ class GGUFFile:
         """Whether a tied embedding reads its rows off the codes of the LM head."""
         return bool(self.layout) and not self.shard and "output.weight" not in self.tensors
 
-    def packed_parameters(self, model: Transformer) -> dict[str, list[str]]:
+    @cached_property
+    def packed(self) -> dict[str, list[str]]:
         """Our parameters that stay quantized -> the Hugging Face tensors that each one is made of.
 
         A tied embedding is called as the LM head, whose codes it reads.
         """
+        model = build_model(replace(self._turning, mtp=self.mtp))
         sources = parameter_sources(model, hf_views(model, self.sources))
         if model.lm_head is None and self.tied_blocks:
             sources["lm_head.weight"] = sources.pop("embed_tokens.weight")
@@ -435,45 +437,45 @@ class GGUFFile:
             if ".experts." not in names[0] or blocks[ours.rpartition(".")[0]] == 2
         }
 
-    def kept(self, entries: Entries, packed: Mapping[str, list[str]]) -> dict[str, Entry | Tensor]:
+    def kept(self, entries: Entries) -> dict[str, Entry | Tensor]:
         """What loading keeps, without values: the parameters in `packed` in our layout, the others as given."""
         kept: dict[str, Entry | Tensor] = dict(entries)
-        for ours, names in packed.items():
+        for ours, names in self.packed.items():
             for name in names:
                 (N, K), kind = kept.pop(name).shape, self.sources[name][0].kind
                 if self.in_blocks(names):
                     layout = {"blocks": kept_slot(kind, N, K, self.layout)}
                 else:
-                    slots = self._slots(names, N, K).items()
-                    layout = {leaf: torch.empty(shape, dtype=dtype, device="meta") for leaf, (shape, dtype) in slots}
+                    layout = self._empty(names, N, K, "meta")
                 if (inputs := self._inputs(names)) is not None:
                     layout["perm"] = inputs
                 base = (ours if ours == "lm_head.weight" else name).removesuffix("weight")
                 kept |= {base + leaf: tensor for leaf, tensor in layout.items()}
         return kept
 
-    def quantization_name(self, packed: Mapping[str, list[str]]) -> str | None:
-        """What reports call the quantization of a model with these packed parameters, None if there are none."""
-        kinds = {self.sources[name][0].kind for names in packed.values() for name in names}
+    @property
+    def quantization(self) -> str | None:
+        """What reports call the quantization of the parameters in `packed`, None if there are none."""
+        kinds = {self.sources[name][0].kind for names in self.packed.values() for name in names}
         return " ".join(f"int{FORMATS[kind].low + FORMATS[kind].high} ({kind})" for kind in sorted(kinds)) or None
 
-    def become_floats(self, packed: Mapping[str, list[str]]) -> list[GGUFTensor]:
+    @property
+    def become_floats(self) -> list[GGUFTensor]:
         """The quantized tensors that do not stay quantized."""
-        used = {self.sources[name][0].name for names in packed.values() for name in names}
+        used = {self.sources[name][0].name for names in self.packed.values() for name in names}
         read = {tensor.name: tensor for tensor, _ in self.sources.values()}
         return [tensor for name, tensor in read.items() if name not in used and tensor.kind in FORMATS]
 
-    def check_floats(self, packed: Mapping[str, list[str]], dtype: torch.dtype) -> None:
+    def check_floats(self, dtype: torch.dtype) -> None:
         """Raise UsageError if the tensors that do not stay quantized would take much memory in `dtype`."""
-        left = self.become_floats(packed)
-        size = dtype.itemsize * sum(math.prod(tensor.shape) for tensor in left)
+        size = dtype.itemsize * sum(math.prod(tensor.shape) for tensor in self.become_floats)
         if size > max(SMALL, sum(tensor.data.nbytes for tensor in self.tensors.values()) // 20):
-            note = self.float_note(packed, f"would become {size_text(size)} of floats")
+            note = self.float_note(f"would become {size_text(size)} of floats")
             raise UsageError(f"{note} Take a file of another type; or --kernels reference accepts the floats.")
 
-    def float_note(self, packed: Mapping[str, list[str]], what: str = "became floats") -> str:
+    def float_note(self, what: str = "became floats") -> str:
         """A line on quantized tensors that do not stay quantized, or ''. what: the line says of them."""
-        left = self.become_floats(packed)
+        left = self.become_floats
         if not left:
             return ""
         kinds = [tensor.kind for tensor in left]
@@ -490,8 +492,8 @@ class GGUFFile:
 
     @property
     def notes(self) -> list[str]:
-        """What a user should know about how the file is read, one line each, beside `float_note`."""
-        name, notes = self.path.name, []
+        """What a user should know about how the file is read, one line each; a line may be empty."""
+        name, notes = self.path.name, [self.float_note()]
         if left := [tensor for tensor in self.tensors if tensor.startswith(OTHER_PARTS)]:
             notes.append(f"{name}: its text model is read, and {len(left)} tensors of other parts are left out.")
         if self.metadata.get(f"{KEY}model") == "gpt2" and f"{KEY}pre" not in self.metadata:
@@ -499,12 +501,12 @@ class GGUFFile:
             notes.append(f"{name} {how}. Take a file that was converted later, or the model's folder.")
         return notes
 
-    def _slots(self, names: list[str], n: int, k: int) -> dict[str, tuple[tuple[int, int], torch.dtype]]:
-        """Shapes and dtypes of n rows of a weight that becomes our int4 or int8 (`weights.quantized`)."""
-        kinds = self._kinds(names)
-        slots = {"qweight": ((n, k), torch.int8) if "Q8_0" in kinds else ((n, k // 2), torch.uint8)}
+    def _empty(self, names: list[str], n: int, k: int, device: str) -> dict[str, Tensor]:
+        """Memory for n rows of a weight that becomes our int4 or int8 (`weights.quantized`)."""
+        kinds, empty = self._kinds(names), partial(torch.empty, device=device)
+        codes = empty(n, k, dtype=torch.int8) if "Q8_0" in kinds else empty(n, k // 2, dtype=torch.uint8)
         factors = ["scales", "mins"] if "Q4_1" in kinds else ["scales"]
-        return slots | dict.fromkeys(factors, ((k // BLOCK, n), torch.float16))
+        return {"qweight": codes} | {leaf: empty(k // BLOCK, n, dtype=torch.float16) for leaf in factors}
 
     def weight(self, names: list[str], experts: int, device: torch.device | str) -> PackedWeight | Stored:
         """The quantized weight whose rows are these tensors, with a leading axis for experts.
@@ -527,7 +529,7 @@ class GGUFFile:
         hold it, or else in the layout of `weights.quantized`."""
         n, k = self._size(names)
         tiled = self.layout == "tiles" and all(self._place(name)[0][0] % TILE == 0 for name in names)
-        stored = {leaf: torch.empty(shape, dtype=dtype) for leaf, (shape, dtype) in self._slots(names, n, k).items()}
+        stored = self._empty(names, n, k, "cpu")
         codes, row = stored["qweight"], 0
         bits = 8 if codes.dtype == torch.int8 else 4
         for name in names:
@@ -540,8 +542,8 @@ class GGUFFile:
                 else:
                     codes[rows] = (piece.codes ^ 128).view(torch.int8) if bits == 8 else pack_nibbles(piece.codes)
                 stored["scales"][:, rows] = piece.scales.mT
-                if "mins" in stored:
-                    stored["mins"][:, rows] = _lowest(piece).mT
+                if "mins" in stored:  # what code 0 stands for, also in parts of Q4_0
+                    stored["mins"][:, rows] = (-8 * piece.scales if piece.mins is None else piece.mins).mT
         if tiled:
             tables = {leaf: tile_scales(stored[leaf]) for leaf in stored if leaf != "qweight"}
             weight = codes.view(torch.uint8).view(n // TILE, k // BLOCK, BLOCK * bits)
@@ -606,11 +608,6 @@ def _hf_names(name: str, experts: int, names: Mapping[str, str], layers: float) 
         yield (f"{at}.{known}" if known else name), None
 
 
-def _lowest(piece: Blocks) -> Tensor:
-    """What code 0 stands for in the groups of rows in Q4_0 or Q4_1."""
-    return -8 * piece.scales if piece.mins is None else piece.mins
-
-
 def fill_gguf(
     model: Transformer, file: GGUFFile, entries: Entries, packed: Mapping[str, list[str]], to: Destination
 ) -> None:
@@ -620,12 +617,11 @@ def fill_gguf(
     Raises ValueError in one line for tensors that are missing, left over, of another shape, or not finite.
     """
     where = str(file.path)
-    sources = parameter_sources(model, checked_views(model, entries, where))
+    sources = checked_sources(model, entries, where)
     tied = "lm_head.weight" in packed and model.lm_head is None
     if tied:
-        sources["lm_head.weight"] = packed["lm_head.weight"]
+        sources["lm_head.weight"] = sources.pop("embed_tokens.weight")
         untie_(model)
-        del sources["embed_tokens.weight"]
 
     def weight(ours: str, names: list[str], slot: Tensor) -> PackedWeight | Stored | None:
         file.forget()

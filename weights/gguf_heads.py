@@ -39,16 +39,15 @@ DFLASH_BLOCK |= {"attn_conv_base": "attention_conv.base_kernel", "ffn_conv_base"
 DFLASH_BLOCK |= {"attn_conv_proj": "attention_conv.kernel_projection", "ffn_conv_proj": "mlp_conv.kernel_projection"}
 
 # An assistant's, whose matrices lie at the top under three spellings.
-ASSISTANT = {"token_embd": "model.embed_tokens", "output_norm": "model.norm"}
-ASSISTANT |= {
-    f"{at}{x}_proj{end}": f"{x}_projection"
-    for x in ("pre", "post")
-    for at, end in (("nextn.", "ection"), ("mtp.", "ection"), ("mtp_", ""))
+ASSISTANT = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "pre_projection": "nextn.pre_projection mtp.pre_projection mtp_pre_proj",
+    "post_projection": "nextn.post_projection mtp.post_projection mtp_post_proj",
+    "masked_embedding.centroids": "masked_embd_centroids mtp.centroids mtp_centroids",
+    "masked_embedding.token_ordering": "masked_embd_ordering mtp.token_ordering mtp_token_ordering",
 }
-ASSISTANT |= dict.fromkeys(("masked_embd_centroids", "mtp.centroids", "mtp_centroids"), "masked_embedding.centroids")
-ASSISTANT |= dict.fromkeys(
-    ("masked_embd_ordering", "mtp.token_ordering", "mtp_token_ordering"), "masked_embedding.token_ordering"
-)
+ASSISTANT = {spelling: name for name, spellings in ASSISTANT.items() for spelling in spellings.split()}
 ASSISTANT_BLOCK = BLOCK | {"post_attention_norm": "post_attention_layernorm", "ffn_norm": "pre_feedforward_layernorm"}
 ASSISTANT_BLOCK |= {"post_ffw_norm": "post_feedforward_layernorm", "layer_output_scale": "layer_scalar"}
 
@@ -115,10 +114,9 @@ def _dflash(file: GGUFFile) -> Published:
         config |= {"markov_rank": tensors["markov_w1.weight"].shape[0], "markov_head_type": "vanilla"}
     if estimate := tensors.get("conf_proj.weight"):
         config["confidence_head_with_markov"] = estimate.shape[0] > layer["hidden_size"]
-    names = {"input_embedding_scale": "embedding_scale"}
-    if kind == "dflash2":
-        names |= {name: name for name in "selector_rank selector_top_k conv_kernel_size conv_group_size".split()}
-        names |= {"output_multiplier": "logit_scale", "final_logit_softcapping": "final_logit_softcapping"}
+    same = "selector_rank selector_top_k conv_kernel_size conv_group_size final_logit_softcapping".split()
+    names = dict(zip(same, same, strict=True))
+    names |= {"input_embedding_scale": "embedding_scale", "output_multiplier": "logit_scale"}
     config["dflash_config"] = {ours: first(f"{prefix}{theirs}") for ours, theirs in names.items()}
     windows = first(f"{attention}sliding_window_pattern")
     if isinstance(windows, list):

@@ -212,15 +212,8 @@ class _EagleReader(HeadReader):
     overrides = (*HEAD_KEYS, "max_position_embeddings", "norm_before_residual", "norm_output", AUX)
     prefixes = {r"^(draft_model|model)\.": "", r"^(midlayer|transformer)\.": "layers.0.", r"^fusion_fc\.": "fc."}
 
-    def __init__(self, path: Path, source: Published, target: ModelConfig, overrides: Mapping[str, str]):
-        super().__init__(path, source, target, overrides)
-        raw = self._open()
-        self.bare = not raw
-        _, _, own = self.read_settings(raw, "eagle_config", "eaglet_eagle")
-        self.ours = bool(own)  # the flags of our own files have exactly our meaning
-
-    def _open(self) -> dict[str, Any]:
-        """Fill self.entries. Returns the head's config, or {} if it has none."""
+    def _open(self) -> None:
+        """Name the tensors, and read the head's config if it has one."""
         self.name_entries()
         path, folder, raw = self.path, folder_of(self.path), self.raw
         known = raw.keys() & {"speculators_model_type", "draft_vocab_size", "eagle_config", "eaglet_eagle"}
@@ -239,10 +232,13 @@ class _EagleReader(HeadReader):
                 self.fail(f"{name!r:.80}: heads with more than one decoder layer are not implemented.")
             if re.match(r"(pre_)?(embed|embedding|hidden|lm_head)_layernorm\.", name):
                 self.fail(f"{name!r:.80}: the extra norms of HASS-like heads are not implemented.")
-        return raw
+        self.bare = not raw
+        _, _, own = self.read_settings(raw, "eagle_config", "eaglet_eagle")
+        self.ours = bool(own)  # the flags of our own files have exactly our meaning
 
     def read(self) -> EagleFile:
         """The whole head. Raises ValueError as `read_eagle` does."""
+        self._open()
         taps, flags = self._taps(), self.flags
         wide = bool(taps)
         draft_ids = self.draft_ids(wide)

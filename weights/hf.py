@@ -144,11 +144,11 @@ def without_copy(
     return entries
 
 
-def checked_views(model: Transformer, entries: Entries, where: str) -> dict[str, Tensor]:
-    """`hf_views`. Raises ValueError in one line unless the entries are exactly the tensors of the model."""
+def checked_sources(model: Transformer, entries: Entries, where: str) -> dict[str, list[str]]:
+    """`parameter_sources`. Raises ValueError in one line unless the entries are exactly the tensors of the model."""
     views = hf_views(model, entries)
     check_entries({name: tuple(view.shape) for name, view in views.items()}, entries, where)
-    return views
+    return parameter_sources(model, views)
 
 
 def read_parameter(
@@ -333,6 +333,8 @@ def row_order(name: str, rows: int, config: ModelConfig) -> Tensor | None:
     them by heads, and ours begin with all gates. Qwen3-Next's recurrent layers alternate what they project by key heads.
     A tensor that has not the rows of such a layer stays as it is: it is refused where it is read.
     """
+    if "attn." not in name:
+        return None
     place, hd = name.split(".")[-2], config.head_dim
     rotated = config.rope.rotated(hd)
     if place in ("in_proj_qkvz", "in_proj_ba"):
@@ -409,11 +411,11 @@ def as_computed(entries: Entries, config: ModelConfig) -> dict[str, Entry]:
     rows in our order."""
 
     def of(name: str, entry: Entry) -> Entry:
+        order = row_order(name, math.prod(entry.shape[:1]), config)  # a number, in a damaged file, counts as a row
         if offset := norm_offset(name, config):
             wide = torch.promote_types(entry.dtype, torch.float32)
-            order = row_order(name, entry.shape[0], config)
-            order = slice(None) if order is None else order
-            return entry._replace(dtype=wide, read=lambda: entry.read().to(wide)[order] + offset)
+            rows = slice(None) if order is None else order
+            return entry._replace(dtype=wide, read=lambda: entry.read().to(wide)[rows] + offset)
         if name.endswith(".e_score_correction_bias"):  # only differences matter, and small numbers are rounded less
             return entry._replace(read=lambda: (whole := entry.read()) - whole.max())
         if name.endswith(".router.scale"):
@@ -422,8 +424,7 @@ def as_computed(entries: Entries, config: ModelConfig) -> dict[str, Entry]:
             change = partial(split_pairs, name=name)
             shape = tuple(change(torch.empty(entry.shape, device="meta")).shape)
             return entry._replace(shape=shape, read=lambda: change(entry.read()))
-        whole = name.endswith((".weight", ".bias"))  # and not the codes of a quantized matrix
-        if not whole or "attn." not in name or (order := row_order(name, entry.shape[0], config)) is None:
+        if order is None or not name.endswith((".weight", ".bias")):  # the codes of a quantized matrix stay
             return entry
         return entry._replace(read=lambda: entry.read()[order])
 
@@ -432,11 +433,9 @@ def as_computed(entries: Entries, config: ModelConfig) -> dict[str, Entry]:
 
 def split_pairs(t: Tensor, name: str, back: bool = False) -> Tensor:
     """gpt-oss's experts [E, in, out] as ours [E, out, in], gate rows before up rows, where files alternate them."""
-    pairs = ".gate_up_proj" in name
     t = t if "bias" in name or back else t.mT
-    axis = 1
-    if pairs:
-        t = t.unflatten(axis, (2, -1) if back else (-1, 2)).transpose(axis, axis + 1).flatten(axis, axis + 1)
+    if ".gate_up_proj" in name:
+        t = t.unflatten(1, (2, -1) if back else (-1, 2)).transpose(1, 2).flatten(1, 2)
     return t.mT if back and "bias" not in name else t
 
 
@@ -447,7 +446,7 @@ def as_stored(views: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Ten
         view = view - offset if (offset := norm_offset(name, config)) else view
         view = view * config.hidden_size**0.5 if name.endswith(".router.scale") else view
         view = split_pairs(view, name, True) if config.expert_bias and ".mlp.experts." in name else view
-        order = row_order(name, len(view), config) if "attn." in name else None
+        order = row_order(name, len(view), config)
         stored[name] = view if order is None else view[order.argsort()]
     return stored
 
@@ -640,17 +639,17 @@ def _splits_vocabulary(shards: list[dict[str, Entry]], dim: int) -> bool:
 
 def _joined(pieces: list[Entry], split: int, head_dim: int) -> Entry:
     """One entry from the pieces of all shards. For q and k (head_dim > 0) the rows are put in half-rotation order."""
-    shape = list(pieces[0].shape)
+    one, shape = pieces[0], list(pieces[0].shape)
     if len(shape) > split:
         shape[split] *= len(pieces)
-    if head_dim and shape[0] % head_dim:
-        raise ValueError(f"{pieces[0].file}: {shape[0]} rows of q or k do not fit head_dim {head_dim}.")
-    if any(piece.shape != pieces[0].shape for piece in pieces):
-        raise ValueError(f"{pieces[0].file}: shards of one tensor differ in shape. Download them again.")
+    if head_dim and (rows := math.prod(shape[:1])) % head_dim:
+        raise ValueError(f"{one.file}: {rows} rows of q or k do not fit head_dim {head_dim}.")
+    if any(piece.shape != one.shape for piece in pieces):
+        raise ValueError(f"{one.file}: shards of one tensor differ in shape. Download them again.")
 
     def part(spans: Spans) -> Tensor:
         if spans.axis == split:
-            ((first, end),), size = spans.pieces, pieces[0].shape[split]  # no matrix of Meta's is fused
+            ((first, end),), size = spans.pieces, one.shape[split]  # no matrix of Meta's is fused
             ends = [(max(first - i * size, 0), min(end - i * size, size)) for i in range(len(pieces))]
             parts = [p.read().narrow(split, a, b - a) for p, (a, b) in zip(pieces, ends, strict=True) if a < b]
         else:
@@ -658,5 +657,5 @@ def _joined(pieces: list[Entry], split: int, head_dim: int) -> Entry:
         rows = torch.cat(parts, split) if len(parts) > 1 else parts[0]
         return rows.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).flatten(0, 2) if head_dim else rows
 
-    everything = Spans(split, ((0, shape[split]),))
-    return Entry(tuple(shape), pieces[0].dtype, pieces[0].file, lambda: part(everything), part)
+    # The shape is looked at before anything is read, and may be wrong here.
+    return Entry(tuple(shape), one.dtype, one.file, lambda: part(Spans(split, ((0, shape[split]),))), part)

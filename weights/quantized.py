@@ -29,7 +29,6 @@ from kernels.tuned import counters_of
 from model import Experts, SelfCounting, Transformer
 from support.errors import BadFileError, UsageError
 from support.reader import check
-from weights.files import Destination
 from weights.shards import RankConcat, RankEmbedding, common_rows
 
 MODES = ("int8", "int4")
@@ -267,8 +266,11 @@ class QuantEmbedding(FloatLinear):
         return 0.0  # as of every embedding
 
 
-class TiedEmbedding(SelfCounting):
-    """The embedding of a model whose LM head has the same weight and is packed. It reads rows of that head in `dtype`."""
+class TiedEmbedding(nn.Module):
+    """The embedding of a model whose LM head has the same weight and is packed. It reads rows of that head in `dtype`.
+
+    It holds no weights: a forward reads the LM head's, and `Transformer.weight_bytes` counts the rows.
+    """
 
     def __init__(self, head: QuantLinear, dtype: torch.dtype = torch.float32):
         super().__init__()
@@ -277,9 +279,6 @@ class TiedEmbedding(SelfCounting):
 
     def forward(self, tokens: Tensor) -> Tensor:
         return kernels.packed_rows(self.head[0].pack(torch.float32), tokens, self.dtype)
-
-    def weight_bytes_read(self, nodes: int) -> float:
-        return 0.0  # what is read is the LM head's, and `Transformer.weight_bytes` counts the rows
 
 
 def lm_head_rows(model: Transformer, ids: Tensor | None = None) -> Tensor:
@@ -391,8 +390,8 @@ def held_bytes(
     """
     tiles = backend == "cpu" and dtype == torch.float32
     planes = dtype != torch.float64 and (backend == "triton" or (backend == "auto" and device == "cuda"))
-    dense = not planes and not tiles and device == "cpu" and dtype != torch.bfloat16
-    torch_packs = not planes and device == "cpu" and dtype == torch.bfloat16
+    on_cpu = "torch" if dtype == torch.bfloat16 else "floats"  # where our kernels do not run
+    layout = "tiles" if tiles else "planes" if planes else on_cpu if device == "cpu" else ""
     total = 0
 
     def multiplied(name: str, shape: Sequence[int]) -> bool:
@@ -405,10 +404,9 @@ def held_bytes(
         leaf, shape, width = name.rpartition(".")[2], tensor.shape, tensor.dtype.itemsize
         count = math.prod(shape)
         if leaf in ("qweight", "weight_packed"):
-            layout = "floats" if dense else "tiles" if tiles else "planes" if planes else "torch" * torch_packs
             total += _codes_bytes(shape, width, 8 if tensor.dtype == torch.int8 else 4, layout, dtype)
         elif leaf in ("scales", "weight_scale"):
-            paired = torch_packs and width == len(shape) == 2
+            paired = layout == "torch" and width == len(shape) == 2
             if planes and width == 2:  # inside the packed weight
                 count = count // shape[-1] * padded(shape[-1])
             total += count * (width + (2 * dtype.itemsize if paired else 0))
@@ -460,11 +458,10 @@ def apply_spec_(module: nn.Module, spec: QuantSpec) -> nn.Module:
     """
     if isinstance(module, Transformer) and module.lm_head is None and spec.lm_head != "fp16":
         untie_(module)
-    for child, weights, bits in quantizable(module, spec):
-        bias, per_token = (None, child.per_token) if isinstance(child, Experts) else (child.bias, 0)
+    for _, weights, bits in quantizable(module, spec):
         for full, weight in weights.items():
             empty = empty_tensors(weight.shape, bits, spec.group_size)
-            replace_module(module, full, QuantLinear(empty, bias, per_token))
+            install_(module, full, empty, weight.shape, full, "meta")
     return module
 
 
@@ -506,20 +503,20 @@ def set_tensor(module: nn.Module, name: str, tensor: Tensor) -> None:
 
 def install_(
     model: nn.Module, parameter: str, weight: Stored | kernels.PackedWeight, size: torch.Size, where: str,
-    to: Destination,
+    device: torch.device | str, dtype: torch.dtype = torch.float32,
 ) -> None:  # fmt: skip
     """Put a quantized module in the place of the module, or of the experts' matrix, that `parameter` belongs to.
 
-    Raises ValueError for a weight of another shape than `size`.
+    dtype: of the rows that an embedding gives. Raises ValueError for a weight of another shape than `size`.
     """
     kind = FloatLinear
     if not isinstance(weight, kernels.PackedWeight):
-        kind, weight = QuantLinear, {leaf: tensor.to(to.device) for leaf, tensor in weight.items()}
+        kind, weight = QuantLinear, {leaf: tensor.to(device) for leaf, tensor in weight.items()}
     name = parameter.removesuffix(".weight")
     if len(size) == 3:
         new = kind(weight, None, model.get_submodule(name.rpartition(".")[0]).per_token)
     elif isinstance(old := model.get_submodule(name), nn.Embedding):
-        new = QuantEmbedding(weight, to.dtype)
+        new = QuantEmbedding(weight, dtype)
     else:
         new = kind(weight, old.bias)
     shape, expected = [new.out_features, new.in_features], list(size[-2:])
@@ -533,11 +530,10 @@ def adopt_(module: nn.Module, tensors: Mapping[str, Tensor], device, dtype: torc
 
     Floats are cast to `dtype`, but scales keep theirs. Raises ValueError for codes of another shape than the linear's.
     """
-    to = Destination(device, dtype, lambda *_: None)
     for name, tensor in tensors.items():
         base, _, leaf = name.rpartition(".")
         if leaf == "qweight":
             held = {key: tensors[f"{base}.{key}"] for key in TENSORS if f"{base}.{key}" in tensors}
-            install_(module, base, held, module.get_submodule(base).weight.shape, base, to)
+            install_(module, base, held, module.get_submodule(base).weight.shape, base, device)
         elif leaf not in TENSORS:
             set_tensor(module, name, tensor.to(device, dtype if tensor.is_floating_point() else None))

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from model import Experts, Transformer
 from weights.files import Destination, Entries
-from weights.hf import checked_views, parameter_sources, read_parameter, without_copy
+from weights.hf import checked_sources, read_parameter, without_copy
 from weights.quantized import QuantLinear, QuantSpec, Stored, apply_spec_, pack_nibbles, quantizable, set_tensor, untie_
 from weights.stored import fill_parameters
 
@@ -223,7 +223,7 @@ def fill_rounded(model: Transformer, entries: Entries, spec: QuantSpec, where: s
     do not match, and for values that are not finite.
     """
     entries = without_copy(model, entries, where)
-    sources = parameter_sources(model, checked_views(model, entries, where))
+    sources = checked_sources(model, entries, where)
     embedding = sources["embed_tokens.weight"]
     half = half_of(entries[embedding[0]].dtype)
     if model.lm_head is None and spec.lm_head != "fp16":  # the rounded copy of a tied head

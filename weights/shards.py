@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 import kernels
 from families.config import ModelConfig
-from model import Transformer, linear
+from model import Transformer
 from support.errors import UsageError
 from weights.files import Entries, Entry, Spans
 
@@ -100,11 +100,10 @@ class Shard(NamedTuple):
 
         group: columns that share a scale. Raises UsageError where a group would be split.
         """
-        rows, columns = shape
-        base = name.removesuffix(".weight")
-        cut = self._cut(name, base, "scales", (columns // group, rows), 0, True, config, where)
-        if cut is None or cut.axis == 1:
-            return cut and cut._replace(axis=0)
+        groups = shape[0], shape[1] // group
+        cut = self._cut(name, name.removesuffix(".weight"), "weight", groups, 0, False, config, where)
+        if cut is None or cut.axis == 0:
+            return cut
         return Spans(1, tuple((first * group, end * group) for first, end in cut.pieces))
 
     def _cut(
@@ -219,8 +218,7 @@ class RankSum(nn.Module):
         self.ranks = ranks
 
     def forward(self, x: Tensor, residual: Tensor | None = None, gated: int = 0) -> Tensor:
-        own = linear(self.inner, x) if isinstance(self.inner, nn.Linear) else self.inner(x)
-        return kernels.epilogue(rank_sum(own, self.ranks), None, residual, gated)
+        return kernels.epilogue(rank_sum(self.inner(x), self.ranks), None, residual, gated)
 
 
 class RankConcat(nn.Module):

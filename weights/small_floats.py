@@ -116,7 +116,7 @@ def float_entries(entries: Entries, config: Any, where: str) -> dict[str, Entry]
     found = without_activations(entries)
     for name, entry in entries.items():
         if (matrix := scaled(entries, name, where)) or (matrix := coded(entries, name, where)):
-            for part in matrix.names:
+            for part in matrix.parts:
                 del found[part]
             found[name.replace(PACKED, ".weight")] = Entry(matrix.shape, torch.float32, entry.file, matrix.floats)
         elif entry.dtype == "F8_E4M3" and len(entry.shape) == 2 and not name.endswith(SCALE):
@@ -170,7 +170,7 @@ def _mxfp4(blocks: Entry, scales: Entry) -> Tensor:
 
 
 class Coded(NamedTuple):
-    """A matrix of bitsandbytes. `parts` are its tensors, by what follows its name."""
+    """A matrix of bitsandbytes. `parts` are its tensors, by their names, which begin with its own."""
 
     name: str
     shape: tuple[int, ...]
@@ -179,13 +179,8 @@ class Coded(NamedTuple):
     offset: float  # of such scales
     parts: Mapping[str, Entry]
 
-    @property
-    def names(self) -> list[str]:
-        """Of its tensors."""
-        return [self.name + leaf for leaf in self.parts]
-
     def read(self, leaf: str) -> Tensor:
-        return self.parts[leaf].read().flatten()
+        return self.parts[self.name + leaf].read().flatten()
 
     def codes(self) -> Tensor:
         """uint8 [N, K]"""
@@ -195,7 +190,7 @@ class Coded(NamedTuple):
     def scales(self, each: int) -> Tensor:
         """float32 [N, K / each]: of every so many columns, which belong to one block."""
         scales = self.read(".absmax")
-        if ".nested_absmax" in self.parts:
+        if f"{self.name}.nested_absmax" in self.parts:
             large = self.read(".nested_absmax").repeat_interleave(self.inner)[: len(scales)]
             scales = self.read(".nested_quant_map")[scales.int()] * large + self.offset
         return scales.repeat_interleave(self.block // each)[: math.prod(self.shape) // each].view(self.shape[0], -1)
@@ -222,11 +217,6 @@ class Scaled(NamedTuple):
     shape: tuple[int, int]
     parts: Mapping[str, Entry]
     divides: bool
-
-    @property
-    def names(self) -> list[str]:
-        """Of its tensors."""
-        return [*self.parts]
 
     @property
     def own(self) -> Format:
@@ -277,12 +267,12 @@ def scaled(entries: Entries, name: str, where: str) -> Scaled | None:
 
 def coded(entries: Entries, name: str, where: str) -> Coded | None:
     """The matrix of bitsandbytes with this name, or None. Raises ValueError in one line if its tensors do not fit."""
-    leaves = [f".quant_state.bitsandbytes__{kind}" for kind in ("nf4", "fp4")]
-    state = next((leaf for leaf in leaves if name + leaf in entries), None)
+    states = [f"{name}.quant_state.bitsandbytes__{kind}" for kind in ("nf4", "fp4")]
+    state = next((state for state in states if state in entries), None)
     if state is None:
         return None
     try:
-        facts = json.loads(bytes(entries[name + state].read().tolist()))
+        facts = json.loads(bytes(entries[state].read().tolist()))
     except (ValueError, TypeError) as error:
         raise refusal(where, f"the quant_state of {name} is no JSON.", "Damaged file?") from error
     check(facts, STATE, where, f"the quant_state of {name}")
@@ -293,10 +283,11 @@ def coded(entries: Entries, name: str, where: str) -> Coded | None:
     wanted[".absmax"] = scales, torch.uint8 if double else single
     if double:
         wanted |= {".nested_absmax": (_shares(scales, max(inner, 1)), single), ".nested_quant_map": (256, single)}
-    parts = {leaf: entries[name + leaf] for leaf in wanted if name + leaf in entries}
-    if not values or values % 2 or {k: (math.prod(part.shape), part.dtype) for k, part in parts.items()} != wanted:
+    parts = {name + leaf: entries[name + leaf] for leaf in wanted if name + leaf in entries}
+    found = [(math.prod(part.shape), part.dtype) for part in parts.values()]
+    if not values or values % 2 or found != [*wanted.values()]:
         raise refusal(where, f"the tensors of {name} do not fit its quant_state {str(facts):.99}.", "A shard missing?")
-    parts[state] = entries[name + state]
+    parts[state] = entries[state]
     offset = float(facts.get("nested_offset", 0))
     return Coded(name, shape, min(block, values), min(inner, scales), offset, parts)
 
@@ -330,7 +321,7 @@ def packing(model: Transformer, entries: Entries, layout: str, where: str, devic
 
     def rows(name: str, matrix: Coded | Scaled) -> Blocks:
         """Codes and scales in our order of rows."""
-        order, blocks = row_order(name, matrix.shape[0], model.config) if "attn." in name else None, matrix.blocks()
+        order, blocks = row_order(name, matrix.shape[0], model.config), matrix.blocks()
         check_finite(blocks.scales, name, where)
         if blocks.scales.dtype == torch.float32 and blocks.sub_scales is None:
             raise ValueError(f"{where}: the kernels cannot hold the scales of {name}. Use --kernels reference.")

@@ -20,10 +20,10 @@ from kernels import PackedWeight
 from model import Transformer
 from support.reader import check, refusal
 from weights.files import FLOATS, IGNORED, INTEGERS, Destination, Entries, Entry, check_entries, check_finite, few_names
-from weights.hf import checked_views, hf_views, parameter_sources, read_parameter, row_order
+from weights.hf import checked_sources, hf_views, parameter_sources, read_parameter, row_order
 from weights.quantized import GROUPS, QuantSpec, Stored, apply_spec_, held_dtype, install_, pack_nibbles, set_tensor
 
-Part = dict[str, Tensor | None]  # one published linear, as `_read_linear` returns it
+Part = dict[str, Tensor]  # one published linear, as `_read_linear` returns it
 # The quantized weight of a parameter, from its name, the names of its sources and its slot in the model; None for floats.
 Packing = Callable[[str, list[str], Tensor], Stored | PackedWeight | None]
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where columns 0 to 7 lie in a word of AWQ
@@ -188,9 +188,9 @@ def _fitting(
 
 
 def _read_linear(entries: Entries, layout: Layout, base: str, K: int, where: str) -> Part:
-    """One published linear of K inputs as codes [N, K], scales and zeros [K/G, N], and g_idx [K] or None.
+    """One published linear of K inputs as codes [N, K], scales and zeros [K/G, N], and g_idx [K].
 
-    Codes of 4 bits are uint8, and those of 8 bits int8 without zeros. Zeros are None where all are in the middle.
+    Codes of 4 bits are uint8, and those of 8 bits int8, whose zeros are all in the middle.
     Raises ValueError unless every tensor has the dtype and the shape that the layout and the others ask for.
     """
     compressed, awq = layout.kind in ("pack-quantized", "int-quantized"), layout.kind == "awq"
@@ -237,27 +237,27 @@ def _read_linear(entries: Entries, layout: Layout, base: str, K: int, where: str
     else:
         codes, zeros = _codes(codes.T, bits), _codes(read(zero, words, groups, -(-N // each)), bits)[:, :N]
         zeros = (zeros + 1) & (2 * middle - 1) if layout.kind == "gptq" else zeros  # the first format stores zero - 1
+    zeros = torch.full(scales.shape, middle) if zeros is None else zeros
     if layout.symmetric and layout.kind == "gptq" and (zeros == middle + 1).all():
-        zeros = None  # some writers label the second format as the first
-    zeros = None if zeros is None or (zeros == middle).all() else zeros.to(torch.uint8)
+        zeros = zeros - 1  # some writers label the second format as the first
     if bits == 8:
-        if zeros is not None:
+        if (zeros != middle).any():
             raise ValueError(f"{where}: {base} has 8 bits and zero points; supported: symmetric weights of 8 bits.")
         codes = (codes ^ 128).view(torch.int8)
-    g_idx = None if g_idx is None or (g_idx < 0).all() else g_idx.long()
-    return {"codes": codes, "scales": scales, "zeros": zeros, "g_idx": g_idx}
+    g_idx = torch.arange(K) // (K // groups) if g_idx is None or (g_idx < 0).all() else g_idx.long()
+    return {"codes": codes, "scales": scales, "zeros": zeros.to(torch.uint8), "g_idx": g_idx}
 
 
 def _fuse(parts: list[Part], where: str) -> dict[str, Tensor]:
     """The stored tensors of one weight whose rows are these parts (q, k and v, for example), exactly.
 
-    Groups longer than 128 columns repeat their scale. Act-order becomes `perm`. All parts must have the same, since they
-    read the same input.
+    Groups longer than 128 columns repeat their scale. Codes of 4 bits have zeros, also where all are in the middle.
+    Act-order becomes `perm`. All parts must have the same, since they read the same input.
     """
     K, groups = parts[0]["codes"].shape[1], parts[0]["scales"].shape[0]
     size = K // groups
     natural = torch.arange(K) // size
-    orders = [natural if part["g_idx"] is None else part["g_idx"] for part in parts]
+    orders = [part["g_idx"] for part in parts]
     kinds, eight = {(len(p["scales"]), p["codes"].dtype) for p in parts}, parts[0]["codes"].dtype == torch.int8
     if len(kinds) > 1 or any(not torch.equal(o, orders[0]) for o in orders):
         raise ValueError(f"{where}: fused projections differ in group size or act-order, or in bits: not supported.")
@@ -273,9 +273,8 @@ def _fuse(parts: list[Part], where: str) -> dict[str, Tensor]:
     exact = torch.equal(half.to(scales.dtype), scales)
     stored = {"qweight": codes.contiguous() if eight else pack_nibbles(codes)}
     stored["scales"] = scales[0].float() if rows else half if exact else scales.float()
-    if any(part["zeros"] is not None for part in parts):
-        zeros = [torch.full_like(p["scales"], 8) if p["zeros"] is None else p["zeros"] for p in parts]
-        stored["zeros"] = torch.cat([z.to(torch.uint8) for z in zeros], 1).repeat_interleave(size // ours, 0)
+    if not eight:
+        stored["zeros"] = torch.cat([part["zeros"] for part in parts], 1).repeat_interleave(size // ours, 0)
     return stored if perm is None else stored | {"perm": perm.to(torch.int32)}
 
 
@@ -285,9 +284,6 @@ def _stack_experts(fused: list[dict[str, Tensor]], where: str) -> dict[str, Tens
     shared = perms[0]
     if any((p is None) != (shared is None) or (p is not None and not torch.equal(p, shared)) for p in perms):
         raise ValueError(f"{where}: experts with different act-orders are not supported; use static groups.")
-    if any("zeros" in one for one in fused):
-        for one in fused:
-            one.setdefault("zeros", torch.full(one["scales"].shape, 8, dtype=torch.uint8))
     stored = {key: torch.stack([one[key] for one in fused]) for key in fused[0]}
     return stored if shared is None else stored | {"perm": shared}
 
@@ -313,7 +309,7 @@ def fill_published(model: Transformer, entries: Entries, config: Any, where: str
         if order is None:
             return read
         axis = {"codes": 0, "scales": 1, "zeros": 1}  # of the rows
-        return {k: t.index_select(axis[k], order) if k in axis and t is not None else t for k, t in read.items()}
+        return {k: t.index_select(axis[k], order) if k in axis else t for k, t in read.items()}
 
     def packed(ours: str, names: list[str], slot: Tensor) -> Stored | None:
         bases = [name.removesuffix(".weight") for name in names]
@@ -323,7 +319,8 @@ def fill_published(model: Transformer, entries: Entries, config: Any, where: str
         stacks = model.config.num_local_experts if slot.dim() == 3 else 1
         per, at = len(bases) // stacks, f"{where}: {ours}"
         fused = [_fuse([part(base, slot) for base in bases[i * per :][:per]], at) for i in range(stacks)]
-        return fused[0] if slot.dim() == 2 else _stack_experts(fused, at)
+        stored = fused[0] if slot.dim() == 2 else _stack_experts(fused, at)
+        return {leaf: tensor for leaf, tensor in stored.items() if leaf != "zeros" or (tensor != 8).any()}
 
     fill_parameters(model, parameter_sources(model, hf_views(model, entries)), entries, packed, where, to)
     for name in entries.keys() - used:
@@ -335,7 +332,7 @@ def fill_published(model: Transformer, entries: Entries, config: Any, where: str
 
 def fill_kept(model: Transformer, entries: Entries, packed: Packing, where: str, to: Destination) -> None:
     """`fill_parameters` from exactly the tensors of the model."""
-    fill_parameters(model, parameter_sources(model, checked_views(model, entries, where)), entries, packed, where, to)
+    fill_parameters(model, checked_sources(model, entries, where), entries, packed, where, to)
 
 
 def fill_parameters(
@@ -358,6 +355,6 @@ def fill_parameters(
             dtype = held_dtype(ours, stored, to.dtype)
             set_tensor(model, ours, read_parameter(entries, names, slot.shape, where, to.device, dtype))
         else:
-            install_(model, ours, weight, slot.shape, f"{where}: {ours}", to)
+            install_(model, ours, weight, slot.shape, f"{where}: {ours}", to.device, to.dtype)
         done += slot.nbytes
         to.progress(done, total, ours)

@@ -21,7 +21,7 @@ import kernels
 from decoding import sampling
 from decoding.drafter import Draft, DraftInput, take_rows
 from drafters.heads import DraftHead, HeadDrafter
-from drafters.trees import DEFAULT_RULE, DraftRule, independent_tree
+from drafters.trees import DEFAULT_RULE, DraftRule, FedRows, independent_tree
 from families.config import ModelConfig
 from kernels.growing import ancestors_from_parents, best_prefixes
 from kernels.records import Rotary
@@ -261,7 +261,7 @@ class BlockDrafter(HeadDrafter):
             return self._searched(inputs, slots)
         if self.head.config.markov or self._whole_logits(inputs):
             rows = self._rows(inputs, slots, 0, inputs.root[:, None], None)
-            draft = self._dynamic(inputs, rows, ()) if self.dynamic else self._static(inputs, rows, ())
+            draft = self._dynamic(inputs, rows) if self.dynamic else self._static(inputs, rows)
         elif self.dynamic:  # the candidates at a depth are the same after every parent
             draft = best_prefixes(self._target_ids(slots.ids), slots.scores, inputs.root, self.N)
         else:
@@ -314,12 +314,13 @@ class BlockDrafter(HeadDrafter):
             return Rows(slots, depth, tokens, None, None)
         return Rows(slots, depth, tokens, *self.head.factors(tokens, slots.mixed[:, depth], state))
 
-    def _level(
-        self, inputs: DraftInput, rows: tuple[Tensor, ...], depth: int, first: int, tokens: Tensor, above: Rows,
-        source: Tensor, visible: Tensor,
-    ) -> Rows:  # fmt: skip
-        state = None if above.state is None else take_rows(above.state, source)
-        return self._rows(inputs, above.slots, depth, tokens, state)
+    def _place_levels(self, inputs: DraftInput) -> list[None]:
+        return [None] * len(self.level_widths())
+
+    def _level(self, inputs: DraftInput, depth: int, fed: FedRows) -> Rows:
+        above = fed.features
+        state = None if above.state is None else take_rows(above.state, fed.source)
+        return self._rows(inputs, above.slots, depth, fed.tokens, state)
 
     def predict(self, output: Rows) -> Tensor:
         """All logits [B, W, Vd] after rows, corrected on the shortlist."""

@@ -63,7 +63,7 @@ class SharingAttention(Attention):
 
 
 class FactoredExperts(WeighedExperts):
-    """Each expert has a factor, and the router may read something else than the experts."""
+    """Each expert has a factor, and the router reads something else than the experts."""
 
     def __init__(self, config: ModelConfig):
         super().__init__(config)
@@ -72,10 +72,9 @@ class FactoredExperts(WeighedExperts):
     def weighed(self, weights: Tensor, ids: Tensor) -> Tensor:
         return weights * self.factors[ids]
 
-    def forward(self, x: Tensor, residual: Tensor | None = None, routed: Tensor | None = None) -> Tensor:
-        """x [B, T, H] -> [B, T, H]. routed [B, T, H]: what the router reads, if it is not x. Nothing is added."""
-        rows, routed = (t.flatten(0, -2) for t in (x, x if routed is None else routed))
-        return self.chosen(rows, routed, residual).view(x.shape)
+    def forward(self, x: Tensor, routed: Tensor) -> Tensor:
+        """x [B, T, H] -> [B, T, H]. routed [B, T, H]: what the router reads."""
+        return self.chosen(x.flatten(0, -2), routed.flatten(0, -2), None).view(x.shape)
 
 
 class Beside(nn.Module):

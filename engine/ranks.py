@@ -37,7 +37,6 @@ from engine.prompt_cache import PromptCache
 from engine.request import Request
 from engine.runner import Times
 from engine.stepping import EngineConfig
-from engine.streams import Driver
 from model import Transformer
 from support.errors import INTERNAL, UsageError, UserError, one_line
 from support.interrupts import held_back
@@ -52,6 +51,7 @@ MEETING = datetime.timedelta(seconds=60)  # how long the ranks wait for each oth
 TOGETHER = datetime.timedelta(minutes=10)
 ENDING = datetime.timedelta(seconds=5)  # how long it waits for them to end
 PATIENCE = 0.7  # seconds that an exchange may still take after Ctrl-C
+FAILURES = (ExchangeFailed, dist.DistError)  # of an exchange
 
 
 class RankLost(UserError):
@@ -148,13 +148,17 @@ class Ranks:
         try:
             with self.alarm.set() if self.alarm else contextlib.nullcontext():
                 yield
-        except (ExchangeFailed, dist.DistError) as error:
-            deadline = time.monotonic() + 1.0  # a process closes its connections shortly before its status can be seen
-            while not (ended := self._ended()) and self.children and time.monotonic() < deadline:
-                time.sleep(0.01)
-            what = ended or "rank 0, or one of the others"
-            how = f"has ended ({what})" if ended or not self.children else "does not answer"
-            raise RankLost(f"a process of --tp {self.size} {how}; start again.") from error
+        except FAILURES as error:
+            raise self.loss() from error
+
+    def loss(self) -> RankLost:
+        """The error for an exchange that has just failed."""
+        deadline = time.monotonic() + 1.0  # a process closes its connections shortly before its status can be seen
+        while not (ended := self._ended()) and self.children and time.monotonic() < deadline:
+            time.sleep(0.01)
+        what = ended or "rank 0, or one of the others"
+        how = f"has ended ({what})" if ended or not self.children else "does not answer"
+        return RankLost(f"a process of --tp {self.size} {how}; start again.")
 
     def leave(self) -> None:
         """Close the connections, when all ranks are done."""
@@ -361,14 +365,11 @@ class RankedBatch(Batch):
         self.known = {number: request for number, request in self.known.items() if not request.ended}
 
     def _abandon(self, error: Exception | None) -> None:
-        if isinstance(error, ExchangeFailed | dist.DistError):
-            try:
-                with self.engine.ranks.lost():
-                    raise error
-            except RankLost as lost:
-                if self.engine.ranks.rank:  # this process ends, and rank 0 says why
-                    raise
-                error = lost
+        if isinstance(error, FAILURES):
+            lost = self.engine.ranks.loss()
+            if self.engine.ranks.rank:  # this process ends, and rank 0 says why
+                raise lost from error
+            error = lost
         super()._abandon(error)
 
 
@@ -384,6 +385,8 @@ class RankedEngine(Engine):
     step runs ahead of the host, because an observer in one rank would hold it back there alone.
     """
 
+    batches = RankedBatch
+
     def __init__(
         self,
         model: Transformer,
@@ -396,8 +399,6 @@ class RankedEngine(Engine):
         self.ranks = ranks
         self.number = ranks.engines  # among those that share the processes, which all make them in the same order
         ranks.engines += 1
-        self.batch = RankedBatch(self)
-        self.driver = Driver(self.batch)
 
     def tell(self, *words: object) -> None:
         """Rank 0 says what comes next to the others, which `follow`."""

@@ -20,7 +20,7 @@ class SharingAttention(Attention):
     def __init__(self, config: ModelConfig, layer: int = 0, in_size: int | None = None):
         super().__init__(config, layer, in_size)
         self.shares = config.source(layer) != layer
-        self.keys_as_values = config.keys_as_values and not self.window
+        self.keys_as_values = self.in_parts = config.keys_as_values and not self.window
         projected = 0 if self.shares else 1 if self.keys_as_values else 2
         rows = (self.heads + projected * self.kv_heads) * self.head_dim
         self.qkv = nn.Linear(self.qkv.in_features, rows, bias=config.qkv_bias)
@@ -42,11 +42,6 @@ class SharingAttention(Attention):
 
     def turn(self, cos: Tensor, sin: Tensor, slots: Tensor, kv: Tensor) -> tuple:
         return *super().turn(cos, sin, slots, kv), True, self.shares
-
-    def write(self, x: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, kv: Tensor) -> tuple[Tensor, Tensor | None]:
-        if self.keys_as_values:
-            return kernels.rope_write_kv(self.all_heads(x), *self.turn(cos, sin, slots, kv))
-        return super().write(x, cos, sin, slots, kv)
 
     def forward_train(self, x: Tensor, cos: Tensor, sin: Tensor, shared: Tensor) -> Tensor:
         """shared [B, T, 2 Hkv hd]: keys and values that several layers have, or [B, T, 0]. One writes them in place, the

@@ -260,7 +260,7 @@ class BlockDrafter(HeadDrafter):
         if self.dynamic and self._searches_in_cpp(inputs, slots):
             return self._searched(inputs, slots)
         if self.head.config.markov or self._whole_logits(inputs):
-            rows = self._rows(inputs, slots, 0, inputs.root[:, None], None)
+            rows = self._rows(slots, 0, inputs.root[:, None], None)
             draft = self._dynamic(inputs, rows) if self.dynamic else self._static(inputs, rows)
         elif self.dynamic:  # the candidates at a depth are the same after every parent
             draft = best_prefixes(self._target_ids(slots.ids), slots.scores, inputs.root, self.N)
@@ -308,7 +308,7 @@ class BlockDrafter(HeadDrafter):
         best = sampling.draft_topk(logits, ahead, self.draft_ids, inputs.sampling, inputs.mode, count, noisy)
         return Slots(mixed, logits, *best)
 
-    def _rows(self, inputs: DraftInput, slots: Slots, depth: int, tokens: Tensor, state: Tensor | None) -> Rows:
+    def _rows(self, slots: Slots, depth: int, tokens: Tensor, state: Tensor | None) -> Rows:
         """Rows of the target's tokens [B, W] at a depth. state: theirs, of a recurrent head."""
         if self.head.config.markov not in ("gated", "rnn"):
             return Rows(slots, depth, tokens, None, None)
@@ -320,7 +320,7 @@ class BlockDrafter(HeadDrafter):
     def _level(self, inputs: DraftInput, depth: int, fed: FedRows) -> Rows:
         above = fed.features
         state = None if above.state is None else take_rows(above.state, fed.source)
-        return self._rows(inputs, above.slots, depth, fed.tokens, state)
+        return self._rows(above.slots, depth, fed.tokens, state)
 
     def predict(self, output: Rows) -> Tensor:
         """All logits [B, W, Vd] after rows, corrected on the shortlist."""

@@ -430,9 +430,8 @@ class Batch:
             results = [request and request.result for request in launched.rows]
             for observer in list(engine.observers):
                 observer.step(launched.output, results)
-        plain = not launched.speculative and engine.fallback is not None
         nodes = launched.output.draft.tokens.shape[1] - 1
         for b, request in there:
+            request.result.decode_seconds += seconds
             logprobs = launched.output.logprobs
-            part = ring[b], nodes, launched.speculative, plain, logprobs and logprobs.row(b), seconds
-            self._take(request, request.take, *part)
+            self._take(request, request.take, ring[b], nodes, launched.speculative, logprobs and logprobs.row(b))

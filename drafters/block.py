@@ -248,7 +248,7 @@ class BlockDrafter(HeadDrafter):
         self.block_depth = torch.arange(config.slots, device=device)[None]
         self.visible, self.visible_window = slot_masks(config, device)
 
-    def bytes_per_step(self, model: Transformer) -> float:
+    def bytes_per_step(self) -> float:
         """Everything is read once."""
         return self.head.bytes_read()
 

@@ -30,7 +30,7 @@ class DraftModelDrafter(TreeDrafter):
         if any(0 < window <= self.D for window in model.config.windows):
             raise ValueError(f"the draft model attends {self.model_window} tokens, less than the tree is deep.")
 
-    def bytes_per_step(self, model: Transformer) -> float:
+    def bytes_per_step(self) -> float:
         """The whole draft model is read once per forward."""
         return sum(self.model.weight_bytes(width) for width in (self.D + 1, *self.level_widths()))
 

@@ -398,7 +398,7 @@ class Batch:
         if not speculating or not self._pending:  # plain steps under way end before drafting comes back
             returns = speculating and not self._speculating
             for request in live:
-                if returns or request.length - request.drafted > BEHIND and engine.fallback is not None:
+                if returns or request.length - request.drafted > BEHIND:
                     self._catch_up(request)
             self._speculating = speculating
         drafter = view.drafter if self._speculating else engine.fallback

@@ -195,4 +195,4 @@ class Request:
         if self.scores is not None:
             return [], 0
         text = kept_ids(self.prompt + self.result.token_ids, self.adapter)
-        return text[: min(self.length, len(text))], max(0, min(self.drafted, len(text) - 1))
+        return text[: self.length], max(0, min(self.drafted, len(text) - 1))

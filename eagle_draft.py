@@ -22,7 +22,7 @@ from decoding.drafter import DraftInput, StepParts, take_rows
 from drafters.heads import DraftHead, HeadDrafter
 from drafters.trees import FedRows
 from layers.build import build_attention
-from model import MLP, Block, Nodes, RMSNorm, Transformer, weight_bytes
+from model import MLP, Nodes, RMSNorm, Transformer, weight_bytes
 from support.machine import zeros
 from tree import DynamicTree, TreeTables
 from weights.heads import EagleConfig
@@ -125,17 +125,14 @@ class EagleHead(DraftHead):
         x = self.layer.attention(x, nodes, kv, residual)
         return self.layer.mlp(self.layer.post_norm(x), x)
 
-    def forward(
-        self, tokens: Tensor, feature: Tensor, nodes: Nodes, kv: Tensor, layer: Callable | None = None,
-        source: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
-        """tokens int64 [B, T] paired with feature [B, T, H] (fused, or the head's own output) -> output [B, T, H].
+    def forward(self, fed: FedRows, kv: Tensor, layer: Callable | None = None) -> Tensor:
+        """Tokens paired with features (fused, or the head's own output) -> output [B, T, H].
 
-        kv [2, B, Hkv, S, hd] is written at nodes.slots. The output is what `predict` and the next level read. layer is a
-        compiled `EagleHead.layer_forward`, or None for the method itself. source [B, T]: the rows of `feature` that the
-        tokens are paired with, None if each has its own.
+        kv [2, B, Hkv, S, hd] is written at the slots of the nodes. The output is what `predict` and the next level read.
+        layer is a compiled `EagleHead.layer_forward`, or None for the method itself.
         """
-        out = (layer or type(self).layer_forward)(self, *self.joined(tokens, feature, source), nodes, kv)
+        joined = self.joined(fed.tokens, fed.features, fed.source)
+        out = (layer or type(self).layer_forward)(self, *joined, fed.nodes, kv)
         return self.norm(out) if self.config.norm_output else out
 
     def absorb(self, tokens: Tensor, features: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, kv: Tensor) -> None:
@@ -199,16 +196,8 @@ class MtpHead(EagleHead):
         nn.Module.__init__(self)
         self.config = config
         self.embed_tokens = self.lm_head = None
+        vars(self).update(layer=target.mtp.layer, norm=target.mtp.norm)  # the target's modules, no part of this one
         self.bind(target, draft_vocab)
-
-    @property
-    def layer(self) -> Block:
-        """The target's module, which is no part of this one."""
-        return self.target.mtp.layer
-
-    @property
-    def norm(self) -> RMSNorm:
-        return self.target.mtp.norm
 
     def bytes_read(self) -> float:
         return super().bytes_read() + weight_bytes(self.target.mtp)
@@ -263,7 +252,7 @@ class EagleDrafter(HeadDrafter):
         return self.head.fuse(features)
 
     def _forward(self, fed: FedRows, cache: Tensor, parts: StepParts) -> Tensor:
-        return self.head(fed.tokens, fed.features, fed.nodes, cache, parts.draft_layer, fed.source)
+        return self.head(fed, cache, parts.draft_layer)
 
 
 class UnshiftedDrafter(EagleDrafter):
@@ -286,7 +275,7 @@ class UnshiftedDrafter(EagleDrafter):
         self.above = inputs.root[:, None]
         return super()._extend(inputs._replace(tokens=F.pad(inputs.tokens[:, :-1], (1, 0))))
 
-    def _level(self, inputs: DraftInput, rows: tuple[Tensor, ...], depth: int, first: int, tokens, *rest) -> Tensor:
-        shown = self.above.gather(1, self.tree.levels[depth - 1].source)
-        self.above = tokens
-        return super()._level(inputs, rows, depth, first, shown, *rest)
+    def _level(self, inputs: DraftInput, depth: int, fed: FedRows) -> Tensor:
+        shown = self.above.gather(1, fed.source)
+        self.above = fed.tokens
+        return super()._level(inputs, depth, fed._replace(tokens=shown))

@@ -60,6 +60,8 @@ def linear(layer: nn.Module, x: Tensor, residual: Tensor | None = None, gated: i
 class Attention(nn.Module):
     """Grouped-query attention with fused QKV over a static cache. `in_size` differs from hidden_size in EAGLE-3."""
 
+    in_parts = False  # whether something stands between the projection and the rotation, so that no kernel does both
+
     def __init__(self, config: ModelConfig, layer: int = 0, in_size: int | None = None):
         super().__init__()
         self.heads = config.num_attention_heads
@@ -106,7 +108,7 @@ class Attention(nn.Module):
         """Write the keys and values of x [B, T, in] into slots [B, T] of kv (as of `forward`). Returns the rotated
         queries [B, Hq, T, hd], and what `tree_attention` takes as `arrived`."""
         turn = self.turn(cos, sin, slots, kv)
-        if isinstance(self.qkv, nn.Linear):
+        if self.in_parts or isinstance(self.qkv, nn.Linear):
             return kernels.rope_write_kv(self.all_heads(x), *turn)
         return self.qkv.heads(x, self.head_dim, *turn)  # the kernel of a packed linear does both
 

@@ -82,8 +82,7 @@ class DynamicTree:
             raise ValueError(f"dynamic tree: N is {self.N}, but only {why}")
 
 
-def _checked_paths(paths: Iterable[Sequence[int]]) -> list[tuple[int, ...]]:
-    paths = list(paths)
+def _checked_paths(paths: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
     if len(paths) >= MAX_NODES:
         raise ValueError(f"tree: {len(paths)} paths, allowed are {MAX_NODES - 1} (and the root)")
     for path in paths:

@@ -166,7 +166,7 @@ def run_with_peak(arm: Arm, prompt: list[int], params: SamplingParams) -> tuple[
 def step_bytes(engine: Engine, context: int) -> float:
     """Bytes that a step has to read: weights, keys and values at `context`, and what the draft reads."""
     model, drafter, B = engine.model, engine.drafter, engine.batch_size
-    return model.weight_bytes(B * drafter.N) + B * model.kv_bytes(context) + drafter.bytes_per_step(model)
+    return model.weight_bytes(B * drafter.N) + B * model.kv_bytes(context) + drafter.bytes_per_step()
 
 
 def arm_facts(arms: list[Arm]) -> list[dict[str, Any]]:

@@ -233,7 +233,7 @@ def _speed(engine: Engine, result: GenerationResult, bandwidth: float) -> Iterat
     for drafter, steps in ((engine.drafter, len(result.drafted)), (engine.fallback, len(result.plain_steps))):
         if steps:
             weights = model.weight_bytes(drafter.N * engine.batch_size)
-            moved += steps * (weights + drafter.bytes_per_step(model))
+            moved += steps * (weights + drafter.bytes_per_step())
     share = moved / result.decode_seconds / bandwidth
     each = f"{result.decode_seconds / result.steps * 1e3:.2f} ms/step, {size_text(moved / result.steps)} read"
     bar = f"{'#' * round(BAR * min(share, 1.0)):.<{BAR}}"

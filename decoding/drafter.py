@@ -138,7 +138,7 @@ class Drafter:
         for cache in self.caches:
             swap_rows(cache, a, b, self.rows_held(length))
 
-    def bytes_per_step(self, model: Transformer) -> float:
+    def bytes_per_step(self) -> float:
         """Weight bytes that one draft reads."""
         return 0.0
 

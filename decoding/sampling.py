@@ -426,9 +426,9 @@ def draft_topk(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The `count` largest keys of each row (`draft_keys`): their places, int64, and scores, each [B,W,count].
 
-    noise [B,1 or W,V of the target]; ids [K] of the target that the draft vocabulary stands for, None for all.
+    noise [B,1 or W,V of the target], None without sampling; ids [K] of the target that the draft vocabulary stands for,
+    None for all.
     """
-    noise = noise if mode.sample else None
     filters = mode.filters and noise is not None  # without noise the best tokens survive every filter
     if not draft_logits.is_cuda:  # only Triton reads 16-bit logits
         draft_logits = draft_logits.to(torch.promote_types(draft_logits.dtype, torch.float32))

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from decoding.drafter import DraftInput, take_rows
 from drafters.heads import DraftHead, HeadDrafter
+from drafters.trees import FedRows
 from kernels.records import Nodes
 from layers.build import build_transformer
 from model import Transformer
@@ -74,17 +75,14 @@ class AssistantDrafter(HeadDrafter):
     def prefill(self, row: int, tokens: Tensor, features: Tensor, start: Tensor, keep: Tensor) -> None:
         """The target's keys and values are all it needs of a prompt."""
 
-    def _place_levels(self, inputs: DraftInput) -> tuple[Tensor, ...]:
-        return ()
+    def _place_levels(self, inputs: DraftInput) -> list[None]:
+        return [None] * len(self.level_widths())
 
     def _extend(self, inputs: DraftInput) -> Tensor:
         return self._read(inputs, inputs.root[:, None], take_rows(inputs.features, (inputs.count - 1)[:, None]))
 
-    def _level(
-        self, inputs: DraftInput, rows: tuple[Tensor, ...], depth: int, first: int, tokens: Tensor, above: Tensor,
-        source: Tensor, visible: Tensor,
-    ) -> Tensor:  # fmt: skip
-        return self._read(inputs, tokens, self.head.behind(take_rows(above, source)))
+    def _level(self, inputs: DraftInput, depth: int, fed: FedRows) -> Tensor:
+        return self._read(inputs, fed.tokens, self.head.behind(take_rows(fed.features, fed.source)))
 
     def _read(self, inputs: DraftInput, tokens: Tensor, features: Tensor) -> Tensor:
         """`AssistantHead.forward` at the root's position. The rows see the text before the root, and no node."""

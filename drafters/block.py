@@ -21,7 +21,7 @@ import kernels
 from decoding import sampling
 from decoding.drafter import Draft, DraftInput, take_rows
 from drafters.heads import DraftHead, HeadDrafter
-from drafters.trees import DEFAULT_RULE, DraftRule, independent_tree
+from drafters.trees import DEFAULT_RULE, DraftRule, FedRows, independent_tree
 from families.config import ModelConfig
 from kernels.growing import ancestors_from_parents, best_prefixes
 from kernels.records import Rotary
@@ -248,7 +248,7 @@ class BlockDrafter(HeadDrafter):
         self.block_depth = torch.arange(config.slots, device=device)[None]
         self.visible, self.visible_window = slot_masks(config, device)
 
-    def bytes_per_step(self, model: Transformer) -> float:
+    def bytes_per_step(self) -> float:
         """Everything is read once."""
         return self.head.bytes_read()
 
@@ -260,8 +260,8 @@ class BlockDrafter(HeadDrafter):
         if self.dynamic and self._searches_in_cpp(inputs, slots):
             return self._searched(inputs, slots)
         if self.head.config.markov or self._whole_logits(inputs):
-            rows = self._rows(inputs, slots, 0, inputs.root[:, None], None)
-            draft = self._dynamic(inputs, rows, ()) if self.dynamic else self._static(inputs, rows, ())
+            rows = self._rows(slots, 0, inputs.root[:, None], None)
+            draft = self._dynamic(inputs, rows) if self.dynamic else self._static(inputs, rows)
         elif self.dynamic:  # the candidates at a depth are the same after every parent
             draft = best_prefixes(self._target_ids(slots.ids), slots.scores, inputs.root, self.N)
         else:
@@ -308,18 +308,19 @@ class BlockDrafter(HeadDrafter):
         best = sampling.draft_topk(logits, ahead, self.draft_ids, inputs.sampling, inputs.mode, count, noisy)
         return Slots(mixed, logits, *best)
 
-    def _rows(self, inputs: DraftInput, slots: Slots, depth: int, tokens: Tensor, state: Tensor | None) -> Rows:
+    def _rows(self, slots: Slots, depth: int, tokens: Tensor, state: Tensor | None) -> Rows:
         """Rows of the target's tokens [B, W] at a depth. state: theirs, of a recurrent head."""
         if self.head.config.markov not in ("gated", "rnn"):
             return Rows(slots, depth, tokens, None, None)
         return Rows(slots, depth, tokens, *self.head.factors(tokens, slots.mixed[:, depth], state))
 
-    def _level(
-        self, inputs: DraftInput, rows: tuple[Tensor, ...], depth: int, first: int, tokens: Tensor, above: Rows,
-        source: Tensor, visible: Tensor,
-    ) -> Rows:  # fmt: skip
-        state = None if above.state is None else take_rows(above.state, source)
-        return self._rows(inputs, above.slots, depth, tokens, state)
+    def _place_levels(self, inputs: DraftInput) -> list[None]:
+        return [None] * len(self.level_widths())
+
+    def _level(self, inputs: DraftInput, depth: int, fed: FedRows) -> Rows:
+        above = fed.features
+        state = None if above.state is None else take_rows(above.state, fed.source)
+        return self._rows(above.slots, depth, fed.tokens, state)
 
     def predict(self, output: Rows) -> Tensor:
         """All logits [B, W, Vd] after rows, corrected on the shortlist."""

@@ -1,13 +1,14 @@
 """A small LLM of the same vocabulary as the drafter."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-import kernels
 from decoding.drafter import UNCOMPILED, StepParts
-from drafters.trees import DEFAULT_RULE, DraftRule, FedRows, TreeDrafter
+from drafters.trees import FedRows, TreeDrafter
 from families.config import ModelConfig
-from model import Transformer, chain_ancestors, nodes_at
+from model import Transformer, chain_ancestors
 from text.tokenizer import Tokenizer
 from tree import Trees
 from weights.heads import same_but_padding
@@ -18,12 +19,9 @@ class DraftModelDrafter(TreeDrafter):
 
     lead = 1
 
-    def __init__(
-        self, target: Transformer, model: Transformer, tree: Trees, batch_size: int, slots: int,
-        rule: DraftRule = DEFAULT_RULE,
-    ):  # fmt: skip
+    def __init__(self, target: Transformer, model: Transformer, tree: Trees, *how: Any, **more: Any):
         """The other arguments are those of TreeDrafter."""
-        super().__init__(model, target.config.hidden_size, (), tree, batch_size, slots, rule)
+        super().__init__(model, target.config.hidden_size, (), tree, *how, **more)
         self.model = model
         self.target_vocab = target.config.vocab_size
         if model.config.vocab_size < self.target_vocab:  # rows that its own vocabulary has not are another padding
@@ -32,14 +30,14 @@ class DraftModelDrafter(TreeDrafter):
         if any(0 < window <= self.D for window in model.config.windows):
             raise ValueError(f"the draft model attends {self.model_window} tokens, less than the tree is deep.")
 
-    def bytes_per_step(self, model: Transformer) -> float:
+    def bytes_per_step(self) -> float:
         """The whole draft model is read once per forward."""
         return sum(self.model.weight_bytes(width) for width in (self.D + 1, *self.level_widths()))
 
     def prefill(self, row: int, tokens: Tensor, features: Tensor, start: Tensor, keep: Tensor) -> None:
-        T = features.shape[1]
-        where = kernels.place_rows(start, torch.arange(T, device=tokens.device)[None], self.rotary, self.slots)
-        nodes = nodes_at(where, start, chain_ancestors(1, T, tokens.device), self.model_window)._replace(chain=True)
+        T, device = features.shape[1], tokens.device
+        depth = torch.arange(T, device=device)[None]
+        nodes = self.model.nodes(start, depth, chain_ancestors(1, T, device), self.slots, chain=True)
         self._forward(FedRows(tokens[:, :-1], features, nodes), self.cache.narrow(-4, row, 1), UNCOMPILED)
 
     def _forward(self, fed: FedRows, cache: Tensor, parts: StepParts) -> Tensor:

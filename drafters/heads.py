@@ -101,7 +101,7 @@ class HeadDrafter(TreeDrafter):
     def predict(self, output: Tensor) -> Tensor:
         return self.head.narrow_logits(output)
 
-    def bytes_per_step(self, model: Transformer) -> float:
+    def bytes_per_step(self) -> float:
         """Every forward reads the head, and the target's LM head unless it has its own.
 
         A pruned tree has a first forward and rarely all of the others. Only the first one is counted.

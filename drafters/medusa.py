@@ -113,10 +113,10 @@ class MedusaDrafter(Drafter):
         self.shared_noise = shared_noise
         self.scoring = "noisy" if shared_noise else "probability"
 
-    def bytes_per_step(self, model: Transformer) -> float:
+    def bytes_per_step(self) -> float:
         """The heads that are used, and the target's LM head if they share it."""
         used = sum(weight_bytes(self.heads[i]) for i in range(self.D))
-        return used if self.heads.own_lm_head else used + model.lm_head_bytes()
+        return used if self.heads.own_lm_head else used + self.heads.target.lm_head_bytes()
 
     def draft(self, inputs: DraftInput) -> Draft:
         t, K = self.tree, max(self.tree.max_children, 1)

@@ -102,8 +102,8 @@ class WithNGrams(Drafter):
         view.drafter = self.drafter.first(rows)
         return view
 
-    def bytes_per_step(self, model: Transformer) -> float:
-        return self.drafter.bytes_per_step(model)
+    def bytes_per_step(self) -> float:
+        return self.drafter.bytes_per_step()
 
     def prefill(self, row: int, tokens: Tensor, features: Tensor, start: Tensor, keep: Tensor) -> None:
         self.drafter.prefill(row, tokens, features, start, keep)

@@ -45,7 +45,7 @@ class FedRows(NamedTuple):
 
     tokens: Tensor  # [B, T]
     features: Tensor  # [B, R, H] what the tokens are paired with: the target's features, or outputs of the level above
-    nodes: Nodes
+    nodes: Nodes | None  # None for a drafter that places no rows of levels
     source: Tensor | None = None  # [B, T] the row of features for each token, None if each has its own
 
 
@@ -143,25 +143,27 @@ class TreeDrafter(Drafter):
             ahead = sampling.noise_ahead(inputs.sampling.seed, inputs.n, self.D + 1, inputs.hashes)
             inputs = inputs._replace(noise=ahead)
         output = self._extend(inputs)
-        rows = self._place_levels(inputs)
-        return self._dynamic(inputs, output, rows) if self.dynamic else self._static(inputs, output, rows)
+        return self._dynamic(inputs, output) if self.dynamic else self._static(inputs, output)
 
-    def _place_levels(self, inputs: DraftInput) -> tuple[Tensor, ...]:
-        """Where the rows of all levels go, [B, rows, ...]; of a batch's dynamic tree [levels, B, K, ...], so that the
-        rows of a level are contiguous."""
-        batch = inputs.n.shape[0]
-        if batch == 1 or not self.dynamic or not self.tree.depth:
-            return self._place(inputs, self.row_depth)
-        starts = (inputs.n + self.level_first).flatten()  # levels are placed as if they were sequences
-        rows = self._place(inputs._replace(n=starts), self.level_depth)
-        return tuple(column.unflatten(0, (-1, batch)) for column in rows[:4])
+    def _place_levels(self, inputs: DraftInput) -> list[tuple[Tensor, ...] | None]:
+        """Where the rows of each level go, [B, W, ...]. Of a batch's dynamic tree the rows of a level are contiguous."""
+        batch, widths = inputs.n.shape[0], self.level_widths()
+        if batch == 1 or not self.dynamic or not widths:
+            columns = [column.split(widths, 1) for column in self._place(inputs, self.row_depth)[:4]]
+        else:
+            starts = (inputs.n + self.level_first).flatten()  # levels are placed as if they were sequences
+            rows = self._place(inputs._replace(n=starts), self.level_depth)
+            columns = [column.unflatten(0, (-1, batch)).unbind(0) for column in rows[:4]]
+        return list(zip(*columns, strict=True))
 
     def _place(self, inputs: DraftInput, depth: Tensor, fed: int = 0) -> tuple[Tensor, ...]:
         """Where rows of the draft cache go (`kernels.place_rows`)."""
         known = inputs.count, inputs.tokens, self.lead, None, self.ring > 0
         return kernels.place_rows(inputs.n, depth, self.rotary, self.slots, fed, *known)
 
-    def _nodes(self, where: tuple[Tensor, ...], start: Tensor, visible: Tensor, window: int = 0) -> Nodes:
+    def _nodes(self, where: tuple[Tensor, ...] | None, start: Tensor, visible: Tensor, window: int = 0) -> Nodes | None:
+        if where is None:
+            return None
         nodes = nodes_at(where, start + self.lead if self.lead else start, visible, window)
         return nodes._replace(window=self.window, ring=self.ring > 0)
 
@@ -192,19 +194,10 @@ class TreeDrafter(Drafter):
         output = self._forward(FedRows(where[-1], self.fuse(inputs.features), nodes), self.cache, inputs.parts)
         return take_rows(output, (inputs.count - 1)[:, None])
 
-    def _level(
-        self, inputs: DraftInput, rows: tuple[Tensor, ...], depth: int, first: int, tokens: Tensor, above: Tensor,
-        source: Tensor, visible: Tensor,
-    ) -> Tensor:  # fmt: skip
-        """Run one level's rows, nodes at `depth` [B, W], the tree's rows from number `first` on; the output [B, W, H].
-
-        rows: where all rows of the tree go (`_place_levels`). above: the output of the level above, of which the rows
-        `source` [B, W] are the parents.
-        """
-        width, by_level = tokens.shape[1], rows[0].dim() == 3
-        where = tuple(c.select(0, first // width) if by_level else c.narrow(1, first, width) for c in rows[:4])
-        nodes = self._nodes(where, inputs.n, visible)
-        return self._forward(FedRows(tokens, above, nodes, source), self.cache, inputs.parts)
+    def _level(self, inputs: DraftInput, depth: int, fed: FedRows) -> Tensor:
+        """Run one level's rows, nodes at `depth`, which are paired with the output of the level above; the output
+        [B, W, H]."""
+        return self._forward(fed, self.cache, inputs.parts)
 
     def _logits(self, inputs: DraftInput, output: Tensor, paths: Tensor) -> Tensor:
         """The logits [B, W, Vd] of the children of rows [B, W], with biases and penalties.
@@ -275,18 +268,18 @@ class TreeDrafter(Drafter):
             q = q.new_zeros(B, W, inputs.seen.shape[1]).index_copy_(-1, self.draft_ids, q)
         return local, q
 
-    def _static(self, inputs: DraftInput, output: Tensor, rows: tuple[Tensor, ...]) -> Draft:
+    def _static(self, inputs: DraftInput, output: Tensor) -> Draft:
         tables = self.tree
         width = max(tables.max_children, 1)
         paths = inputs.root.new_zeros(inputs.n.shape[0], 1, 0)
         local, scores, q = self._children(inputs, output, 0, paths, width)
         found = [(local, scores, q)]  # of all run rows; the scores are cumulative
         begin = 1  # the run row where this level begins
-        for level in tables.levels:
+        for level, where in zip(tables.levels, self._place_levels(inputs), strict=True):
             chosen = local.flatten(1).gather(1, level.place)
             total = scores.flatten(1).gather(1, level.place)
-            where = rows, level.depth, begin - 1
-            output = self._level(inputs, *where, self._target_ids(chosen), output, level.source, level.visible)
+            nodes = self._nodes(where, inputs.n, level.visible)
+            output = self._level(inputs, level.depth, FedRows(self._target_ids(chosen), output, nodes, level.source))
             if inputs.mode.penalties:  # nothing else reads the paths
                 paths = torch.cat((take_rows(paths, level.source), chosen[..., None]), -1)
             local, scores, q = self._children(inputs, output, level.depth, paths, width, begin)
@@ -299,19 +292,20 @@ class TreeDrafter(Drafter):
         q = torch.cat(distributions, 1) if self.multi_round else None
         return Draft(tokens, tables.parent, tables.depth, tables.ancestors, tables.valid, scored, q)
 
-    def _dynamic(self, inputs: DraftInput, output: Tensor, rows: tuple[Tensor, ...]) -> Draft:
+    def _dynamic(self, inputs: DraftInput, output: Tensor) -> Draft:
         K = self.tree.topk
         paths = inputs.root.new_zeros(inputs.n.shape[0], 1, 0)
         local, scores, _ = self._children(inputs, output, 0, paths, K)
         ids, later = (None, self.draft_ids) if inputs.mode.penalties else (self.draft_ids, None)  # when they are mapped
         pool = first_level(local[:, 0], scores[:, 0], ids)
-        for level in range(self.tree.depth):
+        for depth, where in enumerate(self._place_levels(inputs), 1):
             chosen = pool.frontier_tokens
             tokens = chosen if later is None else later[chosen]
-            output = self._level(inputs, rows, level + 1, level * K, tokens, output, pool.source, pool.visible)
+            nodes = self._nodes(where, inputs.n, pool.visible)
+            output = self._level(inputs, depth, FedRows(tokens, output, nodes, pool.source))
             if inputs.mode.penalties:
                 paths = torch.cat((take_rows(paths, pool.source), chosen[..., None]), -1)
-            local, scores, _ = self._children(inputs, output, level + 1, paths, K)
+            local, scores, _ = self._children(inputs, output, depth, paths, K)
             pool = expand(pool, local, scores, ids)
         return select(pool, inputs.root, self.N, self.D, ids=later)
 

@@ -20,7 +20,6 @@ import torch
 
 from decoding.params import SamplingMode
 from decoding.sampling import Logprobs
-from decoding.snapshots import Snapshot
 from decoding.step import RING, StepOutput
 from engine.grammar_text import GrammarError
 from engine.pool import Pool
@@ -141,20 +140,17 @@ class Batch:
             if error is None and self.engine.fallback is not None:  # so that the next turn need not run them again
                 self._catch_up(request)
             ids, drafted = request.cached() if error is None else ([], 0)
-            self.engine.state.done.select(0, request.row).fill_(True)  # steps under way still add to it, for nobody
-            self.texts[request.row] = Text(ids, drafted, self._ended, *self._remembered(request.row))
-            self.rows[request.row] = None
+            state, row = self.engine.state, request.row
+            state.done.select(0, row).fill_(True)  # steps under way still add to it, for nobody
+            at = int(state.n[row] - state.memory.pending[row]) if state.memory else 0  # waits for these steps
+            self.texts[row] = Text(ids, drafted, self._ended, at, self.engine.prefill.snapshots[row])
+            self.rows[row] = None
         if request is self._reading:
             self._reading = None
         if error is not None:
             self.prompt_cache.distrust(request.restored)
         request.end(error)
         self.prompt_cache.shrink()
-
-    def _remembered(self, row: int) -> tuple[int, list[Snapshot]]:
-        """The tokens in the memory of recurrent layers, and the snapshots of the row. Waits for the steps under way."""
-        state, snapshots = self.engine.state, self.engine.prefill.snapshots[row]
-        return int(state.n[row] - state.memory.pending[row]) if state.memory else 0, snapshots
 
     def _abandon(self, error: Exception | None) -> None:
         """End all requests that have a row, after a failure that may have left the buffers in any state. Where none has
@@ -402,7 +398,7 @@ class Batch:
         if not speculating or not self._pending:  # plain steps under way end before drafting comes back
             returns = speculating and not self._speculating
             for request in live:
-                if returns or request.length - request.drafted > BEHIND and engine.fallback is not None:
+                if returns or request.length - request.drafted > BEHIND:
                     self._catch_up(request)
             self._speculating = speculating
         drafter = view.drafter if self._speculating else engine.fallback
@@ -434,9 +430,8 @@ class Batch:
             results = [request and request.result for request in launched.rows]
             for observer in list(engine.observers):
                 observer.step(launched.output, results)
-        plain = not launched.speculative and engine.fallback is not None
         nodes = launched.output.draft.tokens.shape[1] - 1
         for b, request in there:
+            request.result.decode_seconds += seconds
             logprobs = launched.output.logprobs
-            part = ring[b], nodes, launched.speculative, plain, logprobs and logprobs.row(b), seconds
-            self._take(request, request.take, *part)
+            self._take(request, request.take, ring[b], nodes, launched.speculative, logprobs and logprobs.row(b))

@@ -29,6 +29,8 @@ from text.tokenizer import Tokenizer
 class Engine(Stepper, Intake):
     """Decodes with a target, a drafter and static buffers, as many requests at once as it has rows. `load` builds it."""
 
+    batches: type[Batch] = Batch
+
     def __init__(
         self,
         model: Transformer,
@@ -45,7 +47,7 @@ class Engine(Stepper, Intake):
         self.options, self.plan, self.head = config.options, config.plan, config.head
         self.generation = config.generation
         self.grammars = Grammars(tokenizer, model.config.vocab_size)
-        self.batch = Batch(self)
+        self.batch = self.batches(self)
         self.driver = Driver(self.batch)
 
     @property

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 import kernels
 from decoding.drafter import Drafter
 from decoding.params import SamplingParams
-from decoding.step import DecodeState
+from decoding.step import DecodeState, decode_step
 from engine.stepping import EngineConfig, Stepper
 from kernels.records import StepBuffers
 from model import Transformer
@@ -169,7 +169,7 @@ def look(model: Transformer, drafter: Drafter, config: EngineConfig) -> Findings
         for mode in MODES:
             stepper.fill()
             stepper.pin(context)
-            stepper.step(mode)
+            decode_step(model, drafter, stepper.state, mode)
         for rows in () if comparison.found.wrong else ROWS:
             comparison.begin(rows)
             _forward(model, stepper.state.first(1), context, rows)

@@ -64,9 +64,9 @@ def schemas_grammar(schemas: Sequence[Any], write: Callable[[list[Any]], str], s
         text = write([part for part, _ in parts])
     except RecursionError:
         raise GrammarError("the JSON schema is nested too deeply.") from None
-    grammar = ReadGrammar(checked := _checked("ready", text, UNREADABLE))
+    grammar = _checked("ready", text, UNREADABLE)
     grammar.is_json = True
-    unenforced = set(checked.unenforced).union(*(names for _, names in parts))
+    unenforced = set(grammar.unenforced).union(*(names for _, names in parts))
     if '"oneOf"' in text:  # whether only one part of it can hold is a question to the schema as it was written
         written = write([followable(schema, refused, closed=False)[0] for schema in schemas])
         unenforced |= {"oneOf"} & {*_checked("ready", written, UNREADABLE).unenforced}

@@ -157,16 +157,14 @@ class Prefill:
             take = min(width, left)
             if self.any_width:
                 width = min(width, -(-take // 16) * 16)
-            chunk, nexts = torch.zeros(2, 1, width, dtype=torch.int64)
-            chunk[0, : take + 1] = ids[start : start + min(take + 1, width)]  # a drafter reads the next token, too
-            nexts[0, :take] = ids[start + 1 : start + take + 1]
+            known = torch.zeros(1, width + 1, dtype=torch.int64)  # a drafter reads the next token, too
+            known[0, : take + 1] = ids[start : start + take + 1]
+            known = known.to(device)
             where, keep = (torch.tensor([n], device=device) for n in (start, take))
-            chunk, nexts = chunk.to(device), nexts.to(device)
             told = any(start + take > end - kept for end in ends)  # whether the drafter keeps any of it
-            rows = row, chunk, nexts, where, keep, told
-            hidden_states, features = self.forward(self.model, self.drafter, state, *rows)
+            hidden_states, features = self.forward(self.model, self.drafter, state, row, known, where, keep, told)
             if scores is not None:
-                self._score(scores, hidden_states, nexts[:, : min(take, P - 1 - start)], start)
+                self._score(scores, hidden_states, known[:, 1 : 1 + min(take, P - 1 - start)], start)
             start += take
             if start in places:
                 self.add_snapshot(row, start, start, start)
@@ -236,14 +234,15 @@ class Prefill:
 
 
 def run_chunk(
-    model: Transformer, drafter: Drafter, state: DecodeState, row: int, tokens: Tensor, nexts: Tensor, start: Tensor,
-    keep: Tensor, told: bool, layers: Callable | None = None,
+    model: Transformer, drafter: Drafter, state: DecodeState, row: int, known: Tensor, start: Tensor, keep: Tensor,
+    told: bool, layers: Callable | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """A chunk of known tokens [1, T] from position start [1] -> hidden_states [1, T, H], features [1, T, F].
+    """A chunk of known tokens [1, T + 1] from position start [1] -> hidden_states [1, T, H], features [1, T, F].
 
-    nexts [1, T] are the tokens that follow each of them. keep [1]: how many of the tokens are no padding. told: whether
-    the drafter learns of them.
+    The last token only tells the drafter what follows the others. keep [1]: how many of these are no padding. told:
+    whether the drafter learns of them.
     """
+    tokens = known[:, :-1]
     T = tokens.shape[1]
     depth = torch.arange(T, device=tokens.device)[None]
     seen = chain_ancestors(1, T, tokens.device), state.slots, state.segments.narrow(0, row, 1)
@@ -254,7 +253,7 @@ def run_chunk(
         commit_text(memory, state.window)
     features = hidden_states if taps is None else taps
     if told:
-        drafter.prefill(row, torch.cat((tokens, nexts[:, -1:]), 1), features, start, keep)
+        drafter.prefill(row, known, features, start, keep)
     return hidden_states, features
 
 

@@ -37,11 +37,8 @@ from engine.prompt_cache import PromptCache
 from engine.request import Request
 from engine.runner import Times
 from engine.stepping import EngineConfig
-from engine.streams import Driver
-from model import Transformer
 from support.errors import INTERNAL, UsageError, UserError, one_line
 from support.interrupts import held_back
-from text.tokenizer import Tokenizer
 from weights.shards import ExchangeFailed, exchanging
 
 CHECK_EVERY = 16  # steps between two comparisons of what the ranks have decoded
@@ -52,6 +49,7 @@ MEETING = datetime.timedelta(seconds=60)  # how long the ranks wait for each oth
 TOGETHER = datetime.timedelta(minutes=10)
 ENDING = datetime.timedelta(seconds=5)  # how long it waits for them to end
 PATIENCE = 0.7  # seconds that an exchange may still take after Ctrl-C
+FAILURES = (ExchangeFailed, dist.DistError)  # of an exchange
 
 
 class RankLost(UserError):
@@ -148,13 +146,17 @@ class Ranks:
         try:
             with self.alarm.set() if self.alarm else contextlib.nullcontext():
                 yield
-        except (ExchangeFailed, dist.DistError) as error:
-            deadline = time.monotonic() + 1.0  # a process closes its connections shortly before its status can be seen
-            while not (ended := self._ended()) and self.children and time.monotonic() < deadline:
-                time.sleep(0.01)
-            what = ended or "rank 0, or one of the others"
-            how = f"has ended ({what})" if ended or not self.children else "does not answer"
-            raise RankLost(f"a process of --tp {self.size} {how}; start again.") from error
+        except FAILURES as error:
+            raise self.loss() from error
+
+    def loss(self) -> RankLost:
+        """The error for an exchange that has just failed."""
+        deadline = time.monotonic() + 1.0  # a process closes its connections shortly before its status can be seen
+        while not (ended := self._ended()) and self.children and time.monotonic() < deadline:
+            time.sleep(0.01)
+        what = ended or "rank 0, or one of the others"
+        how = f"has ended ({what})" if ended or not self.children else "does not answer"
+        return RankLost(f"a process of --tp {self.size} {how}; start again.")
 
     def leave(self) -> None:
         """Close the connections, when all ranks are done."""
@@ -361,14 +363,11 @@ class RankedBatch(Batch):
         self.known = {number: request for number, request in self.known.items() if not request.ended}
 
     def _abandon(self, error: Exception | None) -> None:
-        if isinstance(error, ExchangeFailed | dist.DistError):
-            try:
-                with self.engine.ranks.lost():
-                    raise error
-            except RankLost as lost:
-                if self.engine.ranks.rank:  # this process ends, and rank 0 says why
-                    raise
-                error = lost
+        if isinstance(error, FAILURES):
+            lost = self.engine.ranks.loss()
+            if self.engine.ranks.rank:  # this process ends, and rank 0 says why
+                raise lost from error
+            error = lost
         super()._abandon(error)
 
 
@@ -384,20 +383,14 @@ class RankedEngine(Engine):
     step runs ahead of the host, because an observer in one rank would hold it back there alone.
     """
 
-    def __init__(
-        self,
-        model: Transformer,
-        tokenizer: Tokenizer | None,
-        drafter: Drafter | None,
-        config: EngineConfig,
-        ranks: Ranks,
-    ):
-        super().__init__(model, tokenizer, drafter, replace(config, eagle_always=True, lag=0))
+    batches = RankedBatch
+
+    def __init__(self, *parts: Any, config: EngineConfig, ranks: Ranks):
+        """parts: the model, its tokenizer and the drafter, as of Engine."""
+        super().__init__(*parts, replace(config, eagle_always=True, lag=0))
         self.ranks = ranks
         self.number = ranks.engines  # among those that share the processes, which all make them in the same order
         ranks.engines += 1
-        self.batch = RankedBatch(self)
-        self.driver = Driver(self.batch)
 
     def tell(self, *words: object) -> None:
         """Rank 0 says what comes next to the others, which `follow`."""
@@ -409,7 +402,7 @@ class RankedEngine(Engine):
         return self.ranks.gather(Times(measure(), int(self.state.n.max())))[0]
 
     def sibling(self, drafter: Drafter | None, config: EngineConfig) -> Engine:
-        return RankedEngine(self.model, self.tokenizer, drafter, config, self.ranks)
+        return RankedEngine(self.model, self.tokenizer, drafter, config=config, ranks=self.ranks)
 
     def together(self, deed: Callable[..., Result], *arguments: object) -> Result:
         with self.driver.alone():

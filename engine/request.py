@@ -103,12 +103,10 @@ class Request:
             return
         self._hand_out(self._push([first], logprobs and logprobs.row(0), step=False))
 
-    def take(
-        self, ring: list[int], nodes: int, speculative: bool, plain: bool, logprobs: Logprobs | None, seconds: float
-    ) -> int | None:
+    def take(self, ring: list[int], nodes: int, speculative: bool, logprobs: Logprobs | None) -> int | None:
         """Take this row's part of a step, as the ring holds it. Returns where the logits were not finite, if anywhere.
 
-        nodes: drafted ones. speculative: whether the step drafted. plain: whether it stood in for one that drafts.
+        nodes: drafted ones. speculative: whether it was the drafter's step, and no plain one in its place.
         """
         count, done, emitted, finite = ring[0], ring[1], ring[2::2], ring[3::2]
         usable = [*finite, 0].index(0)  # an unusable token is an error, unless a stop comes before it
@@ -116,12 +114,11 @@ class Request:
         if speculative:
             self.drafted = self.length
         self.length += count
-        self.result.decode_seconds += seconds
         chunk = self._push(emitted[: min(usable, count)], logprobs)
-        if plain and chunk.token_ids:
-            self.result.plain_steps.append(self.result.steps - 1)
-        elif chunk.token_ids:
+        if speculative and chunk.token_ids:
             self.result.nodes_per_step.append(nodes)
+        elif chunk.token_ids:
+            self.result.plain_steps.append(self.result.steps - 1)
         if self.finished or usable > 0:
             self._hand_out(chunk)
         if not self.finished and usable < count:
@@ -198,4 +195,4 @@ class Request:
         if self.scores is not None:
             return [], 0
         text = kept_ids(self.prompt + self.result.token_ids, self.adapter)
-        return text[: min(self.length, len(text))], max(0, min(self.drafted, len(text) - 1))
+        return text[: self.length], max(0, min(self.drafted, len(text) - 1))

@@ -111,8 +111,7 @@ class Stepper:
         self.fallback = None if always else PlainDrafter(model, features_of=drafter)
         history = self.fallback is not None
         self.state = DecodeState(model, drafter, self.batch_size, self.ctx, history, config.kv_dtype, config.pool)
-        self.whole = View(self.batch_size, self.state, self.drafter)
-        self._views = {self.batch_size: self.whole}
+        self._views = {self.batch_size: View(self.batch_size, self.state, drafter)}
         self.compiled = ""  # what torch.compile makes: nothing, the "blocks" of the model, or the whole "step"
         if config.compile and not (on_gpu and config.compile_mode == "graph"):
             self.compiled = "step" if config.compile_mode == "reduce-overhead" else "blocks"
@@ -243,10 +242,6 @@ class Stepper:
     def remove_observer(self, observer: Observer) -> None:
         """Stop showing steps to `observer`."""
         self.observers.remove(observer)
-
-    def step(self, mode: SamplingMode) -> StepOutput:
-        """Run one speculative step now, on the state as it is and without its graph. For measurements."""
-        return self._step(self.model, self.drafter, self.state, mode, parts=self.parts)
 
     def first_runs(self, mode: SamplingMode, view: View) -> None:
         """Capture, compile and time what steps of this kind need at first. No step may be under way."""

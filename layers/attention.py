@@ -30,15 +30,10 @@ class ShapedAttention(Attention):
         return out.transpose(1, 2).flatten(2)
 
 
-class InParts(Attention):
-    """Attention with something between the projection and the rotation, so that no kernel does both."""
-
-    def write(self, x: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, kv: Tensor) -> tuple[Tensor, Tensor | None]:
-        return kernels.rope_write_kv(self.all_heads(x), *self.turn(cos, sin, slots, kv))
-
-
-class GatedAttention(InParts):
+class GatedAttention(Attention):
     """What attention gives is multiplied by a gate for each query. The projection begins with the gates."""
+
+    in_parts = True
 
     def __init__(self, config: ModelConfig, layer: int = 0, in_size: int | None = None):
         super().__init__(config, layer, in_size)
@@ -64,8 +59,10 @@ class GatedAttention(InParts):
         return linear(self.o, self.attend_train(*self.turned(heads, cos, sin)) * kernels.sigmoid(gates))
 
 
-class WideNormAttention(InParts):
+class WideNormAttention(Attention):
     """The norms of queries and keys are over all heads at once."""
+
+    in_parts = True
 
     def __init__(self, config: ModelConfig, layer: int = 0, in_size: int | None = None):
         super().__init__(config, layer, in_size)

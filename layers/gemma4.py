@@ -20,7 +20,7 @@ class SharingAttention(Attention):
     def __init__(self, config: ModelConfig, layer: int = 0, in_size: int | None = None):
         super().__init__(config, layer, in_size)
         self.shares = config.source(layer) != layer
-        self.keys_as_values = config.keys_as_values and not self.window
+        self.keys_as_values = self.in_parts = config.keys_as_values and not self.window
         projected = 0 if self.shares else 1 if self.keys_as_values else 2
         rows = (self.heads + projected * self.kv_heads) * self.head_dim
         self.qkv = nn.Linear(self.qkv.in_features, rows, bias=config.qkv_bias)
@@ -43,11 +43,6 @@ class SharingAttention(Attention):
     def turn(self, cos: Tensor, sin: Tensor, slots: Tensor, kv: Tensor) -> tuple:
         return *super().turn(cos, sin, slots, kv), True, self.shares
 
-    def write(self, x: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, kv: Tensor) -> tuple[Tensor, Tensor | None]:
-        if self.keys_as_values:
-            return kernels.rope_write_kv(self.all_heads(x), *self.turn(cos, sin, slots, kv))
-        return super().write(x, cos, sin, slots, kv)
-
     def forward_train(self, x: Tensor, cos: Tensor, sin: Tensor, shared: Tensor) -> Tensor:
         """shared [B, T, 2 Hkv hd]: keys and values that several layers have, or [B, T, 0]. One writes them in place, the
         others read them."""
@@ -63,7 +58,7 @@ class SharingAttention(Attention):
 
 
 class FactoredExperts(WeighedExperts):
-    """Each expert has a factor, and the router may read something else than the experts."""
+    """Each expert has a factor, and the router reads something else than the experts."""
 
     def __init__(self, config: ModelConfig):
         super().__init__(config)
@@ -72,10 +67,9 @@ class FactoredExperts(WeighedExperts):
     def weighed(self, weights: Tensor, ids: Tensor) -> Tensor:
         return weights * self.factors[ids]
 
-    def forward(self, x: Tensor, residual: Tensor | None = None, routed: Tensor | None = None) -> Tensor:
-        """x [B, T, H] -> [B, T, H]. routed [B, T, H]: what the router reads, if it is not x. Nothing is added."""
-        rows, routed = (t.flatten(0, -2) for t in (x, x if routed is None else routed))
-        return self.chosen(rows, routed, residual).view(x.shape)
+    def forward(self, x: Tensor, routed: Tensor) -> Tensor:
+        """x [B, T, H] -> [B, T, H]. routed [B, T, H]: what the router reads."""
+        return self.chosen(x.flatten(0, -2), routed.flatten(0, -2), None).view(x.shape)
 
 
 class Beside(nn.Module):

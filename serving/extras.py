@@ -98,9 +98,9 @@ def _embed(engine: Engine, ids: list[int], adapter: int) -> torch.Tensor:
         total = torch.zeros(model.config.hidden_size, device=model.device)
         for start in range(0, len(ids), CHUNK):
             part = ids[start : start + CHUNK]
-            tokens = torch.tensor([part + [0] * (CHUNK - len(part))], device=model.device)
+            known = torch.tensor([part + [0] * (CHUNK + 1 - len(part))], device=model.device)
             at, keep = (torch.tensor([n], device=model.device) for n in (start, len(part)))
-            hidden, _ = run_chunk(model, drafter, state, 0, tokens, tokens, at, keep, False)
+            hidden, _ = run_chunk(model, drafter, state, 0, known, at, keep, False)
             total += hidden[0, : len(part)].float().sum(0)
         return torch.nn.functional.normalize(total, dim=0).cpu()
 

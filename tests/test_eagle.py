@@ -332,7 +332,8 @@ class OracleHead(EagleHead):
                     true = self.truth((self.first, *own[:, 0].long().tolist()))[-2]
                     own[slot, 2] = float(torch.allclose(feature[b, t], true, rtol=0, atol=1e-9))
 
-    def forward(self, tokens, feature, nodes, kv, layer=None, source=None):
+    def forward(self, fed, kv, layer=None):
+        tokens, feature, nodes, source = fed
         feature = feature if source is None else take_rows(feature, source)
         out = torch.zeros_like(feature)
         for b in range(tokens.shape[0]):

@@ -184,7 +184,7 @@ def test_a_checkpoint_with_the_layer_drafts_with_it_by_default(checkpoint, tiny_
     assert engine.head.config.kind == "MTP" and any("own MTP layer drafts" in note for note in notes)
     assert not engine.drafter.p_min and engine.fallback  # no kernel prunes its trees, so plain steps may replace them
     forwards, read = engine.drafter.D, weight_bytes(engine.model.mtp) + engine.model.lm_head_bytes()
-    assert engine.drafter.bytes_per_step(engine.model) == forwards * read
+    assert engine.drafter.bytes_per_step() == forwards * read
     off = load(checkpoint(family), ctx=128, eagle="none")
     assert off.head is None and off.model.mtp is None and off.plan.weights < engine.plan.weights
     assert load(checkpoint(family), ctx=128, drafter="ngram", tree="chain:4").model.mtp is None

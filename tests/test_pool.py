@@ -68,7 +68,7 @@ def test_a_prompt_that_runs_alone_is_read_in_wide_parts(monkeypatch):
         drafter = eagle_drafter(HEADS["eagle3"], TREES["medusa"], 2)
         one = Engine(MODEL, None, drafter, EngineConfig(2, ROOM, chunk=widest))
         widths, real = [], one.prefill.forward
-        one.prefill.forward = lambda *args, widths=widths, real=real: widths.append(args[4].shape[1]) or real(*args)
+        one.prefill.forward = lambda *args, widths=widths, real=real: widths.append(args[4].shape[1] - 1) or real(*args)
         found.append(one.generate(prompt, params).run()[0].token_ids)
         one.forget()
         first = one.generate(PROMPT, replace(params, max_new_tokens=40))

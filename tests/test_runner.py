@@ -293,7 +293,7 @@ def test_buffers_name_all_that_a_step_writes(kind):
     params = settings(7, max_new_tokens=5)
     engine.generate_batch(PROMPTS[:2], params).run()
     with torch.inference_mode(), Writes() as writes:
-        engine._step_call(engine.drafter, params.mode, engine.whole)[1]()
+        engine._step_call(engine.drafter, params.mode, engine.view(2))[1]()
     own = engine.drafter.caches
     assert addresses(own) <= writes.written <= addresses([*engine.state.buffers(), *own])
     assert len(addresses(own)) == (kind not in ("", "ngram"))

@@ -1,12 +1,10 @@
 """A small LLM of the same vocabulary as the drafter."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from decoding.drafter import UNCOMPILED, StepParts
-from drafters.trees import FedRows, TreeDrafter
+from drafters.trees import DEFAULT_RULE, DraftRule, FedRows, TreeDrafter
 from families.config import ModelConfig
 from model import Transformer, chain_ancestors
 from text.tokenizer import Tokenizer
@@ -19,9 +17,12 @@ class DraftModelDrafter(TreeDrafter):
 
     lead = 1
 
-    def __init__(self, target: Transformer, model: Transformer, tree: Trees, *how: Any, **more: Any):
+    def __init__(
+        self, target: Transformer, model: Transformer, tree: Trees, batch_size: int, slots: int,
+        rule: DraftRule = DEFAULT_RULE,
+    ):  # fmt: skip
         """The other arguments are those of TreeDrafter."""
-        super().__init__(model, target.config.hidden_size, (), tree, *how, **more)
+        super().__init__(model, target.config.hidden_size, (), tree, batch_size, slots, rule)
         self.model = model
         self.target_vocab = target.config.vocab_size
         if model.config.vocab_size < self.target_vocab:  # rows that its own vocabulary has not are another padding

@@ -163,7 +163,7 @@ def _load(
     config = EngineConfig.of(options, backend, head)
     config = replace(config, plan=plan, generation=checkpoint.generation, chunk=chunk)
     if ranks:
-        return RankedEngine(model, tokenizer, drafter, config=config, ranks=ranks)
+        return RankedEngine(model, tokenizer, drafter, config, ranks)
     if backend.device_type == "cuda" and backend.mode != "reference":
         first_look(model, drafter or PlainDrafter(model), config, say, options.check)
     return Engine(model, tokenizer, drafter, config)

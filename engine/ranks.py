@@ -37,8 +37,10 @@ from engine.prompt_cache import PromptCache
 from engine.request import Request
 from engine.runner import Times
 from engine.stepping import EngineConfig
+from model import Transformer
 from support.errors import INTERNAL, UsageError, UserError, one_line
 from support.interrupts import held_back
+from text.tokenizer import Tokenizer
 from weights.shards import ExchangeFailed, exchanging
 
 CHECK_EVERY = 16  # steps between two comparisons of what the ranks have decoded
@@ -385,9 +387,10 @@ class RankedEngine(Engine):
 
     batches = RankedBatch
 
-    def __init__(self, *parts: Any, config: EngineConfig, ranks: Ranks):
-        """parts: the model, its tokenizer and the drafter, as of Engine."""
-        super().__init__(*parts, replace(config, eagle_always=True, lag=0))
+    def __init__(
+        self, model: Transformer, tokenizer: Tokenizer | None, drafter: Drafter | None, config: EngineConfig, ranks: Ranks
+    ):
+        super().__init__(model, tokenizer, drafter, replace(config, eagle_always=True, lag=0))
         self.ranks = ranks
         self.number = ranks.engines  # among those that share the processes, which all make them in the same order
         ranks.engines += 1
@@ -402,7 +405,7 @@ class RankedEngine(Engine):
         return self.ranks.gather(Times(measure(), int(self.state.n.max())))[0]
 
     def sibling(self, drafter: Drafter | None, config: EngineConfig) -> Engine:
-        return RankedEngine(self.model, self.tokenizer, drafter, config=config, ranks=self.ranks)
+        return RankedEngine(self.model, self.tokenizer, drafter, config, self.ranks)
 
     def together(self, deed: Callable[..., Result], *arguments: object) -> Result:
         with self.driver.alone():

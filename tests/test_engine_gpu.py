@@ -15,6 +15,7 @@ from bench.suites import find_model
 from decoding.params import SamplingParams
 from engine.engine import Engine
 from engine.load import load, open_backend
+from engine.runner import Times
 from generate import DEMO_PROMPT
 from kernels.packing import pack_panels
 from loading.options import DEMO, LoadOptions
@@ -152,7 +153,7 @@ def test_nothing_in_the_loop_waits_for_the_device(tree, fallback):
     engine = build(tree, "graph", eagle_always=not fallback)
     decode(engine)  # captures, and measures where plain steps may take over
     if fallback:
-        engine.timings = {(SamplingParams().mode, 1): (1.0, 100.0)}
+        engine.timings = {(SamplingParams().mode, 1): Times((1.0, 100.0))}
     stream = engine.generate(prompt_of(engine), SamplingParams(max_new_tokens=300))
     chunks = iter(stream)
     next(chunks)  # the prompt's forward may wait: its token is the first answer

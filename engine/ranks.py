@@ -388,7 +388,12 @@ class RankedEngine(Engine):
     batches = RankedBatch
 
     def __init__(
-        self, model: Transformer, tokenizer: Tokenizer | None, drafter: Drafter | None, config: EngineConfig, ranks: Ranks
+        self,
+        model: Transformer,
+        tokenizer: Tokenizer | None,
+        drafter: Drafter | None,
+        config: EngineConfig,
+        ranks: Ranks,
     ):
         super().__init__(model, tokenizer, drafter, replace(config, eagle_always=True, lag=0))
         self.ranks = ranks

@@ -104,10 +104,11 @@ class Stages:
             reader.start()
             begun, saved = time.monotonic(), -math.inf
             seconds, earlier = self.seconds, self.spent(name)
-            running = True
-            while running:
+            codes, wrong = [None], []
+            while None in codes and not wrong:
+                time.sleep(0.1)
                 codes = [worker.poll() for worker in workers]
-                running = None in codes and not any(code not in (None, *fine) for code in codes)
+                wrong = [code for code in codes if code not in (None, *fine)]
                 now = time.monotonic() - begun
                 self.state["seconds"] = seconds + now
                 self.state["spent"][name] = earlier + now
@@ -116,9 +117,7 @@ class Stages:
                     self._save()
                 last = said[-1].rpartition(" left  ")[2] if said else ""
                 self.progress(min(0.999, self.seconds / self.total), f"{title}  {last}")
-                time.sleep(0.1 * running)
         reader.join()
-        wrong = [code for code in codes if code not in (None, *fine)]
         if wrong:
             self.progress.close()
             raise StageFailed(_reason(title, said, wrong[0]), max(wrong[0], 1))

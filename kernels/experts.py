@@ -14,7 +14,6 @@ from kernels.linear import GATES, epilogue, finish, launch_arguments, packed_lin
 from kernels.norm_rope import row_options
 from kernels.packing import PackedTensors, PackedWeight, dequantize, from_parts, kernel_views, panel_words
 from kernels.panels import weight_words
-from kernels.tuned import unsplit
 
 
 class Routes(NamedTuple):
@@ -231,8 +230,8 @@ def _expert_rows(x: Tensor, slots: int) -> tuple[Tensor, int]:
 
 def _triton_experts(out, x, routes, tensors, numbers, gated) -> None:
     weight = from_parts(tensors, numbers)
-    # Neither the tile nor the split depends on the number of tokens.
-    weight = replace(weight, config=unsplit(weight.config))
+    # The experts are tiles enough without splits. Nor does the tile depend on the number of tokens.
+    weight = replace(weight, config=weight.config._replace(split_k=1, wide_n=0, wide_warps=0))
     rows, shared = _expert_rows(x, routes.ids.shape[1])
     grid, _, constants = launch_arguments(rows, weight, gated, 16)
     most = min(weight.weight.shape[0], routes.ids.numel())

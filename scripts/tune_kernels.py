@@ -28,7 +28,7 @@ from torch import Tensor
 import kernels
 from bench.random_models import SHAPES
 from bench.steps import captured
-from kernels.tuned import LinearConfig, linear_config, read_tuned, tuned_file, write_tuned
+from kernels.tuned import LinearConfig, gpu_facts, linear_config, read_tuned, tuned_file, write_tuned
 from support.errors import UsageError, at_least, command_parser, run_parsed
 from support.machine import seconds
 
@@ -138,7 +138,7 @@ def tune_device(args: argparse.Namespace) -> None:
     # Those of an int4 model come first: int4 layers and an int8 LM head.
     shapes = sorted(shapes, key=lambda s: ((s[2] == 4) == (s[0] < 30000), s[0] * s[1]), reverse=True)
     shapes = [shape for shape in shapes if kernels.shape_key(*shape) not in known]
-    gpu = properties.multi_processor_count, (properties.major, properties.minor), "GeForce" in properties.name
+    gpu = gpu_facts(properties)
     tilings = {(n, k, bits): candidates(linear_config(n, k, bits, *gpu), k) for n, k, bits in shapes}
     jobs = {(bits, (n, k) in gated, dtype, config) for (n, k, bits), found in tilings.items() for config in found}
     with ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("spawn")) as pool:

@@ -39,11 +39,9 @@ EXACT = {"enable_fp_fusion": False}
 
 MODES = ("auto", "triton", "cpu", "reference")
 ACTIVATIONS = ("int8", "float")
-# The small work of a step: one kernel each.
-SMALL_OPERATIONS = ("noise", "choose", "draft_topk", "draft_tree", "commit")
 OPERATIONS = (
     "packed_linear", "packed_topk", "packed_experts", "tree_attention", "rms_norm", "rope_write_kv", "delta_rule",
-    *SMALL_OPERATIONS,
+    "noise", "choose", "draft_topk", "draft_tree", "commit",  # the small work of a step: one kernel each
 )  # fmt: skip
 CPU_OPERATIONS = tuple(name for name in OPERATIONS if name != "packed_experts")
 

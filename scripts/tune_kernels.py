@@ -5,13 +5,10 @@ rotate through buffers larger than the last-level cache, so every call reads DRA
 Before that, the kernels are compiled side by side on all cores.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import itertools
 import json
-import math
 import multiprocessing
 import os
 import statistics
@@ -108,8 +105,7 @@ def fastest(tilings: list[LinearConfig], time_of: Callable[[LinearConfig], float
     for config in tilings:
         with contextlib.suppress(*refused()):
             seconds[config] = time_of(config)
-    best = min(seconds, key=seconds.get, default=None)
-    return tilings[0] if best and seconds.get(tilings[0], math.inf) <= 1.02 * seconds[best] else best
+    return min(seconds, key=lambda config: seconds[config] * (1 if config == tilings[0] else 1.02), default=None)
 
 
 def tune_device(args: argparse.Namespace) -> None:

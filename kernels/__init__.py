@@ -5,9 +5,7 @@ An `Operation` decides which of them, or of the C++ kernels, does a call. Linear
 when their weight was packed.
 """
 
-import kernels.block_draft as block_draft
-import kernels.choice as choice
-import kernels.draft as draft
+from kernels import block_draft, choice, draft
 from kernels.attention import shaped_attention, tree_attention
 from kernels.backend import (
     INTERPRETED,

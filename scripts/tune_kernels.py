@@ -151,7 +151,8 @@ def tune_device(args: argparse.Namespace) -> None:
     print(f"the tilings of {properties.name} are in {path}", file=sys.stderr)
 
 
-def build_parser() -> argparse.ArgumentParser:
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line."""
     parser = command_parser("scripts.tune_kernels", __doc__)
     add = parser.add_argument
     add("--models", nargs="+", choices=MODELS, default=list(MODELS))
@@ -159,12 +160,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--repeats", type=at_least(1), default=25)
     add("--seconds", type=float, default=float("inf"), help="begin no shape later than this")
     add("--tuned", type=Path, default=tuned_file(), help="file that the tilings are added to")
-    return parser
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Run the command line."""
-    return run_parsed(build_parser(), tune_device, argv)
+    return run_parsed(parser, tune_device, argv)
 
 
 if __name__ == "__main__":

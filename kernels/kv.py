@@ -121,14 +121,10 @@ def _move_problem(kv: Tensor, _source: Tensor, _target: Tensor) -> str:
     return "" if contiguous else "the cache is not contiguous"
 
 
-def _move_cpu_problem(kv: Tensor, *places: Tensor) -> str | None:
-    return "" if kv.dtype in CPU_DTYPES and not _move_problem(kv, *places) else None
-
-
 @operation(
     "commit_kv", "commit", _move_triton, lambda kv, source, target: None, mutates=("kv",),
     problem=_move_problem, cpu=lambda *args: torch.ops.eaglet_cpu.commit_kv.default(*args),
-    cpu_problem=_move_cpu_problem, at=(1,),
+    cpu_problem=lambda kv, *places: "" if kv.dtype in CPU_DTYPES and not _move_problem(kv, *places) else None, at=(1,),
 )  # fmt: skip
 def commit_kv(kv: Tensor, source: Tensor, target: Tensor) -> None:
     """Move the rows of the accepted path to their final slots in all layers, in place.

@@ -89,10 +89,8 @@ class KernelBackend:
         elif importlib.util.find_spec("triton") is None:
             raise ValueError("kernels: triton is not installed. Use pip install triton or --kernels reference.")
         elif self.device_type != "cuda" and not INTERPRETED:
-            raise ValueError(
-                f"kernels: Triton runs on '{self.device_type}' only under its interpreter. "
-                "Set TRITON_INTERPRET=1 before the start or use --kernels reference."
-            )
+            what = f"kernels: Triton runs on '{self.device_type}' only under its interpreter."
+            raise ValueError(f"{what} Set TRITON_INTERPRET=1 before the start or use --kernels reference.")
         else:
             choice = ("triton", "asked for" if self.mode == "triton" else "auto: the device is CUDA")
         why = "the device is a CPU" + ", float activations" * (self.activations == "float")

@@ -128,9 +128,8 @@ def run(args: argparse.Namespace) -> int:
         print(f"\nthe best window is {window}; --draft-window auto takes it from now on ({place})\n")
     content = race(args, base, window)
     gains, winner = content["speedups"], content["winner"]
-    print(
-        f"\n{winner} is fastest. Speed over that of plain decoding: {gains[winner]:.2f}; {DEFAULT}: {gains[DEFAULT]:.2f}"
-    )
+    speeds = f"{gains[winner]:.2f}; {DEFAULT}: {gains[DEFAULT]:.2f}"
+    print(f"\n{winner} is fastest. Speed over that of plain decoding: {speeds}")
     won = winner not in (PLAIN, DEFAULT)
     if not won and not args.out:
         print("nothing was written, because leaving --tree out is at least as fast.")

@@ -39,11 +39,10 @@ PATHS = ("eagle", "draft_checkpoint", "medusa")
 DYNAMIC = "dynamic:16,4,4"  # the default dynamic tree on a CPU, where no row is free
 MTP_CHAINS = ("chain:1", "chain:2", "chain:3", "chain:4")  # what other programs draft with the layer that models bring
 DYNAMIC_GPU = "dynamic:32,6,8"
-MULTI_ROUND = {"verify": "multi-round"}
 Spec = tuple[str, dict[str, str]]  # the name of an arm, and its options as text
-RULES = {"": {}, "top-k drafts": {"draft_noise": "off"}, "multi-round": MULTI_ROUND}
+RULES = {"": {}, "top-k drafts": {"draft_noise": "off"}, "multi-round": {"verify": "multi-round"}}
 SUITES = {  # what every head is measured with: its trees, and the ways to draft and verify
-    "paper": (("paper25", "chain:5", DYNAMIC), {"": {}, "multi-round": MULTI_ROUND}),
+    "paper": (("paper25", "chain:5", DYNAMIC), {rule: RULES[rule] for rule in ("", "multi-round")}),
     "acceptance": (("chain:5", "paper25", "dynamic:26,5,8", "dynamic:60,7,10"), RULES),
 }
 
@@ -184,7 +183,7 @@ def suite_arms(suite: str, heads: Sequence[str], found: Sequence[Spec]) -> list[
     heads = heads or list(dict.fromkeys(given["eagle"] for _, given in found if "eagle" in given))
     arms: list[Spec] = [("plain", {})]
     for head, tree, (rule, more) in itertools.product(heads, trees, rules.items()):
-        if more is not MULTI_ROUND or not tree.startswith("dynamic"):
+        if "verify" not in more or not tree.startswith("dynamic"):
             arms.append((f"{Path(head).name} {tree} {rule}".strip(), {"eagle": head, "tree": tree, **more}))
     if suite == "paper":
         arms += [(name, given) for name, given in found if given and "eagle" not in given]

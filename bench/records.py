@@ -3,8 +3,6 @@
 The rows are recomputed from the run lines alone, so a committed file can be checked against its own table.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json

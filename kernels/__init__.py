@@ -5,9 +5,7 @@ An `Operation` decides which of them, or of the C++ kernels, does a call. Linear
 when their weight was packed.
 """
 
-import kernels.block_draft as block_draft
-import kernels.choice as choice
-import kernels.draft as draft
+from kernels import block_draft, choice, draft
 from kernels.attention import shaped_attention, tree_attention
 from kernels.backend import (
     INTERPRETED,
@@ -37,4 +35,4 @@ from kernels.memory import next_window
 from kernels.norm_rope import rms_norm, rope_write_kv
 from kernels.packing import PackedWeight, dequantize, pack_float, pack_half, pack_int4, pack_int8, packed_rows
 from kernels.projection import packed_linear_rope
-from kernels.tuned import SMALL_M, LinearConfig, linear_config, read_tuned, shape_key, tuned_file, write_tuned
+from kernels.tuned import SMALL_M, LinearConfig, linear_config, read_tuned, shape_key, write_tuned

@@ -39,11 +39,9 @@ EXACT = {"enable_fp_fusion": False}
 
 MODES = ("auto", "triton", "cpu", "reference")
 ACTIVATIONS = ("int8", "float")
-# The small work of a step: one kernel each.
-SMALL_OPERATIONS = ("noise", "choose", "draft_topk", "draft_tree", "commit")
 OPERATIONS = (
     "packed_linear", "packed_topk", "packed_experts", "tree_attention", "rms_norm", "rope_write_kv", "delta_rule",
-    *SMALL_OPERATIONS,
+    "noise", "choose", "draft_topk", "draft_tree", "commit",  # the small work of a step: one kernel each
 )  # fmt: skip
 CPU_OPERATIONS = tuple(name for name in OPERATIONS if name != "packed_experts")
 
@@ -91,10 +89,8 @@ class KernelBackend:
         elif importlib.util.find_spec("triton") is None:
             raise ValueError("kernels: triton is not installed. Use pip install triton or --kernels reference.")
         elif self.device_type != "cuda" and not INTERPRETED:
-            raise ValueError(
-                f"kernels: Triton runs on '{self.device_type}' only under its interpreter. "
-                "Set TRITON_INTERPRET=1 before the start or use --kernels reference."
-            )
+            what = f"kernels: Triton runs on '{self.device_type}' only under its interpreter."
+            raise ValueError(f"{what} Set TRITON_INTERPRET=1 before the start or use --kernels reference.")
         else:
             choice = ("triton", "asked for" if self.mode == "triton" else "auto: the device is CUDA")
         why = "the device is a CPU" + ", float activations" * (self.activations == "float")

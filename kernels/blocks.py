@@ -61,10 +61,8 @@ def _factors(piece: Blocks, form: Format) -> Tensor:
     def units(values: Tensor) -> Tensor:  # [N, units * x] -> [N / 8, units, x, 8]
         return values.view(len(values) // 8, 8, piece.scales.shape[1], -1).permute(0, 2, 3, 1)
 
-    large = [
-        units(values).contiguous().view(torch.uint8) for values in (piece.scales, piece.mins) if values is not None
-    ]
-    parts = [part.flatten(2) for part in large]
+    large = (values for values in (piece.scales, piece.mins) if values is not None)
+    parts = [units(values).contiguous().view(torch.uint8).flatten(2) for values in large]
     if piece.sub_scales is not None:
         small = [units(piece.sub_scales.view(torch.uint8))]
         if piece.sub_mins is not None:

@@ -14,7 +14,6 @@ from kernels.linear import GATES, epilogue, finish, launch_arguments, packed_lin
 from kernels.norm_rope import row_options
 from kernels.packing import PackedTensors, PackedWeight, dequantize, from_parts, kernel_views, panel_words
 from kernels.panels import weight_words
-from kernels.tuned import unsplit
 
 
 class Routes(NamedTuple):
@@ -219,8 +218,6 @@ def _experts(x: Tensor, routes: Routes, weight: PackedWeight, gated: int, bias: 
     # as in `packed_linear`
     apart = gated and (len(weight.forms) > 1 or bias is not None or gated == GATES["swiglu_clamped"])
     y = expert_linear(weight.reorder(x), routes, *weight.parts(), 0 if apart else gated)
-    if bias is None and not apart:
-        return y
     return epilogue(y, None if bias is None else bias[routes.ids], None, gated if apart else 0)
 
 
@@ -231,8 +228,8 @@ def _expert_rows(x: Tensor, slots: int) -> tuple[Tensor, int]:
 
 def _triton_experts(out, x, routes, tensors, numbers, gated) -> None:
     weight = from_parts(tensors, numbers)
-    # Neither the tile nor the split depends on the number of tokens.
-    weight = replace(weight, config=unsplit(weight.config))
+    # The experts are tiles enough without splits. Nor does the tile depend on the number of tokens.
+    weight = replace(weight, config=weight.config._replace(split_k=1, wide_n=0, wide_warps=0))
     rows, shared = _expert_rows(x, routes.ids.shape[1])
     grid, _, constants = launch_arguments(rows, weight, gated, 16)
     most = min(weight.weight.shape[0], routes.ids.numel())

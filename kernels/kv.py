@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -64,8 +62,7 @@ def scales_of(kv: Tensor) -> Tensor:
 
 def cache_problem(kv: Tensor) -> str:
     """Why kernels cannot use a layer's cache kv [2,B,Hkv,S,hd], or "". Keys and values must each be contiguous."""
-    expected = [math.prod(kv.shape[i + 1 :]) for i in range(1, kv.dim())]
-    return "" if list(kv.stride()[1:]) == expected else "the cache of one layer is not contiguous"
+    return "" if kv.select(0, 0).is_contiguous() else "the cache of one layer is not contiguous"
 
 
 def cpu_problem(heads: Tensor, kv: Tensor) -> str:
@@ -124,14 +121,10 @@ def _move_problem(kv: Tensor, _source: Tensor, _target: Tensor) -> str:
     return "" if contiguous else "the cache is not contiguous"
 
 
-def _move_cpu_problem(kv: Tensor, *places: Tensor) -> str | None:
-    return "" if kv.dtype in CPU_DTYPES and not _move_problem(kv, *places) else None
-
-
 @operation(
     "commit_kv", "commit", _move_triton, lambda kv, source, target: None, mutates=("kv",),
     problem=_move_problem, cpu=lambda *args: torch.ops.eaglet_cpu.commit_kv.default(*args),
-    cpu_problem=_move_cpu_problem, at=(1,),
+    cpu_problem=lambda kv, *places: "" if kv.dtype in CPU_DTYPES and not _move_problem(kv, *places) else None, at=(1,),
 )  # fmt: skip
 def commit_kv(kv: Tensor, source: Tensor, target: Tensor) -> None:
     """Move the rows of the accepted path to their final slots in all layers, in place.

@@ -25,7 +25,7 @@ import kernels.cpu as cpu
 import kernels.panels as panels
 from kernels.backend import active_backend, constexpr_function, jit, operation, tl, use_cpu, use_triton
 from kernels.formats import Blocks, Format, Part
-from kernels.tuned import LinearConfig, counters_of, linear_config, shape_key
+from kernels.tuned import LinearConfig, counters_of, gpu_facts, linear_config, shape_key
 
 
 @constexpr_function
@@ -318,15 +318,11 @@ def _pack(
 def _tiling(plain: PackedWeight) -> LinearConfig:
     """How layout 'planes' is cut on the weight's device: as measured, if the active backend knows it, or by rule."""
     device, backend = plain.weight.device, active_backend()
-    multiprocessors, capability, geforce = 82, (8, 6), False
-    if device.type == "cuda":
-        properties = torch.cuda.get_device_properties(device)
-        multiprocessors, capability = properties.multi_processor_count, (properties.major, properties.minor)
-        geforce = "GeForce" in properties.name
     measured = backend.configs.get(shape_key(plain.n, plain.k, plain.bits)) if backend and not plain.forms else None
     if measured is not None:
         return measured
-    config = linear_config(plain.n, plain.k, plain.bits, multiprocessors, capability, geforce and not plain.forms)
+    gpu = gpu_facts(torch.cuda.get_device_properties(device)) if device.type == "cuda" else ()
+    config = linear_config(plain.n, plain.k, plain.bits, *gpu)
     starts = [*itertools.accumulate(rows for rows, *_ in plain.forms[:-1])]
     rows, wide = (math.gcd(block, *starts) for block in (config.block_n, config.wide_n))  # a tile lies in one format
     config = config._replace(block_n=rows, warps=min(config.warps, rows // 32))

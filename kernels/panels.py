@@ -321,11 +321,8 @@ def group_factors(words, g: tl.constexpr, FORMS: tl.constexpr, I: tl.constexpr):
     if FORMS[I][NESTED] == FP8:  # seven bits further up they are those of float16
         fp8 = ((words[4 + g // 4] >> 8 * (g % 4)) & 255) << 7
         # 2^15: codes are decoded as 2^-14 of what they stand for, and the table has twice that
-        whole = (
-            words[0].to(tl.float32, bitcast=True)
-            * 32768.0
-            * fp8.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-        )
+        factor = fp8.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+        whole = words[0].to(tl.float32, bitcast=True) * 32768.0 * factor
         return whole, whole
     u: tl.constexpr = 0 if WIDE else g
     scale = _half(words, 2 * u if M or WIDE else u)

@@ -1,7 +1,5 @@
 """The projection of queries, keys and values, with rotary positions and the write into the KV cache behind it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

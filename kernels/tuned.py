@@ -100,17 +100,17 @@ def linear_config(
     return best._replace(accumulate="float16") if geforce and bits == 4 and capability >= (8, 6) else best
 
 
+def gpu_facts(properties: Any) -> tuple[int, tuple[int, int], bool]:
+    """What `linear_config` asks about a GPU, from what torch knows of it."""
+    return properties.multi_processor_count, (properties.major, properties.minor), "GeForce" in properties.name
+
+
 def resident(config: LinearConfig, bits: int, capability: tuple[int, int]) -> int:
     """How many programs on 16 rows a multiprocessor runs at once, by its shared memory and its registers."""
     shared = 1024 * (228 if capability[0] in (9, 10) else 164 if capability == (8, 0) else 100)
     stage = 128 * (config.block_n * bits // 8 + 16 * 2)  # of the weight, and of x in 16 bits
     # Reductions take 0.5 KB and the driver takes 1 KB. A warp has up to 128 registers per thread.
     return max(1, min(shared // ((config.stages - 1) * stage + 1536), 16 // config.warps))
-
-
-def unsplit(config: LinearConfig) -> LinearConfig:
-    """The tiling for the launch that runs all experts, which are tiles enough."""
-    return config._replace(split_k=1, wide_n=0, wide_warps=0)
 
 
 def partial_bytes(config: LinearConfig, n: int, tokens: int) -> int:
@@ -144,13 +144,12 @@ def read_tuned(gpu: str, path: Path | None = None) -> tuple[dict[str, LinearConf
     return {key: LinearConfig(*row) for key, row in gpus.get(gpu, {}).items()}, ""
 
 
-def write_tuned(gpu: str, configs: Mapping[str, LinearConfig], path: Path | None = None) -> None:
+def write_tuned(gpu: str, configs: Mapping[str, LinearConfig], path: Path) -> None:
     """Add the tilings of one GPU to the file. Other GPUs and other shapes keep theirs. A damaged file is
     replaced. The file is written whole or not at all."""
-    path = path or tuned_file()
-    known, note = read_tuned(gpu, path)
-    gpus = {} if note else _stored(path)
-    gpus[gpu] = {key: list(config) for key, config in (known | dict(configs)).items()}
+    _, damaged = read_tuned(gpu, path)
+    gpus = {} if damaged else _stored(path)
+    gpus[gpu] = gpus.get(gpu, {}) | {key: list(config) for key, config in configs.items()}
     cache.store(path, b"", {"fields": LinearConfig._fields, "gpus": gpus})
 
 

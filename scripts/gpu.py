@@ -18,8 +18,6 @@ Three files are written to the folder --out, again after each part, so that a vi
     NAME-logs.tar.gz       everything that the parts printed
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import importlib.util

@@ -5,13 +5,10 @@ rotate through buffers larger than the last-level cache, so every call reads DRA
 Before that, the kernels are compiled side by side on all cores.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import itertools
 import json
-import math
 import multiprocessing
 import os
 import statistics
@@ -28,7 +25,7 @@ from torch import Tensor
 import kernels
 from bench.random_models import SHAPES
 from bench.steps import captured
-from kernels.tuned import LinearConfig, linear_config, read_tuned, tuned_file, write_tuned
+from kernels.tuned import LinearConfig, gpu_facts, linear_config, read_tuned, tuned_file, write_tuned
 from support.errors import UsageError, at_least, command_parser, run_parsed
 from support.machine import seconds
 
@@ -108,8 +105,7 @@ def fastest(tilings: list[LinearConfig], time_of: Callable[[LinearConfig], float
     for config in tilings:
         with contextlib.suppress(*refused()):
             seconds[config] = time_of(config)
-    best = min(seconds, key=seconds.get, default=None)
-    return tilings[0] if best and seconds.get(tilings[0], math.inf) <= 1.02 * seconds[best] else best
+    return min(seconds, key=lambda config: seconds[config] * (1 if config == tilings[0] else 1.02), default=None)
 
 
 def tune_device(args: argparse.Namespace) -> None:
@@ -138,7 +134,7 @@ def tune_device(args: argparse.Namespace) -> None:
     # Those of an int4 model come first: int4 layers and an int8 LM head.
     shapes = sorted(shapes, key=lambda s: ((s[2] == 4) == (s[0] < 30000), s[0] * s[1]), reverse=True)
     shapes = [shape for shape in shapes if kernels.shape_key(*shape) not in known]
-    gpu = properties.multi_processor_count, (properties.major, properties.minor), "GeForce" in properties.name
+    gpu = gpu_facts(properties)
     tilings = {(n, k, bits): candidates(linear_config(n, k, bits, *gpu), k) for n, k, bits in shapes}
     jobs = {(bits, (n, k) in gated, dtype, config) for (n, k, bits), found in tilings.items() for config in found}
     with ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("spawn")) as pool:
@@ -155,7 +151,8 @@ def tune_device(args: argparse.Namespace) -> None:
     print(f"the tilings of {properties.name} are in {path}", file=sys.stderr)
 
 
-def build_parser() -> argparse.ArgumentParser:
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line."""
     parser = command_parser("scripts.tune_kernels", __doc__)
     add = parser.add_argument
     add("--models", nargs="+", choices=MODELS, default=list(MODELS))
@@ -163,12 +160,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--repeats", type=at_least(1), default=25)
     add("--seconds", type=float, default=float("inf"), help="begin no shape later than this")
     add("--tuned", type=Path, default=tuned_file(), help="file that the tilings are added to")
-    return parser
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Run the command line."""
-    return run_parsed(build_parser(), tune_device, argv)
+    return run_parsed(parser, tune_device, argv)
 
 
 if __name__ == "__main__":

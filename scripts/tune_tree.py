@@ -46,22 +46,6 @@ DEFAULT = "the default"  # what is drafted where --tree is not given; on a CPU i
 PLAIN = "plain decoding"
 
 
-def build_parser() -> argparse.ArgumentParser:
-    parser = command_parser("scripts.tune_tree", __doc__)
-    add = parser.add_argument
-    add_options(parser, *TUNED_FOR, ctx=512)
-    add_questions(parser, "--prompts", 8)
-    add("--behind", type=at_least(0), default=4000, metavar="N", help="tokens of the chat for windows (0: only trees)")
-    add("--trees", nargs="+", metavar="TREE", help="race these trees instead of the ten that are built in")
-    add("--out", metavar="FILE", help="write here, whatever won, instead of where --tree auto looks")
-    add("--max-new-tokens", type=at_least(2), default=64)
-    add("--temperature", nargs="+", type=float, default=[0.0, 1.0])
-    add("--seed", type=int, default=1)
-    add("--reps", type=at_least(1), default=3)
-    add("-q", "--quiet", action="store_true", help="no progress on stderr")
-    return parser
-
-
 def windows_by_speed(args: argparse.Namespace, base: Engine) -> dict[str, float]:
     """The speed of each window over that of plain decoding, behind a chat. Empty for a model that does not chat.
 
@@ -144,9 +128,8 @@ def run(args: argparse.Namespace) -> int:
         print(f"\nthe best window is {window}; --draft-window auto takes it from now on ({place})\n")
     content = race(args, base, window)
     gains, winner = content["speedups"], content["winner"]
-    print(
-        f"\n{winner} is fastest. Speed over that of plain decoding: {gains[winner]:.2f}; {DEFAULT}: {gains[DEFAULT]:.2f}"
-    )
+    speeds = f"{gains[winner]:.2f}; {DEFAULT}: {gains[DEFAULT]:.2f}"
+    print(f"\n{winner} is fastest. Speed over that of plain decoding: {speeds}")
     won = winner not in (PLAIN, DEFAULT)
     if not won and not args.out:
         print("nothing was written, because leaving --tree out is at least as fast.")
@@ -160,7 +143,19 @@ def run(args: argparse.Namespace) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line."""
-    return run_parsed(build_parser(), run, argv)
+    parser = command_parser("scripts.tune_tree", __doc__)
+    add = parser.add_argument
+    add_options(parser, *TUNED_FOR, ctx=512)
+    add_questions(parser, "--prompts", 8)
+    add("--behind", type=at_least(0), default=4000, metavar="N", help="tokens of the chat for windows (0: only trees)")
+    add("--trees", nargs="+", metavar="TREE", help="race these trees instead of the ten that are built in")
+    add("--out", metavar="FILE", help="write here, whatever won, instead of where --tree auto looks")
+    add("--max-new-tokens", type=at_least(2), default=64)
+    add("--temperature", nargs="+", type=float, default=[0.0, 1.0])
+    add("--seed", type=int, default=1)
+    add("--reps", type=at_least(1), default=3)
+    add("-q", "--quiet", action="store_true", help="no progress on stderr")
+    return run_parsed(parser, run, argv)
 
 
 if __name__ == "__main__":

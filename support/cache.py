@@ -8,8 +8,6 @@ What we keep ourselves is written by `store` and read by `fetch`, which compares
 full disk, a killed process or a failing disk left is made again, and is never taken for what was stored.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json
@@ -176,7 +174,7 @@ def tally(counters: Mapping[str, Mapping[str, int]]) -> tuple[int, int]:
 def entries() -> list[Entry]:
     """What the cache of compiled code holds, by name."""
     held = []
-    for place in sorted(p for p in root().iterdir() if p.is_dir()) if root().is_dir() else ():
+    for place in sorted(root().glob("*/")):
         sizes = [p.stat().st_size for p in place.rglob("*") if p.is_file() and not p.is_symlink()]
         held.append(Entry(place.name, len(sizes), sum(sizes)))
     return held

@@ -87,10 +87,8 @@ def runs(process: int) -> bool:
     try:
         if os.name == "posix":
             os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:  # it lives, and belongs to another user
-        return True
+    except OSError as error:  # any other one: it lives, and belongs to another user
+        return not isinstance(error, ProcessLookupError)
     return True
 
 

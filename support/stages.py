@@ -2,7 +2,6 @@
 
 import contextlib
 import fcntl
-import math
 import os
 import signal
 import socket
@@ -102,23 +101,22 @@ class Stages:
             said: deque[str] = deque(maxlen=20)
             reader = threading.Thread(target=_read, args=(workers[0].stderr, log, said))
             reader.start()
-            begun, saved = time.monotonic(), -math.inf
+            begun, due = time.monotonic(), 0.0  # when the next record is written
             seconds, earlier = self.seconds, self.spent(name)
-            running = True
-            while running:
+            codes, wrong = [None], []
+            while None in codes and not wrong:
+                time.sleep(0.1)
                 codes = [worker.poll() for worker in workers]
-                running = None in codes and not any(code not in (None, *fine) for code in codes)
+                wrong = [code for code in codes if code not in (None, *fine)]
                 now = time.monotonic() - begun
                 self.state["seconds"] = seconds + now
                 self.state["spent"][name] = earlier + now
-                if now > saved + SAVE_SECONDS:
-                    saved = now
+                if now > due:
+                    due = now + SAVE_SECONDS
                     self._save()
                 last = said[-1].rpartition(" left  ")[2] if said else ""
                 self.progress(min(0.999, self.seconds / self.total), f"{title}  {last}")
-                time.sleep(0.1 * running)
         reader.join()
-        wrong = [code for code in codes if code not in (None, *fine)]
         if wrong:
             self.progress.close()
             raise StageFailed(_reason(title, said, wrong[0]), max(wrong[0], 1))

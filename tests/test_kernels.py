@@ -30,7 +30,7 @@ from kernels import KernelBackend, LinearConfig, attention, packed_experts, pack
 from kernels.experts import mix, sort_pairs
 from kernels.packing import decode_ptx, from_parts, from_planes, to_planes
 from kernels.records import Rotary
-from kernels.tuned import partial_bytes, resident, unsplit
+from kernels.tuned import partial_bytes, resident
 from model import Experts
 from scripts import tune_kernels
 from support import cache
@@ -250,7 +250,7 @@ def test_partial_sums_are_a_small_share_of_the_weights(model, gpu):
         bits, count = (8, 1) if name == "lm_head" else (4, SHAPES[model].num_hidden_layers)
         config = kernels.linear_config(n, k, bits, *gpu)
         if "expert" in name:
-            config = unsplit(config)
+            config = config._replace(split_k=1)
         total += count * n * k * (bits / 8 + (2 / 128 if bits == 4 else 0))
         for tokens in partial:
             partial[tokens] += count * partial_bytes(config, n, tokens)

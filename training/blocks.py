@@ -138,10 +138,7 @@ def slot_loss(kind: str, head: TrainBlockHead, labels: Tensor, noise_share: floa
 
     def loss(rows: Rows) -> Tensor:
         label, (_, factor, confidence) = labels[rows.which], head.parts(rows.output)
-        if kind == "jetspec":
-            total = soft_loss(rows)
-        else:
-            total = F.cross_entropy(rows.logits, label, reduction="sum")
+        total = soft_loss(rows) if kind == "jetspec" else F.cross_entropy(rows.logits, label, reduction="sum")
         if kind in ("dspark", "dflash2"):
             accepted = overlap(rows)  # the distance is 2 - 2 * accepted
             total = 0.1 * total + 1.8 * (1 - accepted).sum()

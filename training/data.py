@@ -99,11 +99,6 @@ class TokenData:
         low, high = (k * length, len(self.ids)) if self.stream else map(int, self.starts[k : k + 2])
         return slice(low, min(high, low + length))
 
-    def row(self, k: int, length: int) -> tuple[np.ndarray, np.ndarray]:
-        """(ids, mask) at `place`."""
-        place = self.place(k, length)
-        return self.ids[place], self.mask[place]
-
     def sample(self, seed: int, index: int, length: int) -> slice:
         """Where number `index` of an endless series lies in ids and mask: random windows, or every row once per epoch."""
         if self.stream:

@@ -136,8 +136,9 @@ class Evaluation:
             starts = [k * max(0, len(data.ids) - length) // count for k in range(count)]
             return [data.ids[start : start + length].tolist() for start in starts]
         room = self.target.rotary.length
-        rows = (data.row(k, room - 2) for k in range(data.rows))
-        prompts = [ids[: mask.argmax()].tolist() for ids, mask in rows if 0 < mask.argmax() <= room // 2]
+        rows = (data.place(k, room - 2) for k in range(data.rows))
+        begins = ((row.start, int(data.mask[row].argmax())) for row in rows)  # of the first answers
+        prompts = [data.ids[start : start + size].tolist() for start, size in begins if 0 < size <= room // 2]
         if not prompts:
             raise ValueError("no held-out conversation has a prompt that fits; give --held-out.")
         return prompts[:count]

@@ -27,6 +27,12 @@ from weights.quantizer import digest
 
 FEATURE_NOISE = 0.2  # width of the uniform noise on training features at 512 tokens (EAGLE paper)
 INPUTS = ("feature+shifted-token", "feature+unshifted-token", "feature", "token")
+# The optimizers of --recipe: for small targets, and by generation those of the EAGLE papers.
+SMALL = Recipe("muon", lr=0.02, side_lr=2e-3, warmup=20, cooldown=0.6)
+PAPER = {
+    1: Recipe("adamw", lr=3e-5, side_lr=0.0, warmup=2000, cooldown=1.0, weight_decay=0.01),
+    3: Recipe("adamw", lr=5e-5, side_lr=0.0, warmup=12000, cooldown=1.0, weight_decay=0.0),
+}
 
 
 class TrainHead(EagleHead):
@@ -35,11 +41,10 @@ class TrainHead(EagleHead):
     def __init__(self, config: EagleConfig, target: Transformer, draft_ids: Tensor | None, inputs: str):
         super().__init__(config, target, draft_ids)
         self.inputs = inputs
-        rows = None  # of the target's LM head: for a trimmed draft vocabulary, and where gradients need a copy
-        if draft_ids is not None:
-            rows = lm_head_rows(target, draft_ids.to(target.device)).to(target.dtype)
-        elif config.version == 1 and isinstance(target.lm_head, QuantLinear):
-            rows = lm_head_rows(target).to(target.dtype)
+        # Rows of the target's LM head: for a trimmed draft vocabulary, and where gradients need a copy.
+        ids = None if draft_ids is None else draft_ids.to(target.device)
+        copied = ids is not None or config.version == 1 and isinstance(target.lm_head, QuantLinear)
+        rows = lm_head_rows(target, ids).to(target.dtype) if copied else None
         self.register_buffer("target_head", rows, persistent=False)
 
     def shown(self, tokens: Tensor) -> Tensor:
@@ -55,10 +60,8 @@ class TrainHead(EagleHead):
         return super().forward_train(tokens, feature, shift, memory)
 
     def narrow_logits(self, output: Tensor) -> Tensor:
-        if self.config.version == 3:
-            return super().narrow_logits(output)
-        output = output.to(self.target.dtype)
-        if self.target_head is None:
+        output = output if self.config.version == 3 else output.to(self.target.dtype)
+        if self.config.version == 3 or self.target_head is None:
             return super().narrow_logits(output)
         return self.target.scaled(F.linear(output, self.target_head))
 
@@ -199,17 +202,6 @@ def head_loss(
     return loss_eagle(head, batch, rows, args.ttt_steps, count, loss, noise, args.row_share, generator, draws)
 
 
-def recipe_for(args: argparse.Namespace) -> Recipe:
-    """The named recipe with the options' overrides: `paper` as in the EAGLE papers, or `small` for small targets."""
-    if args.recipe == "small":
-        base = Recipe("muon", lr=0.02, side_lr=2e-3, warmup=20, cooldown=0.6)
-    elif args.version == 1:
-        base = Recipe("adamw", lr=3e-5, side_lr=0.0, warmup=2000, cooldown=1.0, weight_decay=0.01)
-    else:
-        base = Recipe("adamw", lr=5e-5, side_lr=0.0, warmup=12000, cooldown=1.0, weight_decay=0.0)
-    return recipe_with(args, base)
-
-
 class EagleTraining(HeadTraining):
     """An EAGLE head in training."""
 
@@ -226,7 +218,7 @@ class EagleTraining(HeadTraining):
         self.draft_vocab = args.draft_vocab or held  # how many tokens the head can draft
         self.config = head_config(target.config, args) if self.start is None else start_config(self.start, args, held)
         self.title = f"{self.config.kind} head ({args.inputs})"
-        self.recipe = recipe_for(args)
+        self.recipe = recipe_with(args, SMALL if args.recipe == "small" else PAPER[int(args.version)])
         # As the authors of the two generations do it.
         self.clip_by_value = args.version == 1
         self.format = self.config.layout(target.config.num_hidden_layers)

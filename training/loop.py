@@ -193,10 +193,8 @@ class Run:
             what = "damaged, or not a training state of this command"
             raise BadFileError(f"{self.path}: {what}. {advice}") from error
         for name in (name for name, value in self.identity.items() if saved_identity[name] != value):
-            values = f"{name} {saved_identity[name]!r:.60}, here {self.identity[name]!r:.60}"
-            raise BadFileError(
-                f"{self.path} is from another run ({values}). With the same options it goes on. {advice}"
-            )
+            what = f"from another run ({name} {saved_identity[name]!r:.60}, here {self.identity[name]!r:.60})"
+            raise BadFileError(f"{self.path} is {what}. With the same options it goes on. {advice}")
 
 
 def averages(done: str, recent: Iterable[tuple[float, ...]]) -> str:

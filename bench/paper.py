@@ -42,6 +42,8 @@ class Rows:
 def paper_tables(summary: dict[str, Any]) -> str:
     """Markdown: speed and tau by data set, n-alpha of a chain beside the tree, and how the heads were trained."""
     rows, published = Rows(summary), read_json(PUBLISHED) if PUBLISHED.exists() else {}  # an installed package has none
+    if not rows.suites:  # interrupted before the first answer
+        return ""
     parts = _by_suite(rows, published), _chains(rows, published), _training(rows)
     return "\n\n".join(f"{title}\n\n{table(head, body)}" for title, head, body in parts if body)
 

@@ -522,6 +522,7 @@ def test_the_suites_measure_every_head_and_their_tables_are_the_rows(tiny_direct
         assert ("multi-round" in text.splitlines()[0]) == (suite == "acceptance")
     bad = [row | {"speedup": None, "blocked": "DIFFERS 1/1"} for row in summary["rows"]]
     assert "DIFFERS 1/1, " in paper.paper_tables(summary | {"rows": bad})
+    assert paper.paper_tables(summary | {"rows": []}) == ""  # interrupted before the first answer
     assert bench.main([*flags, "--eagle", str(tiny_directory / "eagle1")]) == 0
     assert {row["arm"] for row in records.read_lines(out)[1]["rows"]} == {"plain", "eagle1"}
 

@@ -109,6 +109,7 @@ BAD = {
     "another width": ("dflash", {"hidden_size": 64}, "made for hidden_size 64, this model has 32"),
     "another vocabulary": ("dflash", {"vocab_size": 101}, "made for a vocabulary of 101"),
     "the last layer": ("dflash", {"dflash_config": {"mask_token_id": 1, "target_layer_ids": [0, 2, 5]}}, "[0, 2, 5]"),
+    "another kind's scale": ("dflash", {"output_multiplier": 0.5}, "output_multiplier"),
     "a bias": ("dflash", {"attention_bias": True}, "attention_bias = true"),
     "no mask": ("dflash", {"dflash_config": {"target_layer_ids": [0, 2, 4]}}, "'mask_token_id' is missing"),
     "a window that is off": (

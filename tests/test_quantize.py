@@ -964,6 +964,8 @@ def test_weights_that_cannot_be_rounded_at_load_are_refused(tmp_path, capsys):
         assert generate.main(["--checkpoint", str(directory), "--quant", mode, "--prompt-ids", "1"]) == code, message
         error = capsys.readouterr().err
         assert message in error and error.count("\n") == 1, error
+    assert quantize.main(["--checkpoint", str(tmp_path / "m"), "--out", str(tmp_path / "no"), "--mode", "int8"]) == 3
+    assert "lm_head.weight differs from the embedding" in capsys.readouterr().err
     assert load(odd, quant="int8").model.quant == "int8 (rounded at load)"
 
 

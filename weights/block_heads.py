@@ -235,6 +235,10 @@ class _BlockReader(HeadReader):
         causal = self._causal()
         two = self.architecture in DFLASH2
         corrected = flags.integer("selector_top_k", 16) if two else 16
+        scales = [flags.number(key, 1.0, 1e-6, 1e6) for key in ("input_embedding_scale", "output_multiplier")]
+        cap = flags.number("final_logit_softcapping", 0.0)
+        if not two and [*scales, cap] != [1, 1, 0]:
+            self.fail("input_embedding_scale, output_multiplier and final_logit_softcapping are read for DFlash2 only.")
         config = BlockConfig(
             layer=layer,
             target_hidden_size=target.hidden_size,
@@ -249,9 +253,9 @@ class _BlockReader(HeadReader):
             shortlist=flags.integer("shortlist", corrected, 1, layer.vocab_size),
             conv_taps=flags.integer("conv_kernel_size", 2, 1, 64) if two else 0,
             conv_group=flags.integer("conv_group_size", 16) if two else 1,
-            embedding_scale=flags.number("input_embedding_scale", 1.0, 1e-6, 1e6) if two else 1.0,
-            logits_scale=flags.number("output_multiplier", 1.0, 1e-6, 1e6) if two else 1.0,
-            logits_cap=flags.number("final_logit_softcapping", 0.0) if two else 0.0,
+            embedding_scale=scales[0],
+            logits_scale=scales[1],
+            logits_cap=cap,
             has_lm_head=own_head,
             target_vocab_size=target.vocab_size,
         )

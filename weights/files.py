@@ -315,9 +315,10 @@ def check_sha256(model: Path, wanted: str) -> None:
     folder = model if model.is_dir() else model.parent
     weights = [model] if model.is_file() else tensor_files(model) or sorted(model.glob("consolidated.*.pth"))
     if wanted == "stored":
-        lines = [line for line in read_text(folder / SUMS).splitlines() if line.strip()]
         digests = {}
-        for number, line in enumerate(lines, 1):
+        for number, line in enumerate(read_text(folder / SUMS).splitlines(), 1):
+            if not line.strip():
+                continue
             if not (match := LINE.fullmatch(line)):
                 raise refusal(folder / SUMS, f"line {number} is not a digest and the name of a file beside it.")
             digests[match[2]] = match[1]

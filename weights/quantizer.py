@@ -30,7 +30,7 @@ from support.files import directory_written_whole, write_json, writing_errors
 from support.machine import peak_memory
 from weights.checkpoint import QUANTIZED, Checkpoint
 from weights.files import Progress, check_finite, read_entries, write_safetensors
-from weights.hf import build_model, checked_sources, config_to_hf, read_parameter
+from weights.hf import build_model, checked_sources, config_to_hf, read_parameter, without_copy
 from weights.quantized import QuantLinear, QuantSpec, apply_spec_, digest, quantizable, set_tensor, spec_to_json
 from weights.rounding import Reached, Tally, half_of, relative_error, round_weight
 
@@ -118,6 +118,7 @@ class _Source:
         self.model = build_model(config)
         self.files: list[list[int]] | None = None
         self.open()
+        without_copy(self.model, self.checkpoint.entries, str(directory))  # raises if a second LM head differs
         self.names = checked_sources(self.model, self.entries, str(directory))
         self.half = half_of(self.entries[self.names["embed_tokens.weight"][0]].dtype)
 

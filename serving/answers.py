@@ -96,7 +96,7 @@ class Answer:
         recorder, before = self.recorder, self._taken
         self._taken += chunks
         views = recorder.views[max(before - 1, 0) : self._taken - 1]
-        first = {} if before else {"first": recorder.first, "scores": recorder.meaning(self.result.temperature)}
+        first = {} if before else {"first": recorder.first, "scores": recorder.meaning()}
         return first | {"steps": [asdict(view) for view in views]}
 
     def _sort(self, pieces: Sequence[Piece]) -> tuple[str, str, list[tuple[int, ToolCall]]]:

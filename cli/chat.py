@@ -268,12 +268,12 @@ class Conversation:
         request, result = self._last()
         if self.engine.drafter.D == 0:
             raise UsageError("/tree shows what was drafted, and nothing drafts here; start with --eagle HEAD.")
-        recorder = StepRecorder(self.engine)
         params = replace(request.params, max_new_tokens=result.new_tokens)
         stream = self.engine.generate(request.prompt_ids, params)
+        recorder = StepRecorder(self.engine, stream.result)
         try:
             with ctrl_c_ends(stream) as chunks:
-                for _ in recorder.follow(chunks, stream.result):
+                for _ in recorder.follow(chunks):
                     pass
         finally:
             self.engine.remove_observer(recorder)

@@ -17,7 +17,7 @@ from cli.tree_text import TreeWriter
 from decoding.params import with_suggestions
 from engine.engine import Engine
 from engine.grammar_text import json_grammar
-from engine.results import Chunk, GenerationResult
+from engine.results import Chunk
 from engine.streams import Stream
 from loading.options import options_from, settings_given
 from support.errors import INTERRUPTED, BadFileError, UsageError
@@ -86,15 +86,15 @@ def decode(engine: Engine, request: Request, prompt: Prompt, args: argparse.Name
     """Decode one batch, show it, and do what else was asked for with it."""
     params = request.params
     prompts = [request.prompt_ids] * args.batch_size
-    recorder = StepRecorder(engine) if args.show_tree or args.html else None
     gauge = Gauge(engine) if args.gauge else None
     stream = engine.generate_batch(prompts, params)
+    recorder = StepRecorder(engine, stream.result) if args.show_tree or args.html else None
     interrupted = False
     try:
         if args.show_tree:
             show_trees(stream, recorder, args.json)
         else:
-            chunks = recorder.follow(stream, stream.result) if recorder else stream
+            chunks = recorder.follow(stream) if recorder else stream
             show_text(engine, chunks, request, prompt, args)
     except KeyboardInterrupt:
         interrupted = True
@@ -149,12 +149,11 @@ def told(engine: Engine, request: Request, texts: Iterable[str]) -> Iterable[str
 def show_trees(stream: Stream, recorder: StepRecorder, json: bool) -> None:
     """Run a request, and draw the tree of every step as it comes; then the text. With --json this goes to stderr."""
     writer = TreeWriter(sys.stderr if json else sys.stdout)
-    result: GenerationResult = stream.result
     try:
-        writer.begin(recorder, result.temperature)
-        for _ in recorder.follow(stream, result):
+        writer.begin(recorder)
+        for _ in recorder.follow(stream):
             if len(recorder.views) > writer.steps:
                 writer.step(recorder.views[-1], recorder.first)
     finally:
         if recorder.first:  # after Ctrl-C, too
-            writer.end(recorder, result.text)
+            writer.end(recorder)

@@ -66,8 +66,8 @@ class StepRecorder(Observer):
     It reads every step's tensors on the host, which costs speed. It never changes what is decoded.
     """
 
-    def __init__(self, engine: Engine, result: GenerationResult | None = None):
-        """result: of the sequence whose steps are wanted, if it is known already."""
+    def __init__(self, engine: Engine, result: GenerationResult):
+        """result: of the sequence whose steps are wanted."""
         self.engine = engine
         self.result = result
         self.steps: list[Step] = []
@@ -80,7 +80,7 @@ class StepRecorder(Observer):
         self.scoring = engine.drafter.scoring
 
     def step(self, output: StepOutput, results: Sequence[GenerationResult | None]) -> None:
-        row = next((b for b, result in enumerate(results) if result is not None and result is self.result), None)
+        row = next((b for b, result in enumerate(results) if result is self.result), None)
         if row is None:
             return
         count = int(output.count[row])
@@ -89,12 +89,8 @@ class StepRecorder(Observer):
         chosen = (output.path[row, :count], output.emitted[row, :count])
         self.steps.append(Step(*(column[row].tolist() for column in columns), *(ids.tolist() for ids in chosen)))
 
-    def follow(self, chunks: Iterable[Chunk], result: GenerationResult) -> Iterator[Chunk]:
-        """Pass the chunks of a stream on. Before a step's chunk is passed on, its view is appended to `views`.
-
-        result: of the first sequence.
-        """
-        self.result = result
+    def follow(self, chunks: Iterable[Chunk]) -> Iterator[Chunk]:
+        """Pass the chunks of a stream on. Before a step's chunk is passed on, its view is appended to `views`."""
         for chunk in chunks:
             if chunk.row == 0:
                 self.push(chunk)
@@ -128,7 +124,7 @@ class StepRecorder(Observer):
             nodes.append(Node(self.text(step.emitted[-1]), place[last], step.depth[last] + 1, "own"))
         return nodes
 
-    def meaning(self, temperature: float) -> str:
+    def meaning(self) -> str:
         """What the numbers beside the nodes are.
 
         A dynamic tree ranks its nodes by scores with the shared noise. These say how sure the draft is of this very text,
@@ -136,7 +132,7 @@ class StepRecorder(Observer):
         """
         if self.scoring == "none":
             return "No model scored the nodes, so there are no numbers beside them."
-        if self.scoring == "noisy" and temperature > 0:
+        if self.scoring == "noisy" and self.result.temperature > 0:
             text = "a score with the shared noise g, not a probability: the product along the path of "
             text += "softmax((z + T g) / max(T, 0.5))"
         else:
@@ -228,7 +224,7 @@ def page_data(recorder: StepRecorder, prompt_ids: Sequence[int]) -> dict[str, An
     return {
         "facts": facts(recorder.engine, result),
         "prompt": text,
-        "scores": recorder.meaning(result.temperature),
+        "scores": recorder.meaning(),
         "first": recorder.first,
         "tau": result.tau,
         "steps": [asdict(view) for view in recorder.views],

@@ -43,11 +43,11 @@ class TreeWriter:
         self.steps = 0
         self.line = ""  # the last piece of the text so far
 
-    def begin(self, recorder: StepRecorder, temperature: float) -> None:
+    def begin(self, recorder: StepRecorder) -> None:
         """Say what the marks and numbers are."""
         self._write([Span("* drafted and accepted   + the model's own token   others: drafted and rejected")])
         if recorder.scoring != "none":
-            self._write([Span(recorder.meaning(temperature), DIM)])
+            self._write([Span(recorder.meaning(), DIM)])
 
     def step(self, view: StepView, before: str) -> None:
         """Draw a step. `before` is the text before the first step."""
@@ -72,10 +72,10 @@ class TreeWriter:
         self._write([Span("  text: "), Span(self.line, DIM), *new], width)
         self.line += "".join(span.text for span in new)
 
-    def end(self, recorder: StepRecorder, text: str) -> None:
+    def end(self, recorder: StepRecorder) -> None:
         """The whole text: in colours, or as it is."""
         self._write([])
-        print(coloured(recorder) if self.colour else text, file=self.stream, flush=True)
+        print(coloured(recorder) if self.colour else recorder.result.text, file=self.stream, flush=True)
 
     def _write(self, line: Line, width: int | None = None) -> None:
         spans = clipped(line, width) if width else line

@@ -72,12 +72,11 @@ class Answer:
     def take(self, chunks: Sequence[Chunk], ended: bool) -> Part:
         """Add what the engine said of this choice since the last call. ended: there is no more of it."""
         cut = ended and self.result.stop_reason in ("length", "interrupted")
-        pieces: list[Piece] = []
-        tokens: list[TokenInfo] = []
-        for chunk in chunks:
-            pieces += self._splitter.push(chunk.text) if self._splitter else [Piece(TEXT, chunk.text)]
-            pairs = zip(chunk.token_ids, chunk.logprobs, strict=False)  # none, unless the request asks for them
-            tokens += [(token, chances) for token, chances in pairs if token not in self._stop_ids]
+        written = "".join(chunk.text for chunk in chunks)
+        pieces = self._splitter.push(written) if self._splitter else [Piece(TEXT, written)]
+        # There are no pairs, unless the request asks for log-probabilities.
+        pairs = (pair for chunk in chunks for pair in zip(chunk.token_ids, chunk.logprobs, strict=False))
+        tokens = [(token, chances) for token, chances in pairs if token not in self._stop_ids]
         if ended and self._splitter:
             pieces += self._splitter.finish(cut)
         text, thought, calls = self._sort(pieces)
@@ -97,7 +96,7 @@ class Answer:
         recorder, before = self.recorder, self._taken
         self._taken += chunks
         views = recorder.views[max(before - 1, 0) : self._taken - 1]
-        first = {} if before else {"first": recorder.first, "scores": recorder.meaning(self.result.temperature)}
+        first = {} if before else {"first": recorder.first, "scores": recorder.meaning()}
         return first | {"steps": [asdict(view) for view in views]}
 
     def _sort(self, pieces: Sequence[Piece]) -> tuple[str, str, list[tuple[int, ToolCall]]]:

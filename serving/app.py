@@ -204,8 +204,7 @@ def unpacked(data: bytes, coding: str, limit: int) -> bytes:
 
 async def read_body(request: Request, limit: int) -> bytes:
     """A request's body, unpacked. Raises ApiError if it is too large, takes too long, or cannot be unpacked."""
-    declared = request.headers.get("content-length", "")
-    stated = int(declared) if declared.isdecimal() else 0
+    stated = int(request.headers.get("content-length", 0))  # h11 lets no other text than digits through
     large = ApiError(413, f"the body is larger than {limit:,} bytes", None, "request_too_large", close=True)
     if stated > READ_ON * limit:
         raise large
@@ -247,12 +246,11 @@ class Guard:
                 message["headers"] = [*message.get("headers", ()), *shared]
             await send(message)
 
-        if scope["type"] != "http":
-            return
         app, scope = self.app, scope | {"path": known_path(scope["path"])}
         headers = Headers(scope=scope)
         origin = headers.get("origin", "")
-        listed = self._is_listed(origin)
+        # whether pages of this origin may use the server although it is another site
+        listed = bool(origin) and not {origin, "*"}.isdisjoint(self.settings.cors_origins)
         shared = [(b"access-control-allow-origin", origin.encode("latin-1")), (b"vary", b"Origin")] if listed else []
         try:
             # A browser asks before it sends the request itself, and it asks without the key.
@@ -260,24 +258,20 @@ class Guard:
                 asked = headers.get("access-control-request-headers", "")
                 app = Response(status_code=204, headers=PREFLIGHT | {"Access-Control-Allow-Headers": asked})
             else:
-                self._check(scope["path"], headers)
+                self._check(scope["path"], headers, listed)
         except ApiError as error:
             app = self.refused(scope["path"], error)
         await app(scope, receive, counted)
 
-    def _is_listed(self, origin: str) -> bool:
-        """Whether pages of this origin may use the server although it is another site."""
-        return bool(origin) and not {origin, "*"}.isdisjoint(self.settings.cors_origins)
-
-    def _check(self, path: str, headers: Headers) -> None:
-        """Raise ApiError unless this client may make this request."""
+    def _check(self, path: str, headers: Headers, listed: bool) -> None:
+        """Raise ApiError unless this client may make this request. listed: whether its origin may use the server."""
         host = headers.get("host", "")
         try:
             hostname = urlsplit(f"//{host}").hostname
         except ValueError:
             raise ApiError(400, "the Host header is no name or address", None, "wrong_host") from None
         origin = headers.get("origin", f"http://{host}")
-        if origin.partition("://")[2] != host and not self._is_listed(origin):
+        if origin.partition("://")[2] != host and not listed:
             raise ApiError(403, "pages of other sites may not use this server", None, "wrong_origin", FORBIDDEN)
         if not self.settings.api_keys:
             # Such a server listens on this machine alone, to which a page of another site could give a name of its own.

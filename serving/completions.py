@@ -146,10 +146,9 @@ class ChunkWriter(Writer):
         """A whole choice."""
         raise NotImplementedError
 
-    def chunk(self, choice: dict[str, Any] | None, **more: Any) -> Message:
-        """A chunk with a choice or none. more: further fields."""
+    def chunk(self, *choices: dict[str, Any], **more: Any) -> Message:
+        """A chunk with these choices. more: further fields."""
         no_usage = {"usage": None} if self.ask.include_usage else {}
-        choices = [] if choice is None else [choice]
         return Message(self._head(self.chunk_object) | {"choices": choices} | no_usage | more)
 
     def last_chunk(self, choice: dict[str, Any]) -> Message:
@@ -159,7 +158,7 @@ class ChunkWriter(Writer):
 
     def end(self) -> Iterator[Message]:
         if self.ask.include_usage:
-            yield self.chunk(None, usage=self._usage(), timings=self.timings())
+            yield self.chunk(usage=self._usage(), timings=self.timings())
         yield DONE
 
     def whole(self) -> dict[str, Any]:

@@ -234,7 +234,7 @@ def read_constraint(fields: Fields, holder: str = "") -> str | None:
     guided.refuse("whitespace_pattern", (), "JSON has no white space between its parts.")
     places = [(fields.inner(holder), "format", _response_format)] if holder else []
     places += [(fields, name, read) for name, read in _READERS.items()]
-    places += [(guided, name, _READERS[f"guided_{name}"]) for name in _GUIDED]
+    places += [(guided, name.removeprefix("guided_"), read) for name, read in _READERS.items() if "guided_" in name]
     grammars: dict[str, str] = {}
     for where, name, read in places:
         with blamed(where.name(name)):
@@ -284,6 +284,7 @@ def _choice(fields: Fields, name: str) -> str:
     return checked_grammar(f"start: {' | '.join(map(quoted, texts))}")
 
 
+# A field guided_NAME is also the field NAME of structured_outputs.
 _READERS: dict[str, Callable[[Fields, str], str | None]] = {
     "response_format": _response_format,
     "grammar": _grammar,
@@ -294,7 +295,6 @@ _READERS: dict[str, Callable[[Fields, str], str | None]] = {
     "guided_choice": _choice,
     "guided_grammar": _grammar,
 }
-_GUIDED = ("json", "json_object", "regex", "choice", "grammar")  # fields of structured_outputs, and guided_NAME
 
 
 def quoted(text: str) -> str:

@@ -104,12 +104,11 @@ class MessageWriter(Writer):
         if part.thought:
             yield from self._begin({"type": "thinking", "thinking": "", "signature": ""})
             yield self._delta({"type": "thinking_delta", "thinking": part.thought})
-        text, self._held = self._held + part.text, ""
-        if text and (self._open == "text" or text.strip()):
+        self._held += part.text
+        if self._held and (self._open == "text" or self._held.strip()):
             yield from self._begin({"type": "text", "text": ""})
-            yield self._delta({"type": "text_delta", "text": text})
-        else:
-            self._held = text
+            yield self._delta({"type": "text_delta", "text": self._held})
+            self._held = ""
         for _, call in part.calls[len(more) :]:
             if call.name:
                 yield from self._begin(_call(call), new=True)

@@ -36,7 +36,7 @@ ABOUT = {
     "time_to_first_token_seconds": "histogram: time from a request to its first token",
     "time_between_tokens_seconds": "histogram: mean time between two tokens of an answer",
 }
-BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)  # seconds
+BUCKETS = "0.001 0.0025 0.005 0.01 0.025 0.05 0.1 0.25 0.5 1 2.5 5 10 30 60 +Inf".split()  # seconds
 
 
 class Histogram:
@@ -44,20 +44,17 @@ class Histogram:
 
     def __init__(self) -> None:
         self.counts = [0] * len(BUCKETS)
-        self.number = 0
         self.total = 0.0
 
     def add(self, seconds: float) -> None:
         """Count a time."""
-        self.counts = [count + (seconds <= limit) for count, limit in zip(self.counts, BUCKETS, strict=True)]
-        self.number += 1
+        self.counts = [count + (seconds <= float(limit)) for count, limit in zip(self.counts, BUCKETS, strict=True)]
         self.total += seconds
 
     def lines(self, name: str) -> list[str]:
         """The figures in Prometheus' text format."""
-        limits = zip((*BUCKETS, "+Inf"), (*self.counts, self.number), strict=True)
-        buckets = [f'{name}_bucket{{le="{limit}"}} {count}' for limit, count in limits]
-        return [*buckets, f"{name}_sum {self.total}", f"{name}_count {self.number}"]
+        buckets = [f'{name}_bucket{{le="{limit}"}} {count}' for limit, count in zip(BUCKETS, self.counts, strict=True)]
+        return [*buckets, f"{name}_sum {self.total}", f"{name}_count {self.counts[-1]}"]
 
 
 class Metrics:

@@ -41,9 +41,9 @@ def html_data(engine, prompt: list[int], params: SamplingParams) -> dict:
     """What `--html` shows of a request, as JSON gives it."""
     until(lambda: not engine.driver._pumping)  # else the thread of an earlier request runs ahead of the recorder
     stream = engine.generate(prompt, params)
-    recorder = StepRecorder(engine)
+    recorder = StepRecorder(engine, stream.result)
     try:
-        for _ in recorder.follow(stream, stream.result):
+        for _ in recorder.follow(stream):
             pass
     finally:
         engine.remove_observer(recorder)

@@ -116,9 +116,9 @@ def test_the_gauge_is_a_line_of_the_report(capsys):
 def followed(engine: Engine, temperature: float = 0.0, tokens: int = 6) -> StepRecorder:
     """What watched a request from its beginning to its end."""
     engine.options = engine.options or LoadOptions()  # which the page names
-    recorder = StepRecorder(engine)
     stream = engine.generate(PROMPT, SamplingParams(temperature, seed=2, max_new_tokens=tokens))
-    for _ in recorder.follow(stream, stream.result):
+    recorder = StepRecorder(engine, stream.result)
+    for _ in recorder.follow(stream):
         pass
     return recorder
 
@@ -149,8 +149,8 @@ def test_the_page_says_what_the_numbers_are(tmp_path):
         per_root = sum(below) / len(recorder.steps)
         assert 0 < per_root <= 1 + 1e-6, "the root's children share at most 1"
     engine = Engine(head.target, drafter=WithNGrams(eagle_engine(head, TREES["chain4"]).drafter, 4))
-    assert "n-gram" in StepRecorder(engine).meaning(0.0)
-    assert "No model scored" in StepRecorder(Engine(head.target)).meaning(0.0)
+    assert "n-gram" in StepRecorder(engine, recorder.result).meaning()
+    assert "No model scored" in StepRecorder(Engine(head.target), recorder.result).meaning()
 
 
 @pytest.mark.parametrize("multi_round", [False, True])
@@ -237,10 +237,10 @@ def test_the_time_of_a_step_is_without_its_readers(monkeypatch):
     """The milliseconds of the steps sum to the decode time, however long the reader takes."""
     engine = engine_of()
     clock = fake_clock(monkeypatch)
-    recorder = StepRecorder(engine)
+    stream = engine.generate(PROMPT, SamplingParams(max_new_tokens=12))
+    recorder = StepRecorder(engine, stream.result)
     with clock:
-        stream = engine.generate(PROMPT, SamplingParams(max_new_tokens=12))
-        for _ in recorder.follow(stream, stream.result):
+        for _ in recorder.follow(stream):
             clock.now += 100
     assert sum(view.ms for view in recorder.views) == pytest.approx(stream.result.decode_seconds * 1e3)
     assert all(0 < view.ms < 1000 for view in recorder.views)
@@ -251,7 +251,7 @@ def test_a_reader_may_come_late():
     engine = engine_of()
     stream = engine.generate(PROMPT, SamplingParams(max_new_tokens=12))
     recorder = StepRecorder(engine, stream.result)
-    read = list(recorder.follow(list(stream), stream.result))
+    read = list(recorder.follow(list(stream)))
     assert [recorder.first] == [f"{token} " for token in read[0].token_ids]
     assert [view.kept for view in recorder.views] == [[f"{token} " for token in chunk.token_ids] for chunk in read[1:]]
 
@@ -260,9 +260,9 @@ def test_trees_are_drawn_while_the_request_runs(monkeypatch):
     """Each step is drawn before the next one runs, and no line is wider than the terminal."""
     monkeypatch.setenv("COLUMNS", "50")
     engine = engine_of()
-    recorder, out = StepRecorder(engine), io.StringIO()
-    writer, stream = TreeWriter(out), engine.generate(PROMPT, SamplingParams(max_new_tokens=20))
-    for done, _ in enumerate(recorder.follow(stream, stream.result)):
+    stream, out = engine.generate(PROMPT, SamplingParams(max_new_tokens=20)), io.StringIO()
+    recorder, writer = StepRecorder(engine, stream.result), TreeWriter(out)
+    for done, _ in enumerate(recorder.follow(stream)):
         if done:
             writer.step(recorder.views[-1], recorder.first)
         assert out.getvalue().count("\nstep ") == done

@@ -241,15 +241,14 @@ class Splitter:
             bare, mark = yield from self._read(quotes.mark, *'"{}[]:,')
             if bare.strip():
                 self._emit(ARGUMENTS, json.dumps(bare.strip(), ensure_ascii=False) if mark == ":" else literal(bare))
-            if mark in (quotes.mark, '"'):
+            if mark == quotes.mark:
                 self._emit(ARGUMENTS, '"')
-                if mark == quotes.mark:
-                    yield from self._must(QUOTED, quotes.mark)
-                    self._emit(ARGUMENTS, '"')
-                else:
-                    yield from self._rest_of_text(ARGUMENTS)
+                yield from self._must(QUOTED, quotes.mark)
+                self._emit(ARGUMENTS, '"')
             else:
                 self._emit(ARGUMENTS, f"{mark} " if mark in (":", ",") else mark)
+            if mark == '"':
+                yield from self._rest_of_text(ARGUMENTS)
             depth += (mark in ("{", "[")) - (mark in ("}", "]"))
 
     def _code(self, _: PythonCode, end: str) -> Reading:

@@ -80,8 +80,7 @@ class TemplateWorker:
     def begin(self) -> None:
         """Start the child, without waiting for it, where a request is going to come."""
         with self._lock:
-            if self._child is None:
-                self._child = self._start()
+            self._start()
 
     def render(self, template: str, variants: list[list[dict]], variables: dict) -> list[str]:
         """One prompt per list of messages. Raises ValueError for a template that fails or runs over a limit."""
@@ -96,8 +95,7 @@ class TemplateWorker:
 
     def _ask(self, request: bytes) -> dict:
         """The reply to a request of one line."""
-        if self._child is None:
-            self._child = self._start()
+        self._start()
         try:
             if not self._ready:
                 _exchange(self._child, b"", START_SECONDS)  # it answers when it is ready
@@ -111,14 +109,16 @@ class TemplateWorker:
             limits = f"{RENDER_CPU_SECONDS} s of CPU, {RENDER_SECONDS} s, {RENDER_MEMORY >> 20} MB"
             raise ValueError(f"the template ran over a limit ({limits})") from None
 
-    def _start(self) -> subprocess.Popen:
+    def _start(self) -> None:
+        """Start the child, unless there is one."""
+        if self._child is not None:
+            return
         pipe = subprocess.PIPE
         # in a session of its own, so that Ctrl-C does not reach it
-        child = subprocess.Popen(
+        self._child = subprocess.Popen(
             [sys.executable, "-P", __file__], stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, start_new_session=True
         )
-        weakref.finalize(self, _end, child)
-        return child
+        weakref.finalize(self, _end, self._child)
 
 
 def _exchange(child: subprocess.Popen, line: bytes, seconds: float) -> bytes:

@@ -306,24 +306,20 @@ class Tokenizer:
 
     def _piece_ids(self, pieces: list[str], goes_on: bool = False) -> list[int]:
         """Ids of the template's text (even places) and of contents. goes_on: other ids stand before them."""
+        parts = [part for i, piece in enumerate(pieces) for part in ([piece] if i % 2 else self.parts(piece))]
+        before, behind = self._files.strips
         ids: list[int] = []
         run = ""  # text since the last control token
-        for i, piece in enumerate(pieces):
-            for part in [piece] if i % 2 else self.parts(piece):
-                if isinstance(part, str):
-                    run += part
-                    continue
-                run = self._stripped(run, ids, part)
-                ids += [*self._text_ids(run, first=not ids and not goes_on), part]
-                run = ""
-        run = self._stripped(run, ids)
-        return ids + self._text_ids(run, first=not ids and not goes_on)
-
-    def _stripped(self, text: str, ids: list[int], end: int | None = None) -> str:
-        """The text between two control tokens, the last of `ids` and `end`, without the white space that they swallow."""
-        before, behind = self._files.strips
-        text = text.rstrip() if end in before else text
-        return text.lstrip() if ids and ids[-1] in behind else text
+        for part in [*parts, None]:  # None: the end
+            if isinstance(part, str):
+                run += part
+                continue
+            run = run.rstrip() if part in before else run  # a control token may swallow the white space beside it
+            run = run.lstrip() if ids and ids[-1] in behind else run
+            ids += self._text_ids(run, first=not ids and not goes_on)
+            ids += [] if part is None else [part]
+            run = ""
+        return ids
 
     def parts(self, text: str) -> list[str | int]:
         """A text in which control tokens count: these as ids, and the text between them."""

@@ -12,10 +12,10 @@ from decoding.step import DecodeState
 from engine.engine import Engine
 from engine.intake import Intake
 from engine.prefill import run_chunk
-from serving.fields import ApiError, Fields, wrong
+from serving.fields import ApiError, Fields, text_prompts, wrong
 from serving.messages import count_tokens
 from serving.prompts import adapter_named, prompts_of, why_too_long
-from serving.requests import Ask, chat_ask, text_prompts
+from serving.requests import Ask, chat_ask
 from serving.scheduler import ServeSettings
 from support.reader import is_a
 from text.tokenizer import Tokenizer

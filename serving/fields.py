@@ -212,6 +212,16 @@ NOT_HERE: dict[str, tuple[tuple[Any, ...], str]] = {
 }
 
 
+def text_prompts(value: Any, name: str) -> list[str | list[int]]:
+    """The prompts in a field of this name: a text, token ids, or a list of one of these."""
+    several = isinstance(value, list) and value and isinstance(value[0], str | list)
+    prompts = value if several else [value]
+    texts = all(isinstance(prompt, str) for prompt in prompts)
+    if not texts and not all(isinstance(p, list) and p and all(isinstance(i, int) for i in p) for p in prompts):
+        raise wrong(name, "must be a text, a list of token ids, or a list of texts or of such lists, and not empty")
+    return prompts
+
+
 def read_bias(fields: Fields) -> tuple[tuple[int, float], ...]:
     """The field logit_bias, as pairs of a token and what is added to its logit: an object, as in OpenAI's API, or a list
     of pairs, as in llama.cpp's server, where false stands for never."""

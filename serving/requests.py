@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from decoding.params import MAX_LOGPROBS
-from serving.fields import NOT_HERE, Fields, read_bias, read_constraint, unsupported, wrong
+from serving.fields import NOT_HERE, Fields, read_bias, read_constraint, text_prompts, unsupported, wrong
 from support.reader import parse_json
 
 MAX_CHOICES = 16  # answers that one request may ask for
@@ -187,16 +187,6 @@ def common(fields: Fields, *limits: str, holder: str = "", least: int = 1) -> As
     ask.include_usage = fields.inner("stream_options").get("include_usage", bool, False)
     ask.stop_token_ids = tuple(fields.get("stop_token_ids", list, []))
     return ask
-
-
-def text_prompts(value: Any, name: str) -> list[str | list[int]]:
-    """The prompts in a field of this name: a text, token ids, or a list of one of these."""
-    several = isinstance(value, list) and value and isinstance(value[0], str | list)
-    prompts = value if several else [value]
-    texts = all(isinstance(prompt, str) for prompt in prompts)
-    if not texts and not all(isinstance(p, list) and p and all(isinstance(i, int) for i in p) for p in prompts):
-        raise wrong(name, "must be a text, a list of token ids, or a list of texts or of such lists, and not empty")
-    return prompts
 
 
 def _read_thinking(ask: Ask, fields: Fields) -> None:

@@ -22,7 +22,7 @@ from decoding.drafter import DraftInput, StepParts, take_rows
 from drafters.heads import DraftHead, HeadDrafter
 from drafters.trees import FedRows
 from layers.build import build_attention
-from model import MLP, Nodes, RMSNorm, Transformer, weight_bytes
+from model import MLP, Block, Nodes, RMSNorm, Transformer, weight_bytes
 from support.machine import zeros
 from tree import DynamicTree, TreeTables
 from weights.heads import EagleConfig
@@ -196,8 +196,16 @@ class MtpHead(EagleHead):
         nn.Module.__init__(self)
         self.config = config
         self.embed_tokens = self.lm_head = None
-        vars(self).update(layer=target.mtp.layer, norm=target.mtp.norm)  # the target's modules, no part of this one
         self.bind(target, draft_vocab)
+
+    @property
+    def layer(self) -> Block:
+        """The target's module, which is no part of this one."""
+        return self.target.mtp.layer
+
+    @property
+    def norm(self) -> RMSNorm:
+        return self.target.mtp.norm
 
     def bytes_read(self) -> float:
         return super().bytes_read() + weight_bytes(self.target.mtp)

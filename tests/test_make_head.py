@@ -181,6 +181,24 @@ def test_hours_are_kept(tmp_path, monkeypatch, memory, hours, rounds):
     assert trained == sorted(trained)
 
 
+def test_a_later_head_replaces_one_that_is_about_as_good(tmp_path, monkeypatch, memory):
+    """Bug: of three rounds the first one was kept, which eight questions had found better by 1 %."""
+    taus = iter((2.0, 1.98, 1.8))
+
+    def stage(self, name, title, command, processes=1, fine=(0,)):
+        out = command[command.index("--out") + 1]
+        out.mkdir()
+        (out / "CARD.json").write_text(json.dumps({"tau_greedy": (tau := next(taus)), "tau_t1": tau}))
+
+    monkeypatch.setattr(Stages, "run", stage)
+    made = maker(tmp_path)
+    made.text.touch()
+    for number in (1, 2, 3):
+        made._round(number, 1.0, 1.0)
+    assert [made.stages.state["kept"][f"best {n}"][-1] for n in (1, 2, 3)] == ["1", "2", "2"]
+    assert read_json(tmp_path / "head" / "CARD.json")["tau_t1"] == 1.98
+
+
 def test_what_was_decided_holds_after_an_interruption(tmp_path, monkeypatch, memory):
     """A saved training that is refused, since the disk or the memory has less room than when it began."""
     commands = []

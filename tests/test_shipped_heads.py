@@ -20,6 +20,10 @@ QUESTIONS = (
     "Write a short poem about the sea.",
     "Explain what a hash table is to a beginner.",
     "I have 12 apples and give away 5. How many are left? Explain your answer.",
+    "What is the difference between a list and a tuple in Python?",
+    "Name three things to see in Paris, and say why.",
+    "Write an email to my landlord about a broken heater.",
+    "Why do leaves change their colour in autumn?",
 )
 
 

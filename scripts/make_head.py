@@ -6,10 +6,8 @@
 
 The model writes questions and answers (a model without a chat template: texts), and the head learns to draft them, in
 rounds of growing length. After each round the best head so far lies at --out. At the end it is rounded to the format of
-the model, and measured: how many tokens a step gives at T = 0 and T = 1, also behind long chats, and which tree and
-window are fastest on this machine. The same command goes on after any interruption, and with more --hours after its end.
-It calls scripts.make_chats, scripts.train_eagle, quantize.py, scripts.bench and scripts.tune_tree; their output is in
-log.txt in --work.
+the model and measured, also behind long chats: tokens per step, and the fastest tree and window on this machine. The same
+command goes on after any interruption, and with more --hours after its end. The output of all parts is in --work/log.txt.
 """
 
 import argparse
@@ -47,8 +45,7 @@ WHOLE_CALIBRATION = CALIBRATION_WINDOWS * WINDOW  # tokens of text that GPTQ see
 HELD_OUT = 96  # questions that are tried for the text that is only measured on
 FEWEST = 8  # of the texts among these
 BEHIND = (500, 4000)  # tokens of the chats that the head is measured behind
-# A head that has learnt more replaces one whose tau is higher by less: eight questions do not tell these apart.
-ALIKE = 0.97
+ALIKE = 0.97  # of the tau before: a later head with so much counts as better, because eight questions tell no more
 LEAST = 10.0  # seconds of text and of training in a round
 GIB = 1 << 30
 # Options of scripts.train_eagle, as they trained the heads of SmolLM2 (docs/training.md).
@@ -255,11 +252,10 @@ class Maker:
         keys = ("suite", "temperature", "tau", "accepted_by_depth", "speedup")
         rows = [{key: row[key] for key in keys} for row in rows if row["accepted_by_depth"]]
         self._publish(head, measured=rows, **found)
-        gains = []
-        for suite, where in {"questions": "", "all": f" behind {' and '.join(map(str, fitting))} tokens"}.items():
-            for row in (row for row in rows if row["suite"] == suite):
-                speed = f" ({row['speedup']['median']:.2f}x of plain decoding)" if row["speedup"] else ""
-                gains.append(f"tau {row['tau']:.2f} at T = {row['temperature']:g}{where}{speed}")
+        gains, shown = [], {"questions": "", "all": f" behind {' and '.join(map(str, fitting))} tokens"}
+        for row in (row for row in rows if row["suite"] in shown):
+            speed = f" ({row['speedup']['median']:.2f}x of plain decoding)" if row["speedup"] else ""
+            gains.append(f"tau {row['tau']:.2f} at T = {row['temperature']:g}{shown[row['suite']]}{speed}")
         winner = read_json(tree)["winner"] if tree.exists() else "the default"
         more = " --compile" * self.compiled + " --tree auto" * tree.exists()
         best = f"tree {winner}, window {found.get('window', 'the default')}"

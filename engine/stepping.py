@@ -243,6 +243,10 @@ class Stepper:
         """Stop showing steps to `observer`."""
         self.observers.remove(observer)
 
+    def step(self, mode: SamplingMode) -> StepOutput:
+        """Run one speculative step now, on the state as it is and without its graph. For measurements."""
+        return self._step(self.model, self.drafter, self.state, mode, parts=self.parts)
+
     def first_runs(self, mode: SamplingMode, view: View) -> None:
         """Capture, compile and time what steps of this kind need at first. No step may be under way."""
         rows = self._rounded(view.rows)  # what was found for as many rows holds for this view

@@ -97,7 +97,7 @@ def _program_runs() -> bool:
     return any(t.name != NAME and not t.daemon and t.is_alive() for t in threading.enumerate())
 
 
-class Stream(Iterator[Chunk], contextlib.AbstractContextManager):
+class Stream(Iterator[Chunk]):
     """An iterator of Chunks. Its `results` fill while it runs. `result` is that of the first sequence.
 
     Any number of streams may run on one engine, also in one thread. They are decoded together, as many as the engine has
@@ -175,6 +175,9 @@ class Stream(Iterator[Chunk], contextlib.AbstractContextManager):
             self._driver.settle()
         self.inbox.chunks.clear()
         release_threads()  # the next request may run in another thread
+
+    def __enter__(self) -> Stream:
+        return self
 
     def __exit__(self, *error: object) -> None:
         self.close()

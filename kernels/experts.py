@@ -218,6 +218,8 @@ def _experts(x: Tensor, routes: Routes, weight: PackedWeight, gated: int, bias: 
     # as in `packed_linear`
     apart = gated and (len(weight.forms) > 1 or bias is not None or gated == GATES["swiglu_clamped"])
     y = expert_linear(weight.reorder(x), routes, *weight.parts(), 0 if apart else gated)
+    if bias is None and not apart:
+        return y
     return epilogue(y, None if bias is None else bias[routes.ids], None, gated if apart else 0)
 
 

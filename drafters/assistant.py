@@ -72,11 +72,10 @@ class AssistantHead(DraftHead):
 class AssistantDrafter(HeadDrafter):
     """Drafts trees with an `AssistantHead`."""
 
+    places_levels = False
+
     def prefill(self, row: int, tokens: Tensor, features: Tensor, start: Tensor, keep: Tensor) -> None:
         """The target's keys and values are all it needs of a prompt."""
-
-    def _place_levels(self, inputs: DraftInput) -> list[None]:
-        return [None] * len(self.level_widths())
 
     def _extend(self, inputs: DraftInput) -> Tensor:
         return self._read(inputs, inputs.root[:, None], take_rows(inputs.features, (inputs.count - 1)[:, None]))

@@ -230,6 +230,7 @@ class BlockDrafter(HeadDrafter):
     """
 
     prunes_dynamic = True
+    places_levels = False
     priced_nodes = 12  # no forward ends a tree early, so a pruned one is still large, and many nodes cost more than few
 
     def __init__(self, head: BlockHead, tree: Trees, batch_size: int, slots: int, rule: DraftRule = DEFAULT_RULE):
@@ -313,9 +314,6 @@ class BlockDrafter(HeadDrafter):
         if self.head.config.markov not in ("gated", "rnn"):
             return Rows(slots, depth, tokens, None, None)
         return Rows(slots, depth, tokens, *self.head.factors(tokens, slots.mixed[:, depth], state))
-
-    def _place_levels(self, inputs: DraftInput) -> list[None]:
-        return [None] * len(self.level_widths())
 
     def _level(self, inputs: DraftInput, depth: int, fed: FedRows) -> Rows:
         above = fed.features

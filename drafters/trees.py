@@ -45,7 +45,7 @@ class FedRows(NamedTuple):
 
     tokens: Tensor  # [B, T]
     features: Tensor  # [B, R, H] what the tokens are paired with: the target's features, or outputs of the level above
-    nodes: Nodes | None  # None for a drafter that places no rows of levels
+    nodes: Nodes | None  # None for a level of a drafter without `places_levels`
     source: Tensor | None = None  # [B, T] the row of features for each token, None if each has its own
 
 
@@ -64,6 +64,7 @@ class TreeDrafter(Drafter):
     lead = 0
     model_window = 0  # of the attention of a whole model over known tokens, 0 if it is full
     prunes_dynamic = False  # whether it leaves nodes out of dynamic trees, too
+    places_levels = True  # whether the rows of a level go into its cache
 
     def __init__(
         self, model: nn.Module, feature_size: int, taps: tuple[int, ...], tree: Trees, batch_size: int, slots: int,
@@ -148,6 +149,8 @@ class TreeDrafter(Drafter):
     def _place_levels(self, inputs: DraftInput) -> list[tuple[Tensor, ...] | None]:
         """Where the rows of each level go, [B, W, ...]. Of a batch's dynamic tree the rows of a level are contiguous."""
         batch, widths = inputs.n.shape[0], self.level_widths()
+        if not self.places_levels:
+            return [None] * len(widths)
         if batch == 1 or not self.dynamic or not widths:
             columns = [column.split(widths, 1) for column in self._place(inputs, self.row_depth)[:4]]
         else:

@@ -482,8 +482,10 @@ def tree_attention(
     A row that a query may not see never influences it, even if it holds NaN. Plain code reads `start` on the host, so
     its cost follows the live length.
     """
-    places = [] if segments is None else segments.tolist()
-    caches = [kv.narrow(3, first, behind + 1) for first, behind in places] or kv.split(1, 1)
+    if segments is None:
+        caches = kv.split(1, 1)
+    else:
+        caches = [kv.narrow(3, first, behind + 1) for first, behind in segments.tolist()]
     rows = [
         _attend_one(q[b : b + 1], cache, visible[b], positions[b], n, window, scale, cap, sinks, ring)
         for b, (n, cache) in enumerate(zip(start.tolist(), caches, strict=True))

@@ -197,7 +197,7 @@ def _read_thinking(ask: Ask, fields: Fields) -> None:
     ask.raw_thoughts = fields.choice("reasoning_format", FORMATS, "auto") == "none"
     budgets = [fields.integer(name, -1, 2**31, -1) for name in BUDGETS] + [own.integer("max_tokens", -1, 2**31, -1)]
     think = fields.get("enable_thinking", bool, own.get("enabled", bool))
-    if think is None and effort not in ("", "minimal"):
+    if effort == "none" or (think is None and effort not in ("", "minimal")):
         think = effort != "none"
     set_thinking(ask, variables, think, max(budgets))
     if EFFORTS.get(effort):
@@ -288,14 +288,16 @@ def _input_messages(ask: Ask, fields: Fields) -> list[dict[str, Any]]:
     for i, values in enumerate(items):
         item = Fields(values, f"input[{i}].")
         kind = item.get("type", str, "message")
+        if kind == "custom_tool_call":  # a call whose arguments are one text
+            kind = "function_call"
+            item = Fields(item.values | {"arguments": {"input": item.get("input", str, "")}}, item.where)
         if kind == "message":
             messages.append(_message(item, ask))
         elif kind == "reasoning":
             thought += "".join(part.get("text", str, "") for part in item.items("content"))
             continue
-        elif kind in ("function_call", "custom_tool_call"):
-            text = {"arguments": {"input": item.get("input", str, "")}} if kind == "custom_tool_call" else {}
-            call = _call(Fields(item.values | text, f"input[{i}]."), item.get("call_id", str, ""))
+        elif kind == "function_call":
+            call = _call(item, item.get("call_id", str, ""))
             if messages and messages[-1]["role"] == "assistant":  # its text, or an earlier call of the same answer
                 messages[-1].setdefault("tool_calls", []).append(call)
             else:

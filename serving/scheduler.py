@@ -68,7 +68,8 @@ class Job:
         self.params = params
         grammar = params.grammar
         unenforced = grammar.unenforced if isinstance(grammar, ReadGrammar) else ()
-        self.ignored = [*ask.ignored, *(f"JSON schema: {name}" for name in unenforced)]  # what is asked for in vain
+        # What is asked for in vain, each once: it becomes a header, and a chat may hold many images.
+        self.ignored = list(dict.fromkeys((*ask.ignored, *(f"JSON schema: {name}" for name in unenforced))))
         stop_ids = engine.stop_ids(params)
         self.answers = [Answer(i, ask, engine.tokenizer, stream, stop_ids) for i, stream in enumerate(streams)]
         self.cancelled = False

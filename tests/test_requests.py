@@ -343,6 +343,9 @@ def test_what_is_not_enforced_is_told(post, server):
     assert stream.headers["x-ignored"] == "JSON schema: uniqueItems"
     server.idle()
     assert "ignored: JSON schema: uniqueItems" in server.lines[-1]
+    seen = {"role": "tool", "content": [{"type": "image_url"}] * 2}
+    told = httpx.post(server.address + CHAT, json={"messages": [*ASK, seen], "max_tokens": 1}).headers["x-ignored"]
+    assert told == "images that tools returned"
     assert "x-ignored" not in httpx.post(server.address + CHAT, json={"messages": ASK, "max_tokens": 1}).headers
     called = post(CHAT, messages=ASK, tools=[{"function": {"name": "f", "parameters": {"type": "object", "properties":
                   {"a": schema}, "required": ["a"]}}}], tool_choice="required", max_tokens=60)  # fmt: skip

@@ -570,6 +570,7 @@ def test_variables_reach_the_chat_template(engine, ask, refused, monkeypatch):
     assert on > off
     for effort, tokens in {"max": on, "low": on, "minimal": off, "none": off}.items():
         assert ask(**asked, reasoning_effort=effort)["usage"]["prompt_tokens"] == tokens
+    assert ask(**asked, reasoning_effort="none", enable_thinking=True)["usage"]["prompt_tokens"] == off
     for variables in ({"messages": []}, {"a": "x</s>"}):
         assert refused(**asked, chat_template_kwargs=variables)["param"] == "chat_template_kwargs"
 

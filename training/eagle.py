@@ -60,8 +60,10 @@ class TrainHead(EagleHead):
         return super().forward_train(tokens, feature, shift, memory)
 
     def narrow_logits(self, output: Tensor) -> Tensor:
-        output = output if self.config.version == 3 else output.to(self.target.dtype)
-        if self.config.version == 3 or self.target_head is None:
+        if self.config.version == 3:
+            return super().narrow_logits(output)
+        output = output.to(self.target.dtype)
+        if self.target_head is None:
             return super().narrow_logits(output)
         return self.target.scaled(F.linear(output, self.target_head))
 

@@ -1,6 +1,7 @@
 """Conversations for training a draft head, written by the model itself: its own questions, then its answers.
 
     python -m scripts.make_chats --checkpoint DIR --out chats.jsonl --count 4000
+    python -m scripts.make_chats --checkpoint DIR --out chats.jsonl --questions sharegpt.json
     python -m scripts.train_eagle --checkpoint DIR --data chats.jsonl --out head
 
 An instruct model that is given only the opening of a user turn continues it with a question, as it has seen many. So no
@@ -8,13 +9,17 @@ data set is needed, and the text is what the model itself is likely to read and 
 words that are given, such as "Write a Python function that", so that all kinds of tasks occur. Half of the answers are
 the most likely ones and half are sampled at T = 1. What is empty, repeats itself, or (a question) does not end is left
 out. A model without a chat template writes texts: their beginnings at T = 1, and how they go on in place of answers.
+With --questions it writes no questions, and answers those of a file turn by turn, or goes on from how its texts begin.
 After an interruption the same command goes on where it was.
 """
 
 import argparse
+import contextlib
+import itertools
 import math
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from os.path import commonprefix  # it takes lists, too
 from pathlib import Path
@@ -25,8 +30,9 @@ from engine.load import load
 from loading.options import add_options, options_from
 from support.errors import UsageError, above_zero, at_least, command_parser, run_parsed
 from support.files import append_json_lines, read_json_lines
+from support.progress import Progress
 from text.tokenizer import Tokenizer
-from training.data import groups, question_of
+from training.data import question_of, read_records
 
 LOADED = ("checkpoint", "slots", "ctx", "device", "dtype", "kernels", "compile")
 # What every second question begins with. Without them a small model asks the same few kinds of questions.
@@ -85,6 +91,16 @@ def repeats_itself(ids: list[int]) -> bool:
     return len(set(grams)) < LEAST_DISTINCT * len(grams)
 
 
+def groups(count: int, size: int, title: str, first: int, until: float) -> Iterator[range]:
+    """The numbers from `first` up to `count` in groups of `size`, with a progress bar. None after the time `until`."""
+    with contextlib.closing(Progress()) as progress:
+        for start in range(first, count, size):
+            if time.monotonic() > until:
+                break
+            progress(start / count, f"{title} {start} of {count}")
+            yield range(start, min(start + size, count))
+
+
 def asked_in(path: Path | None) -> set[str]:
     """The questions, or beginnings of texts, of a file that this command wrote."""
     records = read_json_lines(path, LINE) if path else []
@@ -118,39 +134,66 @@ def write_questions(engine: Engine, tokenizer: Tokenizer, path: Path, args: argp
     return [question for question in tried if question is not None]
 
 
+def questions_in(source: str, tokenizer: Tokenizer, args: argparse.Namespace) -> dict[str, list[dict]]:
+    """The first args.count conversations of a file for training without their answers, by their first question. Without a
+    chat template it is how the texts of the file begin (args.question_tokens). Raises UsageError if there is none."""
+    conversations, texts, left_out = read_records(source)
+    if tokenizer.chat_template_source:
+        asked = {question_of({"messages": talk}): talk for talk in conversations}
+    else:
+        begins = (tokenizer.encode(text, add_bos=False)[: args.question_tokens] for text in texts)
+        asked = {tokenizer.decode(ids): [] for ids in begins}
+    if not asked:
+        kind = "conversation" if tokenizer.chat_template_source else "text for a model without a chat template"
+        raise UsageError(f"--questions {source}: it has no {kind}{f' ({left_out[0]})' if left_out else ''}.")
+    return dict(itertools.islice(asked.items(), args.count))
+
+
+def answered(engine: Engine, tokenizer: Tokenizer, asked: list[list[dict]], params: SamplingParams) -> list[list[dict]]:
+    """Conversations with the model's own answers behind their questions, turn by turn. One ends before an answer that is
+    empty or repeats itself, and before a question behind which an answer has no room."""
+    talks = [[message for message in messages if message["role"] == "system"] for messages in asked]
+    questions = [[message for message in messages if message["role"] == "user"] for messages in asked]
+    open_talks = [i for i, ahead in enumerate(questions) if ahead]
+    while open_talks:
+        prompts = {i: tokenizer.encode_chat([*talks[i], questions[i][0]]) for i in open_talks}
+        prompts = {i: ids for i, ids in prompts.items() if len(ids) + params.max_new_tokens <= engine.ctx}
+        results = engine.generate_batch([*prompts.values()], params).run() if prompts else []
+        open_talks = []
+        for i, result in zip(prompts, results, strict=True):
+            answer = result.text.strip()
+            if answer and not repeats_itself(result.token_ids):
+                talks[i] += [questions[i].pop(0), {"role": "assistant", "content": answer}]
+                open_talks += [i] if questions[i] else []
+    return talks
+
+
 def write_answers(
-    engine: Engine, tokenizer: Tokenizer, questions: list[str], path: Path, args: argparse.Namespace
+    engine: Engine, tokenizer: Tokenizer, talks: dict[str, list[dict]], path: Path, args: argparse.Namespace
 ) -> int:
-    """Append a conversation to `path` for every question that it does not have yet, up to the time args.until. Returns
-    how many there are then. Without a chat template the model continues the beginning of a text.
+    """Append a conversation to `path` for every one that it does not have yet, up to the time args.until. Returns how
+    many there are then. talks: conversations by their first question. Without a chat template: how texts begin.
 
     The groups of questions are answered in turn by the model's most likely answer and by one sampled at T = 1. An answer
     that is empty or repeats itself is left out.
     """
-    chats = bool(tokenizer.chat_template_source)
-    done = asked_in(path)
+    questions, done = list(talks), asked_in(path)
     size = engine.batch_size
     reached = max((i // size + 1 for i, question in enumerate(questions) if question in done), default=0) * size
     for numbers in groups(len(questions), size, "answers", reached, args.until):
         asked = [questions[i] for i in numbers]
         temperature = float(numbers.start // size % 2)
         params = SamplingParams(temperature, max_new_tokens=args.answer_tokens, seed=args.seed + numbers.start)
-        if chats:
-            prompts = [tokenizer.encode_chat([{"role": "user", "content": text}]) for text in asked]
+        if tokenizer.chat_template_source:
+            whole = answered(engine, tokenizer, [talks[question] for question in asked], params)
+            records = [{"messages": talk} for talk in whole if any(message["role"] == "assistant" for message in talk)]
         else:
             prompts = [before_text(tokenizer) + tokenizer.encode(text, add_bos=False) for text in asked]
-        records = []
-        for question, result in zip(asked, engine.generate_batch(prompts, params).run(), strict=True):
-            answer = result.text.strip()
-            if not answer or repeats_itself(result.token_ids):
-                continue
-            record: dict[str, object] = {"begins": question, "text": question + result.text}
-            if chats:
-                said = zip(("user", "assistant"), (question, answer), strict=True)
-                record = {"messages": [{"role": role, "content": text} for role, text in said]}
-            records.append(record | {"temperature": temperature})
-            done.add(question)
-        append_json_lines(path, *records)
+            pairs = zip(asked, engine.generate_batch(prompts, params).run(), strict=True)
+            good = ((text, new.text) for text, new in pairs if new.text.strip() and not repeats_itself(new.token_ids))
+            records = [{"begins": begin, "text": begin + text} for begin, text in good]
+        append_json_lines(path, *(record | {"temperature": temperature} for record in records))
+        done.update(map(question_of, records))
     return len(done)
 
 
@@ -161,6 +204,12 @@ def run(args: argparse.Namespace) -> None:
         raise UsageError(f"--checkpoint {args.checkpoint}: it has no tokenizer, so it cannot write text.")
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.until = time.monotonic() + 3600 * args.hours
+    if args.questions:
+        count = write_answers(
+            engine, engine.tokenizer, questions_in(args.questions, engine.tokenizer, args), args.out, args
+        )
+        print(f"{count:,} conversations in {args.out}", file=sys.stderr)
+        return
     file, size = args.out.with_suffix(".questions.jsonl"), engine.batch_size
     block = BLOCK * size if args.hours < math.inf else args.count
     begun = min(args.count, len(read_json_lines(file)) // block * block)
@@ -168,7 +217,8 @@ def run(args: argparse.Namespace) -> None:
         part = argparse.Namespace(**vars(args) | {"count": min(end, args.count)})
         questions = write_questions(engine, engine.tokenizer, file, part)
         whole = len(questions) if end >= args.count else len(questions) // size * size
-        count = write_answers(engine, engine.tokenizer, questions[:whole], args.out, part)
+        asked = {text: [{"role": "user", "content": text}] for text in questions[:whole]}
+        count = write_answers(engine, engine.tokenizer, asked, args.out, part)
         if time.monotonic() > args.until:
             break
     tried = len(read_json_lines(file))
@@ -184,6 +234,7 @@ def main(argv: list[str] | None = None) -> int:
     add("--out", type=Path, required=True, metavar="FILE", help="JSON lines to write; the questions are kept beside it")
     add("--count", type=at_least(1), default=4000, help="questions to try (default: 4000)")
     add("--hours", type=above_zero, default=math.inf, metavar="H", help="stop after so long")
+    add("--questions", metavar="FILE", help="answer those of its conversations (as --data of scripts.train_eagle)")
     add("--apart", type=Path, metavar="FILE", help="ask no question of this file, which the same command wrote")
     add("--question-tokens", type=at_least(8), default=128, help="most tokens of a question (default: 128)")
     add("--answer-tokens", type=at_least(8), default=256, help="most tokens of an answer (default: 256)")

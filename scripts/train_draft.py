@@ -1,13 +1,13 @@
 """Train a small draft LLM for a target by distillation (DistillSpec, forward KL).
 
     python -m scripts.train_draft --checkpoint demo --data stdlib --out demo/draft
-    python -m scripts.train_draft --checkpoint MODEL --data sharegpt.jsonl --regenerate 5000 --hidden 512 --out DRAFT
+    python -m scripts.train_draft --checkpoint MODEL --data chats.jsonl --hidden 512 --out DRAFT
 
 The draft has the target's vocabulary and tokenizer. Its tied embedding starts as the leading directions of the target's
-LM head. `--loss kl` teaches it the target's whole distribution after every token, `--loss ce` the text alone. With
---regenerate the text is the target's own (the on-policy data of DistillSpec). The data options are those of
-scripts.train_eagle. The result depends on --seed alone, and interrupted runs resume from --work. A draft with a better
-held-out tau is replaced only with --force.
+LM head. `--loss kl` teaches it the target's whole distribution after every token, `--loss ce` the text alone. DistillSpec
+trains on the target's own text, which scripts.make_chats writes. The data options are those of scripts.train_eagle. The
+result depends on --seed alone, and interrupted runs resume from --work. A draft with a better held-out tau is replaced
+only with --force.
 """
 
 import argparse

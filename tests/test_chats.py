@@ -5,6 +5,7 @@ import math
 from types import SimpleNamespace
 
 import pytest
+from tiny import one_line
 
 from engine.results import GenerationResult
 from loading.options import DEMO
@@ -17,7 +18,7 @@ from training.data import read_records
 class ScriptedEngine:
     """Answers every prompt with the next of `texts`, and keeps the requests."""
 
-    batch_size = 2
+    batch_size, ctx = 2, 200
 
     def __init__(self, texts):
         self.texts = list(texts)
@@ -43,8 +44,13 @@ def tokenizer():
 
 def arguments(**given):
     return SimpleNamespace(
-        **dict(count=6, question_tokens=9, answer_tokens=50, seed=100, until=math.inf, apart=None) | given
+        **dict(count=6, question_tokens=9, answer_tokens=50, seed=100, until=math.inf, apart=None, questions=None)
+        | given
     )
+
+
+def talks(questions):
+    return {text: [{"role": "user", "content": text}] for text in questions}
 
 
 def test_a_user_turn_is_read_off_the_template(tokenizer):
@@ -79,9 +85,9 @@ def test_answers_are_greedy_and_sampled_in_turn_and_go_on_where_they_stopped(tok
     """Groups of answers are greedy and sampled in turn, each under its question, and a rerun answers the rest."""
     file, questions = tmp_path / "chats.jsonl", [f"question {i}?" for i in range(5)]
     engine = ScriptedEngine(["one", "no no no no no no no no no no", "three", "four", "five"])
-    assert chats.write_answers(engine, tokenizer, questions[:4], file, arguments()) == 3
+    assert chats.write_answers(engine, tokenizer, talks(questions[:4]), file, arguments()) == 3
     assert [params.temperature for _, params in engine.requests] == [0.0, 1.0]
-    assert chats.write_answers(engine, tokenizer, questions, file, arguments()) == 4
+    assert chats.write_answers(engine, tokenizer, talks(questions), file, arguments()) == 4
     assert engine.requests[2][0] == [tokenizer.encode_chat([{"role": "user", "content": questions[4]}])]
     records = read_json_lines(file)
     pairs = [tuple(message["content"] for message in record["messages"]) for record in records]
@@ -99,10 +105,38 @@ def test_a_model_without_a_template_writes_texts(tmp_path):
     begins = chats.write_questions(ScriptedEngine(["def a(...", "x = 1"]), tokenizer, file, arguments(count=2))
     assert begins == ["def a(...", "x = 1"], "a beginning need not end"
     engine = ScriptedEngine(["b): pass", " + 2"])
-    assert chats.write_answers(engine, tokenizer, begins, out, arguments()) == 2
+    assert chats.write_answers(engine, tokenizer, talks(begins), out, arguments()) == 2
     assert engine.requests[0][0][1] == chats.before_text(tokenizer) + tokenizer.encode("x = 1", add_bos=False)
     assert read_records(str(out))[1] == ["def a(...b): pass", "x = 1 + 2"]
-    assert chats.write_answers(ScriptedEngine([]), tokenizer, begins, out, arguments()) == 2
+    assert chats.write_answers(ScriptedEngine([]), tokenizer, talks(begins), out, arguments()) == 2
+
+
+def test_the_questions_of_a_file_are_answered_turn_by_turn(tokenizer, tmp_path):
+    """Answers of others that stay, or that the model reads; a turn behind one that repeats itself or has no room; the
+    question of a system message."""
+    source, out = tmp_path / "talks.jsonl", tmp_path / "out.jsonl"
+    turns = [("system", "be brief"), ("user", "why?"), ("assistant", "OLD"), ("user", "how?"), ("assistant", "OLD")]
+    long = [("user", "so?"), ("assistant", "OLD"), ("user", "word " * 200), ("assistant", "OLD")]
+    write = ({"messages": [{"role": role, "content": text} for role, text in part]} for part in (turns, long, turns))
+    append_json_lines(source, *write, {"text": "no conversation"})
+    asked = chats.questions_in(str(source), tokenizer, arguments())
+    assert list(asked) == ["why?", "so?"] and list(chats.questions_in(str(source), tokenizer, arguments(count=1))) == [
+        "why?"
+    ]
+    engine = ScriptedEngine(["first", "only", "second"])
+    assert chats.write_answers(engine, tokenizer, asked, out, arguments()) == 2
+    said = [[(m["role"], m["content"]) for m in record["messages"]] for record in read_json_lines(out)]
+    new = [*turns[:2], ("assistant", "first"), turns[3], ("assistant", "second")]
+    assert said == [new, [("user", "so?"), ("assistant", "only")]]
+    prompt = tokenizer.encode_chat([{"role": role, "content": text} for role, text in new[:-1]])
+    assert engine.requests[1][0] == [prompt]
+    assert chats.write_answers(ScriptedEngine([]), tokenizer, asked, out, arguments()) == 2
+    stuck = ScriptedEngine(["no no no no no no no no no no", ""])
+    assert chats.write_answers(stuck, tokenizer, asked, tmp_path / "bad.jsonl", arguments()) == 0
+    source.write_text('{"text": "a b c d e f g h i j k l"}')
+    one_line(lambda: chats.questions_in(str(source), tokenizer, arguments()), "it has no conversation")
+    begins = chats.questions_in(str(source), load_tokenizer(DEMO), arguments(question_tokens=3))
+    assert len(begins) == 1 and "a b c d e f".startswith(next(iter(begins)))
 
 
 def test_nothing_is_asked_that_another_file_asks_or_after_the_time(tokenizer, tmp_path):
@@ -114,7 +148,7 @@ def test_nothing_is_asked_that_another_file_asks_or_after_the_time(tokenizer, tm
     assert chats.write_questions(engine, tokenizer, tmp_path / "q.jsonl", given)[0].endswith("so?")
     late = arguments(until=0.0)
     assert not chats.write_questions(ScriptedEngine([]), tokenizer, tmp_path / "late.jsonl", late)
-    assert chats.write_answers(ScriptedEngine([]), tokenizer, ["why?"], tmp_path / "late.jsonl", late) == 0
+    assert chats.write_answers(ScriptedEngine([]), tokenizer, talks(["why?"]), tmp_path / "late.jsonl", late) == 0
 
 
 def test_blocks_of_a_run_by_time_write_what_one_block_writes(tokenizer, tmp_path, monkeypatch):

@@ -627,30 +627,6 @@ def test_bad_conversations_are_named_and_left_out(tokenizer_files, tmp_path, cap
     one_line(lambda: training_data.read_records(str(path)), "line 1: not valid JSON")
 
 
-@pytest.mark.parametrize("chats", [True, False])
-def test_regenerated_data_is_the_targets_own(tokenizer_files, tmp_path, chats):
-    """Old answers kept beside the new ones, prompts counted in the loss, or the work done again at every start."""
-    path = tmp_path / ("d.jsonl" if chats else "d.txt")
-    path.write_text("\n".join([json.dumps(SHAREGPT)] * 3) if chats else "some plain text to go on with " * 20)
-    argv = ["--checkpoint", str(tokenizer_files), "--data", str(path), "--version", "1", "--out", str(tmp_path / "o")]
-    argv += ["--work", str(tmp_path), "--regenerate", "3", "--regenerate-tokens", "12", "--length", "40"]
-    args = parse([*argv, "--prompt-length", "10"])
-    target, tokenizer = load_model(tokenizer_files), load_tokenizer(tokenizer_files)
-    parts = training_data.load_data(args, target, tokenizer)
-    (cache,) = tmp_path.glob("data-*.npz")
-    data, stamp = TokenData.load(cache), cache.stat().st_mtime_ns
-    assert sum(p.rows for p in parts) == data.rows == 3 and not data.stream
-    for k in range(3):
-        ids, mask = (part[data.place(k, 1000)] for part in (data.ids, data.mask))
-        if chats:
-            text = tokenizer.decode(ids.tolist())
-            assert "hello" not in text and "hi" in text and "unanswered" not in text
-        else:
-            assert mask.tolist() == [False] * 10 + [True] * (len(ids) - 10) and len(ids) > 10
-    training_data.load_data(args, target, tokenizer)
-    assert cache.stat().st_mtime_ns == stamp
-
-
 def test_the_card_knows_who_wrote_the_text(tmp_path, monkeypatch):
     """written_by_models counts the chats of a model, and the docstring questions are the same each time and apart from
     those held out.

@@ -1,22 +1,18 @@
 """Training data: from --data to tokenised rows, and to the micro-batches that every step takes.
 
---data may name conversations, texts, or rows that are tokenised already. With --regenerate the target writes the text
-itself. The tokenised rows are kept in --work, so that a resumed run neither tokenises nor generates again. What a step
-takes depends on the seed and on the number of the step alone, so a resumed run sees the same rows.
+--data may name conversations, texts, or rows that are tokenised already. The tokenised rows are kept in --work, so that a
+resumed run does not tokenise again. What a step takes depends on the seed and on the number of the step alone, so a
+resumed run sees the same rows.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import hashlib
-import itertools
-import math
 import re
 import sys
-import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from os.path import commonprefix  # it takes lists, too
 from pathlib import Path
@@ -27,13 +23,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import kernels
-from decoding.params import SamplingParams
-from engine.engine import Engine, EngineConfig
 from model import Transformer
 from support.errors import UsageError
 from support.files import read_text, written_whole
-from support.progress import Progress
 from support.reader import json_lines, parse_json, refusal
 from support.texts import docstring_chats, read_source, stdlib_files
 from text.tokenizer import Tokenizer
@@ -218,8 +210,8 @@ def written_by_models(source: str) -> int:
 
 
 def question_of(record: dict) -> str:
-    """The question of a line that scripts.make_chats wrote, or how its text begins."""
-    return record.get("begins") or record["messages"][0]["content"]
+    """The first question of a line that scripts.make_chats wrote, or how its text begins."""
+    return record.get("begins") or next(m["content"] for m in record["messages"] if m["role"] == "user")
 
 
 def read_messages(record: dict) -> list[dict]:
@@ -286,55 +278,6 @@ def tokenise(tokenizer: Tokenizer, conversations: list, texts: list[str]) -> tup
     return TokenData.from_rows(rows), left_out
 
 
-def groups(
-    count: int, size: int, title: str = "regenerated", first: int = 0, until: float = math.inf
-) -> Iterator[range]:
-    """The numbers from `first` up to `count` in groups of `size`, with a progress bar. None after the time `until`."""
-    with contextlib.closing(Progress()) as progress:
-        for start in range(first, count, size):
-            if time.monotonic() > until:
-                break
-            progress(start / count, f"{title} {start} of {count}")
-            yield range(start, min(start + size, count))
-
-
-def continue_texts(engine: Engine, data: TokenData, args: argparse.Namespace) -> TokenData:
-    """Plain text by the target itself: --regenerate random prefixes of --prompt-length, continued to --length."""
-    rows: list[tuple[list[int], list[bool]]] = []
-    params = SamplingParams(args.regenerate_temperature, max_new_tokens=args.length - args.prompt_length)
-    for numbers in groups(args.regenerate, engine.batch_size):
-        prompts = [data.ids[data.sample(args.seed + 1, i, args.prompt_length)].tolist() for i in numbers]
-        results = engine.generate_batch(prompts, replace(params, seed=args.seed + numbers.start)).run()
-        for prompt, ids in zip(prompts, (result.token_ids for result in results), strict=True):
-            rows.append((prompt + ids, [False] * len(prompt) + [True] * len(ids)))
-    return TokenData.from_rows(rows)
-
-
-def answer_again(engine: Engine, tokenizer: Tokenizer, conversations: list, args: argparse.Namespace) -> list:
-    """The conversations with every answer replaced by the target's own, turn by turn (the paper's Table 6).
-
-    A conversation ends before the first question whose prompt would leave no room for --regenerate-tokens.
-    """
-    most = args.regenerate_tokens
-    params = SamplingParams(args.regenerate_temperature, max_new_tokens=most, stop_ids=tuple(tokenizer.eos_ids))
-    out: list[list[dict]] = []
-    for numbers in groups(len(conversations), engine.batch_size):
-        talks = [[[m for m in conversations[i] if m["role"] == role] for role in ("system", "user")] for i in numbers]
-        out += [history for history, _ in talks]
-        while True:
-            talks = [(history, questions) for history, questions in talks if questions]
-            prompts = [tokenizer.encode_chat([*history, questions[0]]) for history, questions in talks]
-            fits = [len(prompt) + most <= engine.ctx for prompt in prompts]
-            talks, prompts = (list(itertools.compress(part, fits)) for part in (talks, prompts))
-            if not talks:
-                break
-            results = engine.generate_batch(prompts, replace(params, seed=args.seed + numbers.start)).run()
-            for (history, questions), result in zip(talks, results, strict=True):
-                answer = tokenizer.decode(result.token_ids).strip()
-                history += [questions.pop(0), {"role": "assistant", "content": answer}]
-    return [history for history in out if history and history[-1]["role"] == "assistant"]
-
-
 def load_data(
     args: argparse.Namespace, target: Transformer, tokenizer: Tokenizer | None
 ) -> tuple[TokenData, TokenData]:
@@ -346,24 +289,20 @@ def load_data(
     source = Path(args.data)
     cache = source if source.suffix == ".npz" else Path(args.work) / f"data-{fingerprint(args)}.npz"
     if not cache.exists():
-        ctx = min(target.rotary.length, args.length + args.regenerate_tokens)
-        config = EngineConfig(batch_size=8, ctx=ctx, backend=kernels.active_backend())
-        engine = Engine(target, config=config) if args.regenerate else None
-        _read_data(args.data, "--data", tokenizer, args, engine).save(cache)
+        _read_data(args.data, "--data", tokenizer).save(cache)
     data = TokenData.load(cache)
     if len(data.ids) == 0 or not 0 <= data.ids.min() <= data.ids.max() < target.config.vocab_size:
         raise ValueError(f"--data {args.data}: no tokens, or ids outside the target's vocabulary.")
     if args.held_out is None and args.data != "stdlib":
         return data.split(0.05)
-    return data, _read_data(args.held_out or args.data, "--held-out", tokenizer, args)
+    return data, _read_data(args.held_out or args.data, "--held-out", tokenizer)
 
 
 def fingerprint(args: argparse.Namespace, data: bool = True) -> str:
     """A hash of everything that may decide the tokenised data: options, and the files with their times. Without `data` it
     is one of the model alone."""
-    names = "data regenerate chat_template seed length prompt_length regenerate_tokens regenerate_temperature"
     checkpoint = local_path(args.checkpoint).resolve()
-    key = [checkpoint, *(vars(args)[name] for name in names.split() if data)]
+    key = [checkpoint, *((args.data, args.chat_template) if data else ())]
     source = Path(args.data)
     files = [source, *sorted(source.rglob("*"))] if data else []
     files += sorted(checkpoint.glob("*")) if checkpoint.is_dir() else [checkpoint]
@@ -372,20 +311,14 @@ def fingerprint(args: argparse.Namespace, data: bool = True) -> str:
     return hashlib.sha256(repr(key).encode()).hexdigest()[:16]
 
 
-def _read_data(
-    source: str, option: str, tokenizer: Tokenizer | None, args: argparse.Namespace, engine: Engine | None = None
-) -> TokenData:
-    """The tokenised data that `option` names. With an `engine`, the target writes the answers or texts again."""
+def _read_data(source: str, option: str, tokenizer: Tokenizer | None) -> TokenData:
+    """The tokenised data that `option` names."""
     if source.endswith(".npz"):
         return TokenData.load(Path(source))
     if tokenizer is None:
         raise UsageError(f"the checkpoint has no tokenizer; give {option} as a tokenised .npz.")
     conversations, texts, left_out = read_records(source, option == "--held-out")
-    if engine is not None and conversations:
-        conversations = answer_again(engine, tokenizer, conversations[: args.regenerate], args)
     data, reasons = tokenise(tokenizer, conversations, texts)
-    if engine is not None and data.stream:
-        data = continue_texts(engine, data, args)
     left_out += reasons
     if left_out:
         print(f"{option}: left out {len(left_out)} rows, e.g. {left_out[0]}", file=sys.stderr)

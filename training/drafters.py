@@ -308,7 +308,7 @@ def describe(
         "target": {"layers": c.num_hidden_layers, "hidden_size": c.hidden_size, "vocab_size": c.vocab_size},
         "parameters": sum(p.numel() for p in module.parameters()),
         "data": Path(args.data).name,
-        "regenerated": args.regenerate or written_by_models(args.data),
+        "regenerated": written_by_models(args.data),
         "training_tokens": int(data.mask.sum()),
         "held_out_tokens": int(held_out.mask.sum()),
         "rows_per_step": args.batch * args.accumulate * world.size,
@@ -337,9 +337,6 @@ def drafter_parser(name: str, doc: str, steps: int, length: int, eval_every: int
     add("--batch", type=at_least(1), default=8, help="most sequences of a micro-batch, per process")
     add("--accumulate", type=at_least(1), default=1, help="full micro-batches per optimizer step")
     add("--length", type=at_least(8), default=length, help="tokens of a training window")
-    add("--regenerate", type=at_least(0), default=0, metavar="N", help="train on N dialogues or texts of the target")
-    add("--regenerate-tokens", type=at_least(1), default=256, help="most tokens of an answer")
-    add("--regenerate-temperature", type=float, default=1.0)
     add("--chat-template", help="a built-in template, or a named one of the model")
     add("--eval-every", type=at_least(0), default=eval_every, help="steps between measurements (0: at the end only)")
     add("--eval-prompts", type=at_least(1), default=8)

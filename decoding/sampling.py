@@ -441,7 +441,7 @@ def _draft_topk_cpu(logits, noise, ids, settings, _filters, noisy_scores, count)
 
 
 @kernels.operation(
-    "draft_topk", "draft_topk", kernels.choice.draft_topk, kernels.choice.draft_topk_shapes, cpu=_draft_topk_cpu,
+    "draft_topk", "draft_topk", kernels.topk.draft_topk, kernels.topk.draft_topk_shapes, cpu=_draft_topk_cpu,
     cpu_problem=lambda logits, noise, ids, settings, filters, *rest: None if filters else "",
 )  # fmt: skip
 def _draft_topk(

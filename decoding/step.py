@@ -295,7 +295,7 @@ def _commit(
 
 
 @kernels.operation(
-    "commit", "commit", kernels.draft.commit, kernels.draft.commit_shapes, mutates=("buffers",), at=(2,),
+    "commit", "commit", kernels.commit.commit, kernels.commit.commit_shapes, mutates=("buffers",), at=(2,),
     cpu=lambda *args: torch.ops.eaglet_cpu.commit.default(*args),
 )  # fmt: skip
 def _write(

@@ -14,7 +14,7 @@ from tree import TreeTables
 
 
 @kernels.operation(
-    "accept", "commit", kernels.draft.accept, kernels.draft.accept_shapes,
+    "accept", "commit", kernels.commit.accept, kernels.commit.accept_shapes,
     cpu=lambda *args: torch.ops.eaglet_cpu.accept.default(*(t.contiguous() for t in args[:-1]), args[-1]),
 )  # fmt: skip
 def accept(

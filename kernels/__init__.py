@@ -5,7 +5,7 @@ An `Operation` decides which of them, or of the C++ kernels, does a call. Linear
 when their weight was packed.
 """
 
-from kernels import block_draft, choice, draft
+from kernels import block_draft, choice, commit, draft, topk
 from kernels.attention import shaped_attention, tree_attention
 from kernels.backend import (
     INTERPRETED,

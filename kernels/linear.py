@@ -15,10 +15,10 @@ from torch import Tensor
 
 import kernels.cpu as cpu
 from kernels.backend import EXACT, dot, jit, native, operation, round_activations, tl, triton, use_cpu, use_triton
-from kernels.choice import merge_topk
 from kernels.norm_rope import turn_rows
 from kernels.packing import PackedTensors, PackedWeight, decode, dequantize, from_parts, kernel_views, panel_words
 from kernels.panels import kernel_forms, panel_sums
+from kernels.topk import merge_topk
 from kernels.tuned import SMALL_M, SPLIT_M, TILE_M
 
 # What may gate a product whose second half is multiplied with an activation of the first: its number in the kernels.

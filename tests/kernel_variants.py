@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import eagle_draft
 import kernels
 from decoding import sampling, step, verify
-from kernels import choice, draft, experts, growing, kv, records
+from kernels import choice, draft, experts, growing, kv, records, topk
 from kernels.formats import Format
 from kernels.linear import planes_linear, planes_topk
 from kernels.packing import panel_words
@@ -253,7 +253,7 @@ def launch_small_work(B: int, V: int, K: int, N: int, half: torch.dtype) -> None
     choose(new(B, N, V, kind=wide), None, None, settings, False)
     draft_topk(new(B, K, V, kind=wide), None, None, settings, False, False, K)
     best = planes_topk.shapes(new(B * K, 1, kind=wide), None, None, K)
-    choice.merge_topk(best, new(V // 128, B * K, K + 2, kind=wide), new(V // 128, B * K, K, kind=torch.int32))
+    topk.merge_topk(best, new(V // 128, B * K, K + 2, kind=wide), new(V // 128, B * K, K, kind=torch.int32))
     rotary = records.Rotary(new(S, 64, kind=wide), new(S, 64, kind=wide))
     draft.place_rows.triton(new(B), new(1, N), rotary, S, 0, None, None, 0, new(B, 2))
     draft.place_rows.triton(new(B), new(1, 0), rotary, S, D, new(B), new(B, S), 1, None)

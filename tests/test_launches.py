@@ -28,7 +28,7 @@ from decoding.sampling import SamplingState
 from eagle_draft import EagleDrafter
 from engine.engine import Engine, EngineConfig
 from families.config import DeltaConfig
-from kernels import KernelBackend, choice, draft, growing, linear, records
+from kernels import KernelBackend, choice, draft, growing, linear, records, topk
 from kernels.panels import panels_bytes
 from layers.recurrent import DeltaNet, new_memory
 from weights.gguf_types import FORMATS
@@ -256,7 +256,8 @@ def test_interpreted_choice_is_the_plain_one(ours, V):
 def test_interpreted_filters_keep_what_plain_code_keeps(ours, monkeypatch):
     """A nucleus that does not fit in the registers, so that its threshold needs the logits again, ties at a threshold,
     and a row of one value. The noise prefers the least survivor, so that a survivor too many or too few shows."""
-    monkeypatch.setattr(choice, "_block", lambda size, at_least=1: (128, 1))
+    for module in (choice, topk):
+        monkeypatch.setattr(module, "block_of", lambda size, at_least=1: (128, 1))
     state = SamplingState(4, torch.get_default_device())
     state.set([
         SamplingParams(temperature=1.0, top_p=0.8), SamplingParams(temperature=0.6, top_k=7, top_p=0.9, min_p=0.02),
@@ -315,7 +316,7 @@ def test_interpreted_merge_takes_the_best_of_all_tiles(ours, tiles, K):
     ids = torch.arange(tiles * K, dtype=torch.int32).view(tiles, 1, K).expand(-1, 3, -1).contiguous()
     total = torch.where(values[..., 0] > -float("inf"), torch.rand(tiles, 3) + 1, 0)
     got = linear.planes_topk.shapes(torch.empty(3, 1), None, None, K)
-    choice.merge_topk(got, torch.cat((values, values[..., :1], total[..., None]), -1), ids)
+    topk.merge_topk(got, torch.cat((values, values[..., :1], total[..., None]), -1), ids)
     want, order = values.transpose(0, 1).flatten(1).sort(dim=-1, descending=True, stable=True)
     assert torch.equal(got[0], want[:, :K]) and torch.equal(got[1], order[:, :K])
     sums = (values[..., 0].double() + total.log()).logsumexp(0)

@@ -83,7 +83,8 @@ def same(launches: Launches) -> Iterator[tuple]:
     """What decides the bits of a row in each launch. A launch that continues the rows of the one before counts once."""
     before = None
     for kernel, arguments, options in launches.launches:
-        if kernel.fn.__module__ in ("kernels.draft", "kernels.kv") or kernel.__name__ == "sort_pairs_kernel":
+        moves = "kernels.draft", "kernels.commit", "kernels.kv"
+        if kernel.fn.__module__ in moves or kernel.__name__ == "sort_pairs_kernel":
             continue  # they move integers, and rows of the cache
         constants = {p.name for p in kernel.params if p.is_constexpr}
         chosen = {k: v for k, v in arguments.items() if k in constants} | options

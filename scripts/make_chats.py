@@ -7,9 +7,10 @@
 An instruct model that is given only the opening of a user turn continues it with a question, as it has seen many. So no
 data set is needed, and the text is what the model itself is likely to read and write. Half of the questions begin with
 words that are given, such as "Write a Python function that", so that all kinds of tasks occur. Half of the answers are
-the most likely ones and half are sampled at T = 1. What is empty, repeats itself, or (a question) does not end is left
-out. A model without a chat template writes texts: their beginnings at T = 1, and how they go on in place of answers.
-With --questions it writes no questions, and answers those of a file turn by turn, or goes on from how its texts begin.
+the most likely ones and half are sampled at T = 1. With --turns the model goes on as the user, and asks again. What is
+empty, repeats itself, or (a question) does not end is left out. A model without a chat template writes texts: their
+beginnings at T = 1, and how they go on in place of answers. With --questions it writes no questions, and answers those of
+a file turn by turn, or goes on from how its texts begin.
 After an interruption the same command goes on where it was.
 """
 
@@ -19,7 +20,7 @@ import itertools
 import math
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from os.path import commonprefix  # it takes lists, too
 from pathlib import Path
@@ -60,13 +61,13 @@ NGRAM = 4
 LEAST_DISTINCT = 0.5  # of the 4-grams of a text that is kept
 
 
-def user_turn(tokenizer: Tokenizer) -> tuple[list[int], tuple[int, ...], tuple[str, ...]]:
-    """The ids that open a user's turn, and what ends one: stop ids and stop strings.
+def user_turn(tokenizer: Tokenizer, talk: Sequence[dict] = ()) -> tuple[list[int], tuple[int, ...], tuple[str, ...]]:
+    """The ids that open a user's turn behind a conversation, and what ends one: stop ids and stop strings.
 
     All of it is read off the chat template by rendering two different questions. Raises ValueError for a template whose
     user turns have no beginning, or no end that can be recognised.
     """
-    rendered = [tokenizer.encode_chat([{"role": "user", "content": text}]) for text in ("apple", "river bank")]
+    rendered = [tokenizer.encode_chat([*talk, {"role": "user", "content": text}]) for text in ("apple", "river bank")]
     opening = commonprefix(rendered)
     if not opening:
         raise ValueError("the chat template writes nothing before a question; train on --data of your own instead.")
@@ -149,22 +150,44 @@ def questions_in(source: str, tokenizer: Tokenizer, args: argparse.Namespace) ->
     return dict(itertools.islice(asked.items(), args.count))
 
 
-def answered(engine: Engine, tokenizer: Tokenizer, asked: list[list[dict]], params: SamplingParams) -> list[list[dict]]:
-    """Conversations with the model's own answers behind their questions, turn by turn. One ends before an answer that is
-    empty or repeats itself, and before a question behind which an answer has no room."""
+def asked_next(
+    engine: Engine, tokenizer: Tokenizer, talks: list[list[dict]], params: SamplingParams, args: argparse.Namespace
+) -> list[str]:
+    """What the user asks next in each conversation, written by the model at T = 1; "" where it is bad or has no room."""
+    turns = [user_turn(tokenizer, talk) for talk in talks]
+    fits = [i for i, (ids, *_) in enumerate(turns) if len(ids) + args.question_tokens <= engine.ctx]
+    texts = [""] * len(talks)
+    if fits:
+        _, stop_ids, stop = turns[0]
+        params = replace(params, temperature=1.0, max_new_tokens=args.question_tokens, stop_ids=stop_ids, stop=stop)
+        for i, new in zip(fits, engine.generate_batch([turns[i][0] for i in fits], params).run(), strict=True):
+            bad = new.stop_reason == "length" or repeats_itself(new.token_ids)
+            texts[i] = "" if bad else new.text.strip()
+    return texts
+
+
+def answered(
+    engine: Engine, tokenizer: Tokenizer, asked: list[list[dict]], params: SamplingParams, args: argparse.Namespace
+) -> list[list[dict]]:
+    """Conversations with the model's own answers behind their questions, turn by turn. If there are fewer questions than
+    args.turns, the model asks more. One ends before an answer that is empty, repeats itself or has no room."""
     talks = [[message for message in messages if message["role"] == "system"] for messages in asked]
     questions = [[message for message in messages if message["role"] == "user"] for messages in asked]
-    open_talks = [i for i, ahead in enumerate(questions) if ahead]
-    while open_talks:
-        prompts = {i: tokenizer.encode_chat([*talks[i], questions[i][0]]) for i in open_talks}
+    going = list(range(len(asked)))
+    while going:
+        silent = [i for i in going if not questions[i] and len(talks[i]) // 2 < args.turns]
+        more = asked_next(engine, tokenizer, [talks[i] for i in silent], params, args)
+        for i, text in zip(silent, more, strict=True):
+            questions[i] += [{"role": "user", "content": text}] if text else []
+        prompts = {i: tokenizer.encode_chat([*talks[i], questions[i][0]]) for i in going if questions[i]}
         prompts = {i: ids for i, ids in prompts.items() if len(ids) + params.max_new_tokens <= engine.ctx}
         results = engine.generate_batch([*prompts.values()], params).run() if prompts else []
-        open_talks = []
+        going = []
         for i, result in zip(prompts, results, strict=True):
             answer = result.text.strip()
             if answer and not repeats_itself(result.token_ids):
                 talks[i] += [questions[i].pop(0), {"role": "assistant", "content": answer}]
-                open_talks += [i] if questions[i] else []
+                going.append(i)
     return talks
 
 
@@ -185,7 +208,7 @@ def write_answers(
         temperature = float(numbers.start // size % 2)
         params = SamplingParams(temperature, max_new_tokens=args.answer_tokens, seed=args.seed + numbers.start)
         if tokenizer.chat_template_source:
-            whole = answered(engine, tokenizer, [talks[question] for question in asked], params)
+            whole = answered(engine, tokenizer, [talks[question] for question in asked], params, args)
             records = [{"messages": talk} for talk in whole if any(message["role"] == "assistant" for message in talk)]
         else:
             prompts = [before_text(tokenizer) + tokenizer.encode(text, add_bos=False) for text in asked]
@@ -236,6 +259,9 @@ def main(argv: list[str] | None = None) -> int:
     add("--hours", type=above_zero, default=math.inf, metavar="H", help="stop after so long")
     add("--questions", metavar="FILE", help="answer those of its conversations (as --data of scripts.train_eagle)")
     add("--apart", type=Path, metavar="FILE", help="ask no question of this file, which the same command wrote")
+    add(
+        "--turns", type=at_least(1), default=1, help="questions of a conversation, if its answers are good (default: 1)"
+    )
     add("--question-tokens", type=at_least(8), default=128, help="most tokens of a question (default: 128)")
     add("--answer-tokens", type=at_least(8), default=256, help="most tokens of an answer (default: 256)")
     add("--seed", type=at_least(0), default=0)

@@ -44,8 +44,7 @@ def tokenizer():
 
 def arguments(**given):
     return SimpleNamespace(
-        **dict(count=6, question_tokens=9, answer_tokens=50, seed=100, until=math.inf, apart=None, questions=None)
-        | given
+        **dict(count=6, turns=1, question_tokens=9, answer_tokens=50, seed=100, until=math.inf, apart=None) | given
     )
 
 
@@ -139,6 +138,20 @@ def test_the_questions_of_a_file_are_answered_turn_by_turn(tokenizer, tmp_path):
     assert len(begins) == 1 and "a b c d e f".startswith(next(iter(begins)))
 
 
+def test_a_conversation_goes_on_with_questions_of_the_model(tokenizer, tmp_path):
+    """A follow-up that is asked without the conversation, or goes on behind a bad question or answer."""
+    out = tmp_path / "out.jsonl"
+    engine = ScriptedEngine(["one", "two", "why so?", "endless...", "because", "no no no no no no no no no no"])
+    given = arguments(turns=3)
+    assert chats.write_answers(engine, tokenizer, talks(["first?", "other?"]), out, given) == 2
+    said = [[message["content"] for message in record["messages"]] for record in read_json_lines(out)]
+    assert said == [["first?", "one", "why so?", "because"], ["other?", "two"]]
+    opened = tokenizer.decode(engine.requests[1][0][0])
+    assert opened.endswith("USER:") and "first?" in opened and "one" in opened
+    assert [params.temperature for _, params in engine.requests] == [0.0, 1.0, 0.0, 1.0]
+    assert engine.requests[1][1].max_new_tokens == given.question_tokens
+
+
 def test_nothing_is_asked_that_another_file_asks_or_after_the_time(tokenizer, tmp_path):
     """Held-out questions among those for training, and a run that goes on when its time is over."""
     other = tmp_path / "held.jsonl"
@@ -169,6 +182,6 @@ def test_blocks_of_a_run_by_time_write_what_one_block_writes(tokenizer, tmp_path
         monkeypatch.setattr(chats, "load", lambda engine=engine, **options: engine)
         monkeypatch.setattr(chats, "options_from", lambda *args: {})
         monkeypatch.setattr(chats, "OPENINGS", [""])
-        chats.run(arguments(hours=hours, out=tmp_path / f"{name}.jsonl"))
+        chats.run(arguments(questions=None, hours=hours, out=tmp_path / f"{name}.jsonl"))
     whole, timed = (read_json_lines(tmp_path / f"{name}.jsonl") for name in ("whole", "timed"))
     assert timed == whole and len(whole) == 5

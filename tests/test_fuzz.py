@@ -657,6 +657,7 @@ Q = "model.layers.0.self_attn.q_proj."
     ("rounded head", describe("layer", "rope", "kind", value=1e308), "kind"),
     ("rounded head", describe("layer", "rope", "kind", value="x"), "rope_type"),
     ("rounded head", describe("layer", "intermediate_size", value=-1), "intermediate_size"),
+    ("rounded head", describe("layer", "window_rope", value={}), "window_rope"),
     ("rounded head", describe("layer", "extra", value=1), "extra"),
     ("rounded head", describe("taps", value=[2, 1]), "taps"),
     ("rounded head", describe("version", value=2), "version 2"),

@@ -331,8 +331,10 @@ def _read_described(given: Any, where: str, kind: type[Config]) -> Config:
     def fields(values: dict[str, Any]) -> dict[str, Any]:
         return {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
 
-    layer = fields(given["layer"])
-    layer = ModelConfig(**layer | {"rope": RopeConfig(**fields(layer.get("rope", {})))})
+    layer = {"rope": {}} | fields(given["layer"])
+    if unknown := sorted(name for name, value in layer.items() if isinstance(value, dict) and name != "rope"):
+        raise refusal(where, f"layer.{unknown[0]} is given; allowed: null, because layers of heads are plain.")
+    layer = ModelConfig(**layer | {"rope": RopeConfig(**fields(layer["rope"]))})
     if not 0 < layer.rope.partial <= 1:  # the family of a head's layer has no name for it
         raise refusal(where, f"rope.partial is {layer.rope.partial}; allowed: above 0, at most 1.")
     ModelConfig.from_hf(config_to_hf(layer), where)  # checks the ranges

@@ -51,7 +51,7 @@ GIB = 1 << 30
 # Options of scripts.train_eagle, as they trained the heads of SmolLM2 (docs/training.md).
 TRAINING: dict[int, dict[str, object]] = {
     1: {"ttt_steps": 2, "feature_weight": 0.3, "token_weight": 1, "lr": 0.01, "side_lr": 0.001},
-    3: {"ttt_steps": 3, "row_share": 0.33, "noise_share": 0.5, "lr": 0.02, "side_lr": 0.001},
+    3: {"ttt_steps": 3, "row_share": 0.33, "noise_share": 0.5, "lr": 0.02, "side_lr": 0.001, "window": 128},
 }
 
 

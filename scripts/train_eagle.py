@@ -20,14 +20,12 @@ from typing import Any
 from support.errors import at_least
 from training.drafters import head_parser, parsed, run_training, tap_list
 from training.eagle import FEATURE_NOISE, INPUTS, EagleTraining
-from training.losses import LOSSES
 
 # Options of one generation of heads: which one, and their defaults.
 ONE_VERSION: dict[str, tuple[int, Any]] = {
     "noise": (1, FEATURE_NOISE),
     "feature_weight": (1, 1.0),
     "token_weight": (1, 0.1),
-    "loss": (3, "kl"),
     "noise_share": (3, 0.0),
     "row_share": (3, 1.0),
     "taps": (3, None),
@@ -50,7 +48,6 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--noise", type=float, help=f"version 1: noise on features, its width at 512 tokens (default: {FEATURE_NOISE})")
     add("--feature-weight", type=float, help="version 1: weight of smooth L1 (default: 1)")
     add("--token-weight", type=float, help="version 1: weight of soft cross-entropy (default: 0.1)")
-    add("--loss", choices=LOSSES, help="version 3: how the head becomes like the target (default: kl, as published)")
     add("--noise-share", type=float, help="version 3: weight of the loss with shared noise (default: 0, as published)")
     add("--row-share", type=float, help="version 3: share of the rows that are judged, at random (default: 1)")
     add("--ttt-steps", type=at_least(1), help="steps on the head's own outputs (default: 7, and 1 for version 1)")

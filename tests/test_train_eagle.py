@@ -107,7 +107,7 @@ def trained(files):
     for version, more in (
         (1, []),
         (3, ["--ttt-steps", "3", "--noise-share", "0.25"]),
-        (3.1, "--ttt-steps 3 --loss lambda --norm-before-residual off".split()),
+        (3.1, "--ttt-steps 3 --norm-before-residual off".split()),
     ):
         out = files / f"head{version}"
         heads[version] = out, run(files, out, "--draft-vocab", "60", *more, version=version, steps=110)
@@ -453,31 +453,6 @@ def test_noise_loss_is_about_shared_noise():
     assert loss(logits) < 0.6 * entropy and loss(logits) < loss(logits * 0.3) < loss(-logits)  # the noise says the rest
 
 
-@pytest.mark.parametrize("kind", ["alpha", "lambda"])
-def test_losses_of_acceptance(kind):
-    """A loss that is not the acceptance of a drawn token, or whose weight has gradients or the wrong sign."""
-    generator = torch.Generator().manual_seed(4)
-    logits, other = (torch.randn(5, 7, dtype=torch.float64, generator=generator) for _ in range(2))
-    logits.requires_grad_()
-    p = other.softmax(-1)
-    total = losses.LOSSES[kind](losses.Rows(None, logits, None, p, None))
-    wanted, gradients = 0.0, torch.zeros_like(logits)
-    for row in range(5):
-        q = logits[row].detach().softmax(-1)
-        accepted = sum(min(a, b) for a, b in zip(p[row].tolist(), q.tolist(), strict=True))
-        below = torch.where(q < p[row], q, 0.0)
-        slope = below - q * below.sum()  # of the acceptance, by the logits
-        if kind == "alpha":
-            wanted -= math.log(accepted)
-            gradients[row] = -slope / accepted
-        else:
-            weight = math.exp(-3 * accepted)
-            wanted += weight * -(p[row] * q.log()).sum().item() + (1 - weight) * (1 - accepted)
-            gradients[row] = weight * (q - p[row]) - (1 - weight) * slope
-    assert total.item() == pytest.approx(wanted, rel=1e-9)
-    torch.testing.assert_close(torch.autograd.grad(total, logits)[0], gradients)
-
-
 def test_noise_share_weighs_two_losses(files):
     """A share that is not used, or that takes the place of the paper's loss."""
     head, _ = tiny_head(files, 3)
@@ -769,7 +744,7 @@ def one_error(capsys) -> str:
 UNUSABLE = [
     (1, "--noise-share 0.5", "--noise-share is for --version 3"), (3, "--noise 0", "--noise is for --version 1"),
     (3, "--inputs token", "--inputs is for --version 1"),
-    (1, "--loss alpha", "--loss is for --version 3"), (3.1, "--start {head}", "is an EAGLE-3 head"),
+    (3.1, "--start {head}", "is an EAGLE-3 head"),
     (3, "--noise-share 1.5", "allowed: 0 to 1"),
     (3, "--row-share 0", "allowed: 0 to 1"), (3, "--average 2", "allowed: 0 to 1"), (3, "--average 0.5", "add --start"),
     (1, "--recipe paper --side-lr 1", "--side-lr does not go with --recipe paper"),

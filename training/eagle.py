@@ -19,7 +19,7 @@ from support.errors import UsageError, bad_files
 from training.data import Batch, TokenData, padded
 from training.drafters import HeadTraining, check_shares, check_taps
 from training.loop import Recipe, recipe_with
-from training.losses import LOSSES, Rows, TargetRows, gumbel_draws, loss_eagle, loss_eagle1, with_noise
+from training.losses import Rows, TargetRows, gumbel_draws, loss_eagle, loss_eagle1, soft_loss, with_noise
 from weights.head_reader import read_eagle
 from weights.heads import EagleConfig, EagleFile, default_taps, layers_like, read_card, save_eagle
 from weights.quantized import QuantLinear, lm_head_rows
@@ -197,7 +197,7 @@ def head_loss(
     def loss(judged: Rows) -> Tensor:
         if first:
             return loss_eagle1(judged, (args.feature_weight, args.token_weight))
-        return with_noise(LOSSES[args.loss](judged), judged, args.noise_share)
+        return with_noise(soft_loss(judged), judged, args.noise_share)
 
     batch = batch._replace(tokens=head.shown(batch.tokens))
     draws = partial(gumbel_draws, generator=generator) if args.noise_share else None
@@ -277,7 +277,6 @@ class EagleTraining(HeadTraining):
             "draft_vocab": self.draft_vocab,
             "started_from": earlier_card(Path(args.start)) if args.start else None,
             "recipe": asdict(self.recipe),
-            "loss": None if first else args.loss,
             "loss_weights": [args.feature_weight, args.token_weight] if first else None,
             "noise": args.noise if first else None,
             "noise_share": None if first else args.noise_share,

@@ -178,30 +178,14 @@ def loss_eagle1(rows: Rows, weights: tuple[float, float] = (1.0, 0.1)) -> Tensor
 
 
 def soft_loss(rows: Rows) -> Tensor:
-    """The cross-entropy of a head with the target's distribution, which is EAGLE-3's objective."""
+    """The cross-entropy of a head with the target's distribution, EAGLE-3's objective. It has the gradients of the
+    KL divergence."""
     return F.cross_entropy(rows.logits, rows.distribution, reduction="sum")
 
 
 def overlap(rows: Rows) -> Tensor:
     """Of each row sum(min(p, q)), how often a token that the head draws is accepted. Its gradients reach the head."""
     return torch.minimum(rows.logits.softmax(-1), rows.distribution).sum(-1)
-
-
-def alpha_loss(rows: Rows) -> Tensor:
-    """-log of the acceptance (LK losses, arXiv 2602.23881)."""
-    return -overlap(rows).clamp(min=1e-6).log().sum()
-
-
-def lambda_loss(rows: Rows) -> Tensor:
-    """The cross-entropy where the acceptance is low, and more and more its distance from 1 (same paper, eta = 3)."""
-    accepted = overlap(rows)
-    weight = (-3 * accepted.detach()).exp()
-    entropy = F.cross_entropy(rows.logits, rows.distribution, reduction="none")
-    return (weight * entropy + (1 - weight) * (1 - accepted)).sum()
-
-
-# The cross-entropy has the gradients of the KL divergence.
-LOSSES = {"kl": soft_loss, "alpha": alpha_loss, "lambda": lambda_loss}
 
 
 def with_noise(loss: Tensor, rows: Rows, share: float) -> Tensor:

@@ -136,8 +136,8 @@ def write_questions(engine: Engine, tokenizer: Tokenizer, path: Path, args: argp
 
 
 def questions_in(source: str, tokenizer: Tokenizer, args: argparse.Namespace) -> dict[str, list[dict]]:
-    """The first args.count conversations of a file for training without their answers, by their first question. Without a
-    chat template it is how the texts of the file begin (args.question_tokens). Raises UsageError if there is none."""
+    """The first args.count conversations of a file for training, by their first questions. Without a chat template these
+    are how its texts begin (args.question_tokens), with no messages. Raises UsageError if there is none."""
     conversations, texts, left_out = read_records(source)
     if tokenizer.chat_template_source:
         asked = {question_of({"messages": talk}): talk for talk in conversations}

@@ -146,6 +146,11 @@ def with_tree(options: LoadOptions, quantization: str | None, head: EagleConfig 
     return replace(options, tree=tree, prune=prune, ngram_nodes=ngram_nodes)
 
 
+def own_window(head: EagleConfig | BlockConfig) -> int:
+    """The window that all layers of a head were trained with, which always holds. 0: they see the whole text."""
+    return max(head.layer.windows) if all(head.layer.windows) else 0
+
+
 def with_window(options: LoadOptions, head: EagleConfig | BlockConfig | None, measured: object = None) -> LoadOptions:
     """The options with the window of the head decided: a number of tokens, or "full". measured: on this machine.
 
@@ -159,7 +164,7 @@ def with_window(options: LoadOptions, head: EagleConfig | BlockConfig | None, me
         raise UsageError("--draft-window: an assistant reads the model's keys, and keeps none; leave it out.")
     if head is None or isinstance(head, AssistantConfig):
         return replace(options, draft_window="full")
-    own = max(head.layer.windows) if all(head.layer.windows) else 0
+    own = own_window(head)
     if asked == "auto":
         measured = measured or read_card(options.eagle).get("window")
         if measured not in (None, "full") and not (is_a(measured, int) and measured >= LEAST_WINDOW):

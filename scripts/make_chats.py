@@ -136,8 +136,8 @@ def write_questions(engine: Engine, tokenizer: Tokenizer, path: Path, args: argp
 
 
 def questions_in(source: str, tokenizer: Tokenizer, args: argparse.Namespace) -> dict[str, list[dict]]:
-    """The first args.count conversations of a file for training, by their first questions. Without a chat template these
-    are how its texts begin (args.question_tokens), with no messages. Raises UsageError if there is none."""
+    """The first args.count conversations of a file for training, by their first questions. For a model without a chat
+    template: how its texts begin (args.question_tokens), without messages. Raises UsageError if there is none."""
     conversations, texts, left_out = read_records(source)
     if tokenizer.chat_template_source:
         asked = {question_of({"messages": talk}): talk for talk in conversations}
@@ -175,6 +175,7 @@ def answered(
     questions = [[message for message in messages if message["role"] == "user"] for messages in asked]
     going = list(range(len(asked)))
     while going:
+        # A turn is two messages, and a system message is none.
         silent = [i for i in going if not questions[i] and len(talks[i]) // 2 < args.turns]
         more = asked_next(engine, tokenizer, [talks[i] for i in silent], params, args)
         for i, text in zip(silent, more, strict=True):

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from bench import behind
-from loading.drafting import read_drafter, tuned_path
+from loading.drafting import own_window, read_drafter, tuned_path
 from loading.memory import model_bytes
 from loading.options import LoadOptions
 from quantize import CALIBRATION_WINDOWS, WINDOW
@@ -258,7 +258,7 @@ class Maker:
             gains.append(f"tau {row['tau']:.2f} at T = {row['temperature']:g}{shown[row['suite']]}{speed}")
         winner = read_json(tree)["winner"] if tree.exists() else "the default"
         more = " --compile" * self.compiled + " --tree auto" * tree.exists()
-        best = f"tree {winner}, window {found.get('window', 'the default')}"
+        best = f"tree {winner}, window {found.get('window') or own_window(read.config) or 'the default'}"
         return (
             f"{self.out}: {', '.join(gains) or 'nothing that it drafts is accepted'}\n"
             f"best on this machine: {best}; it took {self.stages.seconds / 3600:.2f} hours\n"

@@ -26,7 +26,7 @@ from bench.suites import Prompts, Question, add_questions, ask
 from decoding.params import SamplingParams
 from engine.engine import Engine
 from engine.load import load
-from loading.drafting import read_drafter, tuned_path
+from loading.drafting import own_window, read_drafter, tuned_path
 from loading.options import LoadOptions, add_options, options_from
 from support import cache
 from support.errors import UsageError, at_least, command_parser, run_parsed
@@ -118,6 +118,7 @@ def run(args: argparse.Namespace) -> int:
     head = read_drafter(options, checkpoint.config, None).head
     room = args.behind + behind.SLACK + args.max_new_tokens
     fits = room <= checkpoint.config.max_positions and not isinstance(head.config, AssistantConfig)
+    fits = fits and not own_window(head.config)  # which it keeps
     wanted = args.behind and args.questions and fits
     base = load(**options_from(args, *TUNED_FOR) | ({"ctx": max(args.ctx, room)} if wanted else {}))
     windows = windows_by_speed(args, base) if wanted else {}

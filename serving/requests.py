@@ -92,9 +92,9 @@ def chat_ask(body: dict[str, Any]) -> Ask:
     fields.refuse("audio", (), "this server has text only.")
     fields.refuse("echo", (False,), "the answer has new text only.")
     fields.refuse("add_special_tokens", (False,), "the chat template writes them.")
-    goes_on, why = ask.goes_on, "a last message of the assistant goes on, and no other one."
-    fields.refuse("add_generation_prompt", (not goes_on,), why)
-    fields.refuse("continue_final_message", (goes_on,), why)
+    goes_on = ask.goes_on
+    fields.refuse("add_generation_prompt", (not goes_on,), "an answer begins, or the assistant's last message goes on.")
+    fields.refuse("continue_final_message", (goes_on,), "a last message of the assistant goes on, and no other one.")
     _read_thinking(ask, fields)
     _read_tools(ask, fields)
     return ask

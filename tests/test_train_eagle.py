@@ -602,6 +602,25 @@ def test_bad_conversations_are_named_and_left_out(tokenizer_files, tmp_path, cap
     one_line(lambda: training_data.read_records(str(path)), "line 1: not valid JSON")
 
 
+def test_a_text_is_tokenised_once(tokenizer_files, tmp_path):
+    """The work done again at every start, or an earlier text used in place of one that has changed."""
+    path, work = tmp_path / "d.jsonl", tmp_path / "work"
+    work.mkdir()
+    path.write_text("\n".join([json.dumps(SHAREGPT)] * 20))
+    argv = ["--checkpoint", str(tokenizer_files), "--data", str(path), "--version", "1", "--out", str(tmp_path / "o")]
+    args = parse([*argv, "--work", str(work)])
+    target, tokenizer = load_model(tokenizer_files), load_tokenizer(tokenizer_files)
+    first = training_data.load_data(args, target, tokenizer)
+    (cache,) = work.glob("data-*.npz")
+    stamp = cache.stat().st_mtime_ns
+    again = training_data.load_data(args, target, tokenizer)
+    assert cache.stat().st_mtime_ns == stamp
+    assert all((a.ids == b.ids).all() and (a.mask == b.mask).all() for a, b in zip(first, again, strict=True))
+    path.write_text(path.read_text() + "\n" + json.dumps(OPENAI))
+    training_data.load_data(args, target, tokenizer)
+    assert len([*work.glob("data-*.npz")]) == 2
+
+
 def test_the_card_knows_who_wrote_the_text(tmp_path, monkeypatch):
     """written_by_models counts the chats of a model, and the docstring questions are the same each time and apart from
     those held out.

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -183,3 +184,21 @@ def test_the_best_window_is_kept_for_this_head_and_taken_by_later_runs(monkeypat
     assert load.load(REAL_FILE, draft_window="256", **how).drafter.window == 256
     other = how | {"eagle": str(ROOT / "heads" / "smollm2-eagle1")}
     assert load.load(REAL_FILE, **other).drafter.window == 128  # by its card
+
+
+@needs_gguf
+def test_a_window_that_a_head_was_trained_with_is_not_raced(monkeypatch, tmp_path, capsys):
+    """Windows that cannot win are raced, and one that later runs do not take is called the best."""
+    head = tmp_path / "head"
+    shutil.copytree(ROOT / "heads" / "smollm2-eagle3", head)
+    raw = json.loads((head / "config.json").read_text())
+    raw["eaglet_head"]["layer"]["windows"] = [96]
+    (head / "config.json").write_text(json.dumps(raw))
+    monkeypatch.setattr(tune_tree, "windows_by_speed", lambda *args: pytest.fail("raced"))
+    flags = (
+        f"--checkpoint {REAL_FILE} --eagle {head} --device cpu --questions {questions_file(tmp_path, 20)} --behind 250"
+    )
+    flags += " --prompts 1 --max-new-tokens 4 --reps 1 --temperature 0 --trees chain:1 -q"
+    tune_tree.main(flags.split())
+    assert "best window" not in capsys.readouterr().out
+    assert load.load(REAL_FILE, device="cpu", eagle=str(head), ctx=512).drafter.window == 96

@@ -56,7 +56,8 @@ How can I improve my|What should I consider when|I feel|Compare the advantages a
 OPENINGS = _OPENINGS.strip().replace("\n", "|").split("|")
 # A line that was written earlier: a conversation, or a text and how it begins.
 LINE = {"messages?": [{"role": str, "content": str}], "begins?": str}
-BLOCK = 2  # groups of questions that are written before they are answered
+GROUP_SECONDS = 60
+MOST_SIZES = 16
 NGRAM = 4
 LEAST_DISTINCT = 0.5  # of the 4-grams of a text that is kept
 
@@ -92,14 +93,21 @@ def repeats_itself(ids: list[int]) -> bool:
     return len(set(grams)) < LEAST_DISTINCT * len(grams)
 
 
-def groups(count: int, size: int, title: str, first: int, until: float) -> Iterator[range]:
-    """The numbers from `first` up to `count` in groups of `size`, with a progress bar. None after the time `until`."""
+def groups(count: int, size: int, first: int, until: float) -> Iterator[range]:
+    """The numbers from `first` up to `count` in groups, with a progress bar. None begins after the time `until`.
+
+    At the end of a group most rows of the batch have nothing to do. So groups grow from `size` to MOST_SIZES times that,
+    while one takes less than GROUP_SECONDS and than a quarter of the time that is left.
+    """
+    sizes, started = 1, time.monotonic()
     with contextlib.closing(Progress()) as progress:
-        for start in range(first, count, size):
-            if time.monotonic() > until:
-                break
-            progress(start / count, f"{title} {start} of {count}")
-            yield range(start, min(start + size, count))
+        while first < count and (begun := time.monotonic()) <= until:
+            progress(max(first / count, (begun - started) / (until - started)), f"conversation {first:,}")
+            end = min(first + sizes * size, count)
+            yield range(first, end)
+            now, first = time.monotonic(), end
+            fitting = sizes * min(GROUP_SECONDS, (until - now) / 4) / max(now - begun, 0.001)
+            sizes = max(1, min(int(fitting), 2 * sizes, MOST_SIZES))
 
 
 def asked_in(path: Path | None) -> set[str]:
@@ -108,31 +116,39 @@ def asked_in(path: Path | None) -> set[str]:
     return {question_of(record) for record in records}
 
 
-def write_questions(engine: Engine, tokenizer: Tokenizer, path: Path, args: argparse.Namespace) -> list[str]:
-    """Questions that the model asks, sampled at T = 1: those that `path` has already, and new ones up to args.count, or
-    up to the time args.until. Without a chat template they are the beginnings of texts.
+def tried_in(path: Path) -> list[str | None]:
+    """The questions of a file that `write_questions` wrote; None for a bad one."""
+    return [record["question"] for record in read_json_lines(path, {"question": (str, None)})]
 
-    Questions 1, 3, 5, ... begin with the OPENINGS in turn. Every question that was tried is one line of the file; a bad
-    one is null there. A question is bad if it is empty, did not end by itself, repeats itself, or was asked before, also
-    in the file args.apart.
+
+def write_questions(
+    engine: Engine, tokenizer: Tokenizer, path: Path, count: int, args: argparse.Namespace
+) -> list[str | None]:
+    """Questions that the model asks, sampled at T = 1: those that `path` has already, and new ones up to `count`. A bad
+    one is None. Without a chat template they are the beginnings of texts.
+
+    Questions 1, 3, 5, ... begin with the OPENINGS in turn. Every question is one line of the file. It is bad if it is
+    empty, did not end by itself, repeats itself, or was asked before, also in the file args.apart.
     """
     chats = bool(tokenizer.chat_template_source)
     opening, stop_ids, stop = user_turn(tokenizer) if chats else (before_text(tokenizer), tuple(tokenizer.eos_ids), ())
-    params = SamplingParams(1.0, max_new_tokens=args.question_tokens, stop_ids=stop_ids, stop=stop)
-    tried = [record["question"] for record in read_json_lines(path, {"question": (str, None)})]
+    tried = tried_in(path)
+    if len(tried) >= count:
+        return tried
+    numbers = range(len(tried), count)
     seen = set(tried) | asked_in(args.apart)
-    for numbers in groups(args.count, engine.batch_size, "questions", len(tried), args.until):
-        request = replace(params, seed=args.seed + numbers.start)
-        begun = [OPENINGS[n // 2 % len(OPENINGS)] if n % 2 and chats else "" for n in numbers]
-        prompts = [opening + tokenizer.encode(words, add_bos=False) for words in begun]
-        for words, result in zip(begun, engine.generate_batch(prompts, request).run(), strict=True):
-            text = (words + result.text).strip()
-            endless = chats and result.stop_reason == "length"
-            bad = text == words or endless or repeats_itself(result.token_ids) or text in seen
-            seen.add(text)
-            tried.append(None if bad else text)
-        append_json_lines(path, *({"question": text} for text in tried[numbers.start :]))
-    return [question for question in tried if question is not None]
+    seed = args.seed + numbers.start  # the engine adds the number of the prompt
+    params = SamplingParams(1.0, max_new_tokens=args.question_tokens, seed=seed, stop_ids=stop_ids, stop=stop)
+    begun = [OPENINGS[n // 2 % len(OPENINGS)] if n % 2 and chats else "" for n in numbers]
+    prompts = [opening + tokenizer.encode(words, add_bos=False) for words in begun]
+    for words, result in zip(begun, engine.generate_batch(prompts, params).run(), strict=True):
+        text = (words + result.text).strip()
+        endless = chats and result.stop_reason == "length"
+        bad = text == words or endless or repeats_itself(result.token_ids) or text in seen
+        seen.add(text)
+        tried.append(None if bad else text)
+    append_json_lines(path, *({"question": text} for text in tried[numbers.start :]))
+    return tried
 
 
 def questions_in(source: str, tokenizer: Tokenizer, args: argparse.Namespace) -> dict[str, list[dict]]:
@@ -151,24 +167,28 @@ def questions_in(source: str, tokenizer: Tokenizer, args: argparse.Namespace) ->
 
 
 def asked_next(
-    engine: Engine, tokenizer: Tokenizer, talks: list[list[dict]], params: SamplingParams, args: argparse.Namespace
-) -> list[str]:
-    """What the user asks next in each conversation, written by the model at T = 1; "" where it is bad or has no room."""
-    turns = [user_turn(tokenizer, talk) for talk in talks]
-    fits = [i for i, (ids, *_) in enumerate(turns) if len(ids) + args.question_tokens <= engine.ctx]
-    texts = [""] * len(talks)
-    if fits:
-        _, stop_ids, stop = turns[0]
-        params = replace(params, temperature=1.0, max_new_tokens=args.question_tokens, stop_ids=stop_ids, stop=stop)
-        for i, new in zip(fits, engine.generate_batch([turns[i][0] for i in fits], params).run(), strict=True):
-            bad = new.stop_reason == "length" or repeats_itself(new.token_ids)
-            texts[i] = "" if bad else new.text.strip()
-    return texts
+    engine: Engine, tokenizer: Tokenizer, talks: dict[int, list[dict]], params: list[SamplingParams], question_tokens: int
+) -> dict[int, str]:  # fmt: skip
+    """What the user asks next in these conversations, written by the model at T = 1, where it is good and has room.
+    talks: by their place in `params`."""
+    turns = {i: user_turn(tokenizer, talk) for i, talk in talks.items()}
+    turns = {i: turn for i, turn in turns.items() if len(turn[0]) + question_tokens <= engine.ctx}
+    own = [
+        replace(params[i], temperature=1.0, max_new_tokens=question_tokens, stop_ids=stop_ids, stop=stop)
+        for i, (_, stop_ids, stop) in turns.items()
+    ]
+    results = engine.generate_batch([ids for ids, *_ in turns.values()], own).run() if turns else []
+    good = {
+        i: new.text.strip()
+        for i, new in zip(turns, results, strict=True)
+        if new.stop_reason != "length" and not repeats_itself(new.token_ids)
+    }
+    return {i: text for i, text in good.items() if text}
 
 
 def answered(
-    engine: Engine, tokenizer: Tokenizer, asked: list[list[dict]], params: SamplingParams, args: argparse.Namespace
-) -> list[list[dict]]:
+    engine: Engine, tokenizer: Tokenizer, asked: list[list[dict]], params: list[SamplingParams], args: argparse.Namespace
+) -> list[list[dict]]:  # fmt: skip
     """Conversations with the model's own answers behind their questions, turn by turn. If there are fewer questions than
     args.turns, the model asks more. One ends before an answer that is empty, repeats itself or has no room."""
     talks = [[message for message in messages if message["role"] == "system"] for messages in asked]
@@ -176,13 +196,13 @@ def answered(
     going = list(range(len(asked)))
     while going:
         # A turn is two messages, and a system message is none.
-        silent = [i for i in going if not questions[i] and len(talks[i]) // 2 < args.turns]
-        more = asked_next(engine, tokenizer, [talks[i] for i in silent], params, args)
-        for i, text in zip(silent, more, strict=True):
-            questions[i] += [{"role": "user", "content": text}] if text else []
+        silent = {i: talks[i] for i in going if not questions[i] and len(talks[i]) // 2 < args.turns}
+        for i, text in asked_next(engine, tokenizer, silent, params, args.question_tokens).items():
+            questions[i].append({"role": "user", "content": text})
         prompts = {i: tokenizer.encode_chat([*talks[i], questions[i][0]]) for i in going if questions[i]}
-        prompts = {i: ids for i, ids in prompts.items() if len(ids) + params.max_new_tokens <= engine.ctx}
-        results = engine.generate_batch([*prompts.values()], params).run() if prompts else []
+        prompts = {i: ids for i, ids in prompts.items() if len(ids) + args.answer_tokens <= engine.ctx}
+        own = [params[i] for i in prompts]
+        results = engine.generate_batch([*prompts.values()], own).run() if prompts else []
         going = []
         for i, result in zip(prompts, results, strict=True):
             answer = result.text.strip()
@@ -193,61 +213,53 @@ def answered(
 
 
 def write_answers(
-    engine: Engine, tokenizer: Tokenizer, talks: dict[str, list[dict]], path: Path, args: argparse.Namespace
-) -> int:
-    """Append a conversation to `path` for every one that it does not have yet, up to the time args.until. Returns how
-    many there are then. talks: conversations by their first question. Without a chat template: how texts begin.
+    engine: Engine, tokenizer: Tokenizer, asked: dict[int, list[dict] | str], path: Path, args: argparse.Namespace
+) -> None:
+    """Append these conversations with their answers to `path`, or without a chat template, these beginnings of texts and
+    how they go on. asked: by number.
 
-    The groups of questions are answered in turn by the model's most likely answer and by one sampled at T = 1. An answer
-    that is empty or repeats itself is left out.
+    The number says whether an answer is the model's most likely one or is sampled at T = 1, so that it does not depend on
+    the group. An answer that is empty or repeats itself is left out.
     """
-    questions, done = list(talks), asked_in(path)
-    size = engine.batch_size
-    reached = max((i // size + 1 for i, question in enumerate(questions) if question in done), default=0) * size
-    for numbers in groups(len(questions), size, "answers", reached, args.until):
-        asked = [questions[i] for i in numbers]
-        temperature = float(numbers.start // size % 2)
-        params = SamplingParams(temperature, max_new_tokens=args.answer_tokens, seed=args.seed + numbers.start)
-        if tokenizer.chat_template_source:
-            whole = answered(engine, tokenizer, [talks[question] for question in asked], params, args)
-            records = [{"messages": talk} for talk in whole if any(message["role"] == "assistant" for message in talk)]
-        else:
-            prompts = [before_text(tokenizer) + tokenizer.encode(text, add_bos=False) for text in asked]
-            pairs = zip(asked, engine.generate_batch(prompts, params).run(), strict=True)
-            good = ((text, new.text) for text, new in pairs if new.text.strip() and not repeats_itself(new.token_ids))
-            records = [{"begins": begin, "text": begin + text} for begin, text in good]
-        append_json_lines(path, *(record | {"temperature": temperature} for record in records))
-        done.update(map(question_of, records))
-    return len(done)
+    # Pairs of numbers, because every second question begins with words that are given.
+    params = [SamplingParams(float(n // 2 % 2), max_new_tokens=args.answer_tokens, seed=args.seed + n) for n in asked]
+    if tokenizer.chat_template_source:
+        whole = answered(engine, tokenizer, [*asked.values()], params, args)
+        records = [{"messages": talk} for talk in whole]
+        good = [any(message["role"] == "assistant" for message in talk) for talk in whole]
+    else:
+        prompts = [before_text(tokenizer) + tokenizer.encode(text, add_bos=False) for text in asked.values()]
+        results = engine.generate_batch(prompts, params).run()
+        records = [
+            {"begins": begin, "text": begin + new.text} for begin, new in zip(asked.values(), results, strict=True)
+        ]
+        good = [bool(new.text.strip()) and not repeats_itself(new.token_ids) for new in results]
+    lines = zip(good, records, params, strict=True)
+    append_json_lines(path, *(record | {"temperature": own.temperature} for keep, record, own in lines if keep))
 
 
 def run(args: argparse.Namespace) -> None:
-    """Write the questions, then the answers."""
+    """Write the questions, then the answers, in groups."""
     engine = load(**options_from(args, *LOADED))
-    if engine.tokenizer is None:
+    tokenizer = engine.tokenizer
+    if tokenizer is None:
         raise UsageError(f"--checkpoint {args.checkpoint}: it has no tokenizer, so it cannot write text.")
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.until = time.monotonic() + 3600 * args.hours
-    if args.questions:
-        count = write_answers(
-            engine, engine.tokenizer, questions_in(args.questions, engine.tokenizer, args), args.out, args
-        )
-        print(f"{count:,} conversations in {args.out}", file=sys.stderr)
-        return
-    file, size = args.out.with_suffix(".questions.jsonl"), engine.batch_size
-    block = BLOCK * size if args.hours < math.inf else args.count
-    begun = min(args.count, len(read_json_lines(file)) // block * block)
-    for end in range(max(begun, block), args.count + block, block):
-        part = argparse.Namespace(**vars(args) | {"count": min(end, args.count)})
-        questions = write_questions(engine, engine.tokenizer, file, part)
-        whole = len(questions) if end >= args.count else len(questions) // size * size
-        asked = {text: [{"role": "user", "content": text}] for text in questions[:whole]}
-        count = write_answers(engine, engine.tokenizer, asked, args.out, part)
-        if time.monotonic() > args.until:
-            break
-    tried = len(read_json_lines(file))
-    out = f"{tried - count:,} of {tried:,} questions gave none that is whole, new, free of repetition and in time"
-    print(f"{count:,} conversations in {args.out}; {out}", file=sys.stderr)
+    file, until = args.out.with_suffix(".questions.jsonl"), time.monotonic() + 3600 * args.hours
+    given = questions_in(args.questions, tokenizer, args) if args.questions else {}
+    tried, done = list(given) or tried_in(file), asked_in(args.out)
+    first = max((i + 1 for i, question in enumerate(tried) if question in done), default=0)
+    for numbers in groups(len(given) or args.count, engine.batch_size, first, until):
+        if not given:
+            tried = write_questions(engine, tokenizer, file, numbers.stop, args)
+        asked = {i: tried[i] for i in numbers if tried[i] is not None}
+        if tokenizer.chat_template_source:
+            asked = {i: given.get(text) or [{"role": "user", "content": text}] for i, text in asked.items()}
+        if asked:
+            write_answers(engine, tokenizer, asked, args.out, args)
+    count = len(asked_in(args.out))
+    bad = f"{len(tried) - count:,} of {len(tried):,} questions gave none that is whole, new and free of repetition"
+    print(f"{count:,} conversations in {args.out}; {bad}", file=sys.stderr)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -25,13 +26,16 @@ class ScriptedEngine:
         self.requests = []
 
     def generate_batch(self, prompts, params):
-        self.requests.append((prompts, params))
+        params = (
+            params if isinstance(params, list) else [replace(params, seed=params.seed + b) for b in range(len(prompts))]
+        )
+        self.requests += zip(prompts, params, strict=True)
         results = []
-        for _ in prompts:
+        for own in params:
             text = self.texts.pop(0)
             reason = "length" if text.endswith("...") else "stop"
             ids = [ord(c) for c in text]
-            results.append(GenerationResult(1, params.temperature, params.seed, text, ids, reason))
+            results.append(GenerationResult(1, own.temperature, own.seed, text, ids, reason))
         return SimpleNamespace(run=lambda: results)
 
 
@@ -43,13 +47,11 @@ def tokenizer():
 
 
 def arguments(**given):
-    return SimpleNamespace(
-        **dict(count=6, turns=1, question_tokens=9, answer_tokens=50, seed=100, until=math.inf, apart=None) | given
-    )
+    return SimpleNamespace(**dict(count=6, turns=1, question_tokens=9, answer_tokens=50, seed=100, apart=None) | given)
 
 
 def talks(questions):
-    return {text: [{"role": "user", "content": text}] for text in questions}
+    return {n: [{"role": "user", "content": text}] for n, text in enumerate(questions)}
 
 
 def test_a_user_turn_is_read_off_the_template(tokenizer):
@@ -68,32 +70,38 @@ def test_bad_questions_are_left_out_and_the_rest_is_asked_once(tokenizer, tmp_pa
     file = tmp_path / "q.jsonl"
     monkeypatch.setattr(chats, "OPENINGS", ["Say", "Tell me"])
     engine = ScriptedEngine(["why?", "", "cut...", " why?", "why?", " la la la la la la la la la la"])
-    assert chats.write_questions(engine, tokenizer, file, arguments()) == ["why?", "Tell me why?"]
-    assert [record["question"] for record in read_json_lines(file)] == ["why?", None, None, "Tell me why?", None, None]
+    tried = ["why?", None, None, "Tell me why?", None, None]
+    assert chats.write_questions(engine, tokenizer, file, 6, arguments()) == chats.tried_in(file) == tried
     opening = chats.user_turn(tokenizer)[0]
-    said = [tokenizer.decode(prompt[len(opening) :]).strip() for prompts, _ in engine.requests for prompt in prompts]
+    said = [tokenizer.decode(prompt[len(opening) :]).strip() for prompt, _ in engine.requests]
     assert said == ["", "Say", "", "Tell me", "", "Say"]
-    assert [params.seed for _, params in engine.requests] == [100, 102, 104]
+    assert [params.seed for _, params in engine.requests] == [*range(100, 106)]
     assert all(params.temperature == 1 and params.max_new_tokens == 9 for _, params in engine.requests)
     again = ScriptedEngine(["more?", " why?"])
-    assert chats.write_questions(again, tokenizer, file, arguments(count=8)) == ["why?", "Tell me why?", "more?"]
-    assert [params.seed for _, params in again.requests] == [106]
+    assert chats.write_questions(again, tokenizer, file, 8, arguments()) == [*tried, "more?", None]
+    assert [params.seed for _, params in again.requests] == [106, 107]
+    assert chats.write_questions(ScriptedEngine([]), tokenizer, file, 4, arguments())[:8] == [*tried, "more?", None]
 
 
-def test_answers_are_greedy_and_sampled_in_turn_and_go_on_where_they_stopped(tokenizer, tmp_path):
-    """Groups of answers are greedy and sampled in turn, each under its question, and a rerun answers the rest."""
-    file, questions = tmp_path / "chats.jsonl", [f"question {i}?" for i in range(5)]
-    engine = ScriptedEngine(["one", "no no no no no no no no no no", "three", "four", "five"])
-    assert chats.write_answers(engine, tokenizer, talks(questions[:4]), file, arguments()) == 3
-    assert [params.temperature for _, params in engine.requests] == [0.0, 1.0]
-    assert chats.write_answers(engine, tokenizer, talks(questions), file, arguments()) == 4
-    assert engine.requests[2][0] == [tokenizer.encode_chat([{"role": "user", "content": questions[4]}])]
-    records = read_json_lines(file)
-    pairs = [tuple(message["content"] for message in record["messages"]) for record in records]
-    assert pairs == [(questions[0], "one"), (questions[2], "three"), (questions[3], "four"), (questions[4], "five")]
-    assert [record["temperature"] for record in records] == [0.0, 1.0, 1.0, 0.0]
-    conversations, texts, left_out = read_records(str(file))
-    assert len(conversations) == 4 and not texts and not left_out
+def test_an_answer_depends_on_its_number_alone(tokenizer, tmp_path):
+    """Answers that are all greedy, or greedy for all questions that begin alike, or others in another group; one under
+    the question of another, or kept although it repeats itself."""
+    questions = [f"question {i}?" for i in range(5)]
+    texts = ["one", "no no no no no no no no no no", "three", "four", "five"]
+    for name, cuts in (("whole", (0, 5)), ("parts", (0, 1, 4, 5))):
+        engine, file = ScriptedEngine(texts), tmp_path / f"{name}.jsonl"
+        for first, end in itertools.pairwise(cuts):
+            part = {n: talk for n, talk in talks(questions).items() if first <= n < end}
+            chats.write_answers(engine, tokenizer, part, file, arguments())
+        assert [params.temperature for _, params in engine.requests] == [0.0, 0.0, 1.0, 1.0, 0.0]
+        assert [params.seed for _, params in engine.requests] == [100, 101, 102, 103, 104]
+        assert [prompt for prompt, _ in engine.requests] == [*map(tokenizer.encode_chat, talks(questions).values())]
+        records = read_json_lines(file)
+        pairs = [tuple(message["content"] for message in record["messages"]) for record in records]
+        assert pairs == [pair for pair in zip(questions, texts, strict=True) if pair[1][:2] != "no"]
+        assert [record["temperature"] for record in records] == [0.0, 1.0, 1.0, 0.0]
+    conversations, others, left_out = read_records(str(file))
+    assert len(conversations) == 4 and not others and not left_out
 
 
 def test_a_model_without_a_template_writes_texts(tmp_path):
@@ -101,13 +109,13 @@ def test_a_model_without_a_template_writes_texts(tmp_path):
     tokenizer = load_tokenizer(DEMO)
     assert not tokenizer.chat_template_source
     file, out = tmp_path / "q.jsonl", tmp_path / "texts.jsonl"
-    begins = chats.write_questions(ScriptedEngine(["def a(...", "x = 1"]), tokenizer, file, arguments(count=2))
+    begins = chats.write_questions(ScriptedEngine(["def a(...", "x = 1"]), tokenizer, file, 2, arguments())
     assert begins == ["def a(...", "x = 1"], "a beginning need not end"
     engine = ScriptedEngine(["b): pass", " + 2"])
-    assert chats.write_answers(engine, tokenizer, talks(begins), out, arguments()) == 2
-    assert engine.requests[0][0][1] == chats.before_text(tokenizer) + tokenizer.encode("x = 1", add_bos=False)
+    chats.write_answers(engine, tokenizer, dict(enumerate(begins)), out, arguments())
+    assert engine.requests[1][0] == chats.before_text(tokenizer) + tokenizer.encode("x = 1", add_bos=False)
     assert read_records(str(out))[1] == ["def a(...b): pass", "x = 1 + 2"]
-    assert chats.write_answers(ScriptedEngine([]), tokenizer, talks(begins), out, arguments()) == 2
+    assert chats.asked_in(out) == set(begins)
 
 
 def test_the_questions_of_a_file_are_answered_turn_by_turn(tokenizer, tmp_path):
@@ -123,15 +131,15 @@ def test_the_questions_of_a_file_are_answered_turn_by_turn(tokenizer, tmp_path):
         "why?"
     ]
     engine = ScriptedEngine(["first", "only", "second"])
-    assert chats.write_answers(engine, tokenizer, asked, out, arguments()) == 2
+    chats.write_answers(engine, tokenizer, dict(enumerate(asked.values())), out, arguments())
     said = [[(m["role"], m["content"]) for m in record["messages"]] for record in read_json_lines(out)]
     new = [*turns[:2], ("assistant", "first"), turns[3], ("assistant", "second")]
     assert said == [new, [("user", "so?"), ("assistant", "only")]]
     prompt = tokenizer.encode_chat([{"role": role, "content": text} for role, text in new[:-1]])
-    assert engine.requests[1][0] == [prompt]
-    assert chats.write_answers(ScriptedEngine([]), tokenizer, asked, out, arguments()) == 2
-    stuck = ScriptedEngine(["no no no no no no no no no no", ""])
-    assert chats.write_answers(stuck, tokenizer, asked, tmp_path / "bad.jsonl", arguments()) == 0
+    assert engine.requests[2][0] == prompt
+    stuck, bad = ScriptedEngine(["no no no no no no no no no no", ""]), tmp_path / "bad.jsonl"
+    chats.write_answers(stuck, tokenizer, dict(enumerate(asked.values())), bad, arguments())
+    assert not read_json_lines(bad)
     source.write_text('{"text": "a b c d e f g h i j k l"}')
     one_line(lambda: chats.questions_in(str(source), tokenizer, arguments()), "it has no conversation")
     begins = chats.questions_in(str(source), load_tokenizer(DEMO), arguments(question_tokens=3))
@@ -143,45 +151,75 @@ def test_a_conversation_goes_on_with_questions_of_the_model(tokenizer, tmp_path)
     out = tmp_path / "out.jsonl"
     engine = ScriptedEngine(["one", "two", "why so?", "endless...", "because", "no no no no no no no no no no"])
     given = arguments(turns=3)
-    assert chats.write_answers(engine, tokenizer, talks(["first?", "other?"]), out, given) == 2
+    chats.write_answers(engine, tokenizer, talks(["first?", "other?"]), out, given)
     said = [[message["content"] for message in record["messages"]] for record in read_json_lines(out)]
     assert said == [["first?", "one", "why so?", "because"], ["other?", "two"]]
-    opened = tokenizer.decode(engine.requests[1][0][0])
+    opened = tokenizer.decode(engine.requests[2][0])
     assert opened.endswith("USER:") and "first?" in opened and "one" in opened
-    assert [params.temperature for _, params in engine.requests] == [0.0, 1.0, 0.0, 1.0]
-    assert engine.requests[1][1].max_new_tokens == given.question_tokens
+    assert [params.temperature for _, params in engine.requests] == [0.0, 0.0, 1.0, 1.0, 0.0, 1.0]
+    assert [params.max_new_tokens for _, params in engine.requests] == [50, 50, 9, 9, 50, 9]
 
 
-def test_nothing_is_asked_that_another_file_asks_or_after_the_time(tokenizer, tmp_path):
-    """Held-out questions among those for training, and a run that goes on when its time is over."""
+def test_nothing_is_asked_that_another_file_asks(tokenizer, tmp_path):
+    """Held-out questions among those for training."""
     other = tmp_path / "held.jsonl"
     append_json_lines(other, {"messages": [{"role": "user", "content": "why?"}]}, {"begins": "how?", "text": "how? so"})
     engine = ScriptedEngine(["why?", "", "how?", " so?"])
-    given = arguments(count=4, apart=other)
-    assert chats.write_questions(engine, tokenizer, tmp_path / "q.jsonl", given)[0].endswith("so?")
-    late = arguments(until=0.0)
-    assert not chats.write_questions(ScriptedEngine([]), tokenizer, tmp_path / "late.jsonl", late)
-    assert chats.write_answers(ScriptedEngine([]), tokenizer, talks(["why?"]), tmp_path / "late.jsonl", late) == 0
+    tried = chats.write_questions(engine, tokenizer, tmp_path / "q.jsonl", 4, arguments(apart=other))
+    assert tried[:3] == [None, None, None] and tried[3].endswith("so?")
 
 
-def test_blocks_of_a_run_by_time_write_what_one_block_writes(tokenizer, tmp_path, monkeypatch):
-    """Questions of a group that was cut by the end of a block, and are never answered; other questions than without a
-    time. A run that was interrupted between questions and answers gives the answers."""
-    monkeypatch.setattr(chats, "BLOCK", 1)
+def test_groups_grow_while_the_time_allows_it(monkeypatch):
+    """A batch that waits for its longest text again and again, a group that takes the rest of the hours or minutes on a
+    slow machine, and one that begins after the time."""
+    clock = [0.0]
+    monkeypatch.setattr(chats.time, "monotonic", lambda: clock[0])
+
+    def sizes(seconds_each, count, until):
+        clock[0], found = 0.0, []
+        for numbers in chats.groups(count, 2, 3, until):
+            assert numbers.start == 3 + sum(found)
+            found.append(len(numbers))
+            clock[0] += seconds_each * len(numbers)
+        return found
+
+    assert sizes(0.1, 130, math.inf) == [2, 4, 8, 16, 32, 32, 32, 1]
+    assert sizes(10.0, 23, math.inf) == [2, 4, 6, 6, 2]
+    assert sizes(100.0, 9, math.inf) == [2, 2, 2]
+    assert sizes(1.0, 10**6, 60.0) == [2, 4, 8, 10, 8, 6, 4, 4, 2, 2, 2, 2, 2, 2, 2, 2]
+    assert not sizes(1.0, 10, -1.0)
+
+
+def test_a_run_goes_on_where_it_was_interrupted(tokenizer, tmp_path, monkeypatch):
+    """Questions that are written twice or never answered, answers that are written twice, or others than without the
+    interruption: between questions and answers, within either of them, and behind the end."""
     texts = ["a?", "b?", "", "c?", "d?", "e?"]
-    for name, hours in (("whole", math.inf), ("timed", 9.0)):
-        asked, answers = iter(texts), itertools.count()
-        engine = ScriptedEngine([])
-        engine.tokenizer = tokenizer
+    monkeypatch.setattr(chats, "options_from", lambda *args: {})
+    monkeypatch.setattr(chats, "OPENINGS", [""])
 
-        def generate(prompts, params, asked=asked, answers=answers):
-            new = [next(asked) if params.max_new_tokens == 9 else f"answer {next(answers)}" for _ in prompts]
+    def run(name, calls):
+        """A run that is interrupted at one of its calls of the engine."""
+        left = iter(range(calls))
+
+        def generate(prompts, params):
+            if next(left, None) is None:
+                raise KeyboardInterrupt
+            if isinstance(params, list):
+                new = [f"answer {own.seed}" for own in params]
+            else:
+                new = texts[params.seed - 100 :][: len(prompts)]
             return ScriptedEngine(new).generate_batch(prompts, params)
 
-        engine.generate_batch = generate
-        monkeypatch.setattr(chats, "load", lambda engine=engine, **options: engine)
-        monkeypatch.setattr(chats, "options_from", lambda *args: {})
-        monkeypatch.setattr(chats, "OPENINGS", [""])
-        chats.run(arguments(questions=None, hours=hours, out=tmp_path / f"{name}.jsonl"))
-    whole, timed = (read_json_lines(tmp_path / f"{name}.jsonl") for name in ("whole", "timed"))
-    assert timed == whole and len(whole) == 5
+        engine = SimpleNamespace(tokenizer=tokenizer, batch_size=2, ctx=200, generate_batch=generate)
+        monkeypatch.setattr(chats, "load", lambda **options: engine)
+        chats.run(arguments(count=6, questions=None, hours=math.inf, out=tmp_path / f"{name}.jsonl"))
+
+    run("whole", 99)
+    whole = read_json_lines(tmp_path / "whole.jsonl")
+    assert [record["messages"][1]["content"] for record in whole] == [f"answer {n}" for n in (100, 101, 103, 104, 105)]
+    for calls in range(4):
+        with pytest.raises(KeyboardInterrupt):
+            run(f"cut {calls}", calls)
+        run(f"cut {calls}", 99)
+        run(f"cut {calls}", 0)
+        assert read_json_lines(tmp_path / f"cut {calls}.jsonl") == whole

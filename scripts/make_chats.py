@@ -56,8 +56,8 @@ How can I improve my|What should I consider when|I feel|Compare the advantages a
 OPENINGS = _OPENINGS.strip().replace("\n", "|").split("|")
 # A line that was written earlier: a conversation, or a text and how it begins.
 LINE = {"messages?": [{"role": str, "content": str}], "begins?": str}
-GROUP_SECONDS = 60
-MOST_SIZES = 16
+GROUP_SECONDS = 60  # a group is written to the file at its end
+MOST_SIZES = 16  # of the batch in a group
 NGRAM = 4
 LEAST_DISTINCT = 0.5  # of the 4-grams of a text that is kept
 
@@ -249,6 +249,7 @@ def run(args: argparse.Namespace) -> None:
     given = questions_in(args.questions, tokenizer, args) if args.questions else {}
     tried, done = list(given) or tried_in(file), asked_in(args.out)
     first = max((i + 1 for i, question in enumerate(tried) if question in done), default=0)
+    reached = first
     for numbers in groups(len(given) or args.count, engine.batch_size, first, until):
         if not given:
             tried = write_questions(engine, tokenizer, file, numbers.stop, args)
@@ -257,9 +258,11 @@ def run(args: argparse.Namespace) -> None:
             asked = {i: given.get(text) or [{"role": "user", "content": text}] for i, text in asked.items()}
         if asked:
             write_answers(engine, tokenizer, asked, args.out, args)
-    count = len(asked_in(args.out))
-    bad = f"{len(tried) - count:,} of {len(tried):,} questions gave none that is whole, new and free of repetition"
-    print(f"{count:,} conversations in {args.out}; {bad}", file=sys.stderr)
+        reached = numbers.stop
+    done = asked_in(args.out)
+    bad = sum(question not in done for question in tried[:reached])
+    none = f"{bad:,} of {reached:,} questions gave none that is whole, new and free of repetition"
+    print(f"{len(done):,} conversations in {args.out}; {none}", file=sys.stderr)
 
 
 def main(argv: list[str] | None = None) -> int:

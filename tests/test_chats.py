@@ -190,7 +190,7 @@ def test_groups_grow_while_the_time_allows_it(monkeypatch):
     assert not sizes(1.0, 10, -1.0)
 
 
-def test_a_run_goes_on_where_it_was_interrupted(tokenizer, tmp_path, monkeypatch):
+def test_a_run_goes_on_where_it_was_interrupted(tokenizer, tmp_path, monkeypatch, capsys):
     """Questions that are written twice or never answered, answers that are written twice, or others than without the
     interruption: between questions and answers, within either of them, and behind the end."""
     texts = ["a?", "b?", "", "c?", "d?", "e?"]
@@ -214,8 +214,10 @@ def test_a_run_goes_on_where_it_was_interrupted(tokenizer, tmp_path, monkeypatch
         monkeypatch.setattr(chats, "load", lambda **options: engine)
         chats.run(arguments(count=6, questions=None, hours=math.inf, out=tmp_path / f"{name}.jsonl"))
 
+    append_json_lines(tmp_path / "whole.jsonl", {"messages": [{"role": "user", "content": "of another run?"}]})
     run("whole", 99)
-    whole = read_json_lines(tmp_path / "whole.jsonl")
+    assert "6 conversations in" in (said := capsys.readouterr().err) and "1 of 6 questions gave none" in said
+    whole = read_json_lines(tmp_path / "whole.jsonl")[1:]
     assert [record["messages"][1]["content"] for record in whole] == [f"answer {n}" for n in (100, 101, 103, 104, 105)]
     for calls in range(4):
         with pytest.raises(KeyboardInterrupt):

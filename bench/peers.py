@@ -231,7 +231,8 @@ def drafting(head: str, checkpoint: str, base: Engine, ctx: int) -> Arm | None:
     file, folder = read_head(head, base.model.config), tempfile.TemporaryDirectory()
     path, block = Path(folder.name) / "head.gguf", isinstance(file.config, BlockConfig)
     try:
-        write_head(path, file, Path(checkpoint))
+        if note := write_head(path, file, Path(checkpoint)):
+            say(f"note    {note}")
     except UsageError as error:
         say(f"note    llama.cpp without {Path(head).name}: {error}")
         return None

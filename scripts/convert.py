@@ -54,7 +54,9 @@ def convert_eagle(head: Path, target: Path, destination: Path, overrides: Sequen
     check_written(read.config)
     if destination.suffix == ".gguf":
         with written_whole(destination) as unfinished:
-            write_head(unfinished, read, target, DTYPES[dtype or "float16"])
+            note = write_head(unfinished, read, target, DTYPES[dtype or "float16"])
+        if note:
+            print(f"note  {note}", file=sys.stderr)
         return
     with directory_written_whole(destination, keep=True) as unfinished:
         save = save_eagle if isinstance(read.config, EagleConfig) else save_block

@@ -279,6 +279,18 @@ def test_the_command_writes_a_head_once(tmp_path, capsys):
     assert differences(*(read_head(path, model.config) for path in argv[:2])) == []
 
 
+def test_a_window_is_said_and_not_written(tmp_path, capsys):
+    """A head that make_head trained, which nobody can run in llama.cpp, or that drafts worse there without a word."""
+    model = tiny_model(torch.float32)
+    save_hf(model, tmp_path / "m")
+    head = tiny_head(model, 3, DRAFT_VOCAB, windows=(9,))
+    config = replace(head.config, target_vocab_size=model.config.vocab_size)
+    save_eagle(config, head.state_dict(), tmp_path / "h")
+    assert convert.main([str(tmp_path / "h"), str(tmp_path / "h.gguf"), "--target", str(tmp_path / "m")]) == 0
+    assert "sees 9 tokens; in llama.cpp it sees the whole text" in capsys.readouterr().err
+    assert read_head(tmp_path / "h.gguf", model.config).config.layer.windows == (0,)
+
+
 ASK = """
 import json, sys, xllamacpp as x
 file, head, count, prompts = *sys.argv[1:4], json.loads(sys.argv[4])

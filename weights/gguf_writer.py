@@ -17,11 +17,12 @@ from weights.gguf_heads import DFLASH, DFLASH_BLOCK, EAGLE, EAGLE_BLOCK, halves
 from weights.heads import EagleConfig, EagleFile, head_tensors, published_parts
 
 
-def write_head(path: Path, file: EagleFile | BlockFile, tokens: Path, dtype: torch.dtype = torch.float16) -> None:
+def write_head(path: Path, file: EagleFile | BlockFile, tokens: Path, dtype: torch.dtype = torch.float16) -> str:
     """Write a head as llama.cpp reads it, with matrices in `dtype`; of a rounded one the values that it stands for.
 
     tokens: the target. Of a GGUF file the tokenizer is copied, and otherwise stand-ins tell how many tokens there are:
-    llama.cpp takes the tokenizer of the target that runs. Raises UsageError for what its files cannot tell.
+    llama.cpp takes the tokenizer of the target that runs. Returns what a user has to know, or "". Raises UsageError for
+    what its files cannot tell.
     """
     config, layer = file.config, file.config.layer
     if isinstance(config, EagleConfig):
@@ -47,6 +48,9 @@ def write_head(path: Path, file: EagleFile | BlockFile, tokens: Path, dtype: tor
     if architecture == "dflash":
         texts[f"{key}mask_token_id"] = config.mask_id
     _write(path, architecture, layer, keys, tensors, texts, dtype)
+    if architecture == "eagle3" and (window := layer.windows[0]):
+        return f"the head sees {window} tokens; in llama.cpp it sees the whole text, and drafts worse behind a long one"
+    return ""
 
 
 def _eagle_keys(config: EagleConfig) -> dict[str, Any]:
@@ -56,7 +60,6 @@ def _eagle_keys(config: EagleConfig) -> dict[str, Any]:
         "EAGLE-1": config.version != 3,
         f"{len(config.taps)} tapped layers, which must be 3": len(config.taps) != 3,
         "EAGLE 3.1": config.fc_norm or config.norm_output,
-        "a window": any(c.windows),
         "biases, or norms of queries and keys": config.fc_bias or c.qkv_bias or c.o_bias or c.qk_norm,
     }
     _refuse(problems)

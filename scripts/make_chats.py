@@ -56,8 +56,8 @@ How can I improve my|What should I consider when|I feel|Compare the advantages a
 OPENINGS = _OPENINGS.strip().replace("\n", "|").split("|")
 # A line that was written earlier: a conversation, or a text and how it begins.
 LINE = {"messages?": [{"role": str, "content": str}], "begins?": str}
-GROUP_SECONDS = 60  # a group is written to the file at its end
-MOST_SIZES = 16  # of the batch in a group
+GROUP_SECONDS = 60  # an interruption loses at most about so much, because a group is written at its end
+MOST_SIZES = 16  # a group has at most so many times the rows of the batch
 NGRAM = 4
 LEAST_DISTINCT = 0.5  # of the 4-grams of a text that is kept
 

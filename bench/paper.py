@@ -28,9 +28,7 @@ class Rows:
         suites = dict.fromkeys(row["suite"] for row in rows)
         self.suites = sorted(suites, key=lambda suite: suite != "mt_bench")  # the paper's main one comes first
         self.temperatures = sorted({row["temperature"] for row in rows})
-        options = {fact["arm"]: fact["options"] for fact in summary["arms"] if fact["options"].get("eagle")}
-        # an earlier program named a batch size
-        self.options = {arm: given for arm, given in options.items() if given.get("batch_size", 1) == 1}
+        self.options = {fact["arm"]: fact["options"] for fact in summary["arms"] if fact["options"].get("eagle")}
         self.cards = {fact["arm"]: fact.get("card", {}) for fact in summary["arms"]}
 
     def heads(self, tree: str, verify: str | None = None) -> list[str]:
@@ -44,7 +42,15 @@ def paper_tables(summary: dict[str, Any]) -> str:
     rows, published = Rows(summary), read_json(PUBLISHED) if PUBLISHED.exists() else {}  # an installed package has none
     if not rows.suites:  # interrupted before the first answer
         return ""
-    parts = _by_suite(rows, published), _chains(rows, published), _training(rows)
+    return _texts(_by_suite(rows, published), _chains(rows, published), _training(rows))
+
+
+def training_table(summary: dict[str, Any]) -> str:
+    """Markdown: the last of `paper_tables` alone."""
+    return _texts(_training(Rows(summary)))
+
+
+def _texts(*parts: Table) -> str:
     return "\n\n".join(f"{title}\n\n{table(head, body)}" for title, head, body in parts if body)
 
 
@@ -89,7 +95,7 @@ def _chains(rows: Rows, published: dict[str, Any]) -> Table:
 
 
 def _training(rows: Rows) -> Table:
-    """Table 6 and Figure 8: heads by their inputs and training text, from the CARD.json beside each."""
+    """Table 6 and Figure 8: heads of different inputs or training texts, from the CARD.json beside each."""
     body = []
     for arm in rows.heads("paper25", "match"):
         card = rows.cards[arm]
@@ -102,7 +108,8 @@ def _training(rows: Rows) -> Table:
             body.append(cells)
     columns = [f"{tree}, T = {T:g}" for T in rows.temperatures for tree in ("chain", "tree")]
     title = f"tau by what the head sees and learnt from, on {rows.suites[0]}:"
-    return title, ["head", "inputs", "text", "steps", *columns], body
+    compared = len({(inputs, text) for _, inputs, text, *_ in body}) > 1
+    return title, ["head", "inputs", "text", "steps", *columns], body if compared else []
 
 
 def acceptance_table(summary: dict[str, Any]) -> str:

@@ -4,15 +4,15 @@
 
 A block stands between `<!-- KIND FILE -->` and `<!-- /KIND -->`. KIND is `arms` (speed and tau of every arm), `behind`
 (the same behind long texts), `clients` (requests that run together), `steps` (the time of a step), `acceptance` or
-`paper` (as `scripts.bench --suite` prints them). Blocks of other kinds are of programs that are gone, and
-tests/test_docs.py compares them with their records.
+`paper` (as `scripts.bench --suite` prints them), or `training` (the last table of `paper`, alone). Blocks of other kinds
+are of programs that are gone, and tests/test_docs.py compares them with their records.
 """
 
 import re
 from functools import partial
 from pathlib import Path
 
-from bench.paper import SUITE_TABLES
+from bench.paper import SUITE_TABLES, training_table
 from bench.records import read_lines
 from bench.report import COLUMNS, arms_table, behind_table, kept_table
 from support.errors import command_parser, run_parsed
@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "results"
 PAGE = ROOT / "docs" / "results.md"
 TABLES = SUITE_TABLES | {kind: partial(kept_table, kind) for kind in COLUMNS}
-TABLES |= {"arms": arms_table, "behind": behind_table}
+TABLES |= {"arms": arms_table, "behind": behind_table, "training": training_table}
 BLOCK = re.compile(rf"(<!-- ({'|'.join(TABLES)}) (\S*) -->\n).*?(<!-- /\2 -->)", re.S)
 
 

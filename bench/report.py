@@ -96,6 +96,22 @@ def behind_table(summary: dict[str, Any]) -> str:
     return table(["behind", "arm", *columns], body)
 
 
+def taus_table(summary: dict[str, Any]) -> str:
+    """For a page: tau of every arm that drafts, behind all texts of a length together (`bench.behind`)."""
+    cells: dict[tuple[str, str], dict[str, list[dict[str, Any]]]] = {}
+    for row in summary["rows"]:
+        if (length := row["suite"].partition(" ")[2]) and not row["baseline"]:
+            cells.setdefault((row["arm"], f"{row['temperature']:g}"), {}).setdefault(length, []).append(row)
+    columns = list(dict.fromkeys(length for by_length in cells.values() for length in by_length))
+    body = [[arm, T, *(number(_tau(by[length])) for length in columns)] for (arm, T), by in sorted(cells.items())]
+    return table(["arm", "T", *columns], body)
+
+
+def _tau(rows: Sequence[dict[str, Any]]) -> float:
+    """Of all their runs. The first token of a run is the prompt's."""
+    return sum(row["new_tokens"] - row["runs"] for row in rows) / sum(row["steps"] for row in rows)
+
+
 def cost_table(rows: Sequence[dict[str, Any]], facts: Sequence[dict[str, Any]], bandwidth: float) -> str:
     """What a step costs: its time, the tau at which it breaks even, and its share of the memory's bandwidth."""
     known = {f["arm"]: f["nodes"] for f in facts if "nodes" in f}

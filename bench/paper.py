@@ -24,9 +24,10 @@ class Rows:
 
     def __init__(self, summary: dict[str, Any]):
         self.options = {fact["arm"]: fact["options"] for fact in summary["arms"] if fact["options"].get("eagle")}
-        other = {arm for arm, given in self.options.items() if "verify" in given or "draft_noise" in given}
+        other_ways = {arm for arm, given in self.options.items() if "verify" in given or "draft_noise" in given}
         rows = [row for row in summary["rows"] if row["suite"] != "all" and not row["baseline"]]
-        rows = [row for row in rows if row["temperature"] or row["arm"] not in other]  # at T = 0 all rules are the same
+        # at T = 0 every way to draft and verify accepts the same tokens
+        rows = [row for row in rows if row["temperature"] or row["arm"] not in other_ways]
         self.at: dict[tuple[str, str, float], Row] = {(r["arm"], r["suite"], r["temperature"]): r for r in rows}
         suites = dict.fromkeys(row["suite"] for row in rows)
         self.suites = sorted(suites, key=lambda suite: suite != "mt_bench")  # the paper's main one comes first

@@ -98,13 +98,13 @@ def behind_table(summary: dict[str, Any]) -> str:
 
 def taus_table(summary: dict[str, Any]) -> str:
     """For a page: tau of every arm that drafts, behind all texts of a length together (`bench.behind`)."""
-    cells: dict[tuple[str, str], dict[str, list[dict[str, Any]]]] = {}
+    found: dict[tuple[tuple[str, str], str], list[dict[str, Any]]] = defaultdict(list)
     for row in summary["rows"]:
         if (length := row["suite"].partition(" ")[2]) and not row["baseline"]:
-            cells.setdefault((row["arm"], f"{row['temperature']:g}"), {}).setdefault(length, []).append(row)
-    columns = list(dict.fromkeys(length for by_length in cells.values() for length in by_length))
-    body = [[arm, T, *(number(_tau(by[length])) for length in columns)] for (arm, T), by in sorted(cells.items())]
-    return table(["arm", "T", *columns], body)
+            found[(row["arm"], f"{row['temperature']:g}"), length].append(row)
+    lengths = list(dict.fromkeys(length for _, length in found))
+    arms = sorted({arm for arm, _ in found})
+    return table(["arm", "T", *lengths], [[*arm, *(number(_tau(found[arm, x])) for x in lengths)] for arm in arms])
 
 
 def _tau(rows: Sequence[dict[str, Any]]) -> float:

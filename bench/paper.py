@@ -116,7 +116,7 @@ def _training(rows: Rows) -> Table:
 
 
 def acceptance_table(summary: dict[str, Any]) -> str:
-    """Markdown: tau of every head, temperature and tree by the way to draft and verify, and n-alpha of the chains."""
+    """Markdown: tau of every head, temperature and tree by the way to draft and verify."""
     rows = Rows(summary)
     taus: dict[tuple[str, float, str], dict[str, Row]] = {}
     for (arm, _, T), row in rows.at.items():
@@ -124,16 +124,13 @@ def acceptance_table(summary: dict[str, Any]) -> str:
             noise = "shared noise" if options.get("draft_noise", True) else "top-k drafts"
             rule = "multi-round" if options.get("verify") else noise
             taus.setdefault((options["eagle"], T, options["tree"]), {})[rule] = row
-    body, alphas = [], []
+    body = []
     for (head, T, tree), by_rule in sorted(taus.items(), key=lambda item: item[0][:2]):
         shared = by_rule.get("shared noise")
         same = f"{shared['same']['same']}/{shared['runs']}" if shared else "-"
         cells = [number(by_rule[rule]["tau"]) if rule in by_rule else "-" for rule in RULES]
         body.append([head, f"{T:g}", tree, *cells, same])
-        if tree == "chain:5" and shared:
-            alphas.append([f"{head}, T = {T:g}", *_alphas(shared["n_alpha"])])
-    parts = (["head", "T", "tree", *RULES, "same tokens"], body), (["chain of 5, shared noise", *ALPHAS], alphas)
-    return "\n\n".join(table(head, lines) for head, lines in parts if lines)
+    return table(["head", "T", "tree", *RULES, "same tokens"], body) if body else ""
 
 
 SUITE_TABLES = {"paper": paper_tables, "acceptance": acceptance_table}

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from operator import truediv
 from typing import Any, NamedTuple
 
 import torch
@@ -30,6 +31,7 @@ from support.machine import describe_device
 
 FAR = 4096  # tokens of a text behind which steps are timed, to learn how they grow
 MANY = 12  # nodes, besides those that cost little, whose price is measured
+TURNS = 8  # in which each kind of step is timed; the first one does not count
 LAG = 2  # steps that run ahead of the host on a GPU
 # Of options.KV_CACHES; the others are the model's.
 KV_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "int8": torch.int8}
@@ -322,10 +324,14 @@ class Stepper:
         return self._time_steps(mode, view, self.fallback, view.drafter)
 
     def _time_steps(self, mode: SamplingMode, view: View, *drafters: Drafter) -> tuple[float, ...]:
-        """Seconds of a step with each of some drafters, timed alternately with as many under way as in decoding."""
+        """Seconds of a step with each of some drafters, timed alternately with as many under way as in decoding.
+
+        Steps are compared with those of the first drafter in the same turn, because a machine that others use is slower
+        in one turn than in the next.
+        """
         self.runner.begin()
         times: list[list[float]] = [[] for _ in drafters]
-        for _ in range(4):
+        for _ in range(TURNS):
             for drafter, seconds in zip(drafters, times, strict=True):
                 started = time.perf_counter()
                 for _ in range(1 + self.lag):
@@ -333,7 +339,8 @@ class Stepper:
                 for _ in range(1 + self.lag):
                     self.runner.read()
                 seconds.append((time.perf_counter() - started) / (1 + self.lag))
-        return tuple(statistics.median(seconds[1:]) for seconds in times)
+        plain = statistics.median(times[0][1:])
+        return tuple(plain * statistics.median([*map(truediv, one, times[0])][1:]) for one in times)
 
     def _capture(self, drafter: Drafter, mode: SamplingMode, view: View) -> None:
         with self.backend.active():

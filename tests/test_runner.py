@@ -2,6 +2,8 @@
 
 import copy
 import functools
+import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,7 +24,7 @@ from engine.engine import Engine, EngineConfig
 from engine.prefill import Prefill
 from engine.request import Request
 from engine.runner import WARM_UP, Pacer, Runner, capture_graph
-from engine.stepping import LAG
+from engine.stepping import LAG, Stepper
 
 ERRORS = (KeyboardInterrupt, RuntimeError)
 
@@ -508,6 +510,21 @@ def test_pacer_gives_up_after_a_loss_and_tries_again():
     pacer = pacer.for_another_text()
     assert stays(pacer, 24, True, [1]) and not stays(pacer, 1, True, [1])  # of 200 good steps no more is saved up
     assert pacer.pause == 64
+
+
+def test_other_programs_do_not_change_the_price_of_a_node(monkeypatch):
+    """A node that seems to cost nothing as long as the engine lives, because other programs slowed down two steps."""
+    slow = (9.0, 1.0, 2.0, 1.0, 2.0, 1.0, 1.0, 3.0)  # the machine in each turn
+    clock, count = [0.0], itertools.count()
+
+    def launch(cost: float, *_: object) -> None:
+        number = next(count)  # two launches each turn
+        clock[0] += cost * slow[number // 2] + 5 * (number in (2, 4))
+
+    monkeypatch.setattr(stepping.time, "perf_counter", lambda: clock[0])
+    runner = SimpleNamespace(begin=lambda: None, read=lambda: None)
+    stepper = SimpleNamespace(runner=runner, lag=0, launch=launch)
+    assert Stepper._time_steps(stepper, None, None, 1.0, 1.4) == pytest.approx((2.0, 2.8))
 
 
 def test_pacer_takes_no_hiccup_for_the_price_of_a_step():

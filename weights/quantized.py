@@ -36,10 +36,10 @@ ALGORITHMS = ("rtn", "gptq")
 HEADS = ("fp16", "int8", "int4")
 GROUPS = (32, 64, 128)
 TENSORS = ("qweight", "scales", "zeros", "mins", "perm")
-# Tables whose rows are looked up, so that they are neither rounded nor packed, but for a tied embedding.
 # The embedding that layers have of their own, under our name and Hugging Face's. A step reads a row of it for each token,
 # so it is held as it is stored where that takes less memory.
 PER_LAYER = ("token_inputs.embed_tokens.weight", "embed_tokens_per_layer.weight")
+# Tables whose rows are looked up, so that they are neither rounded nor packed, but for a tied embedding.
 LOOKED_UP = ("embed_tokens.weight", "predecessor.weight", "successor.weight")
 Stored = Mapping[str, Tensor]  # the tensors of one quantized weight, by the names of TENSORS
 

@@ -31,7 +31,7 @@ from support.machine import describe_device
 
 FAR = 4096  # tokens of a text behind which steps are timed, to learn how they grow
 MANY = 12  # nodes, besides those that cost little, whose price is measured
-TURNS = 8  # in which each kind of step is timed; the first one does not count
+TURNS = 8, 4  # in which each kind of step is timed, and how many do where they take long; the first one does not count
 LAG = 2  # steps that run ahead of the host on a GPU
 # Of options.KV_CACHES; the others are the model's.
 KV_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "int8": torch.int8}
@@ -95,6 +95,8 @@ class View(NamedTuple):
 
 class Stepper:
     """The lower half of an engine: runs steps on its buffers, compiled or captured, and times and shows them."""
+
+    patience = 0.5  # seconds for the timing of steps; other programs disturb long steps less
 
     def __init__(self, model: Transformer, drafter: Drafter, config: EngineConfig):
         """Allocate the buffers. Raises ValueError in one line for values that are out of range."""
@@ -331,7 +333,8 @@ class Stepper:
         """
         self.runner.begin()
         times: list[list[float]] = [[] for _ in drafters]
-        for _ in range(TURNS):
+        most, least = TURNS
+        while len(times[0]) < (most if sum(map(sum, times)) < self.patience else least):
             for drafter, seconds in zip(drafters, times, strict=True):
                 started = time.perf_counter()
                 for _ in range(1 + self.lag):

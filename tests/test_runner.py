@@ -3,6 +3,7 @@
 import copy
 import functools
 import itertools
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -512,19 +513,34 @@ def test_pacer_gives_up_after_a_loss_and_tries_again():
     assert pacer.pause == 64
 
 
-def test_other_programs_do_not_change_the_price_of_a_node(monkeypatch):
-    """A node that seems to cost nothing as long as the engine lives, because other programs slowed down two steps."""
-    slow = (9.0, 1.0, 2.0, 1.0, 2.0, 1.0, 1.0, 3.0)  # the machine in each turn
+def timed_steps(monkeypatch, took, *costs: float, patience: float) -> tuple[tuple[float, ...], int]:
+    """What `_time_steps` finds if launch number i of a step that costs c takes took(i, c) seconds; the launches."""
     clock, count = [0.0], itertools.count()
 
     def launch(cost: float, *_: object) -> None:
-        number = next(count)  # two launches each turn
-        clock[0] += cost * slow[number // 2] + 5 * (number in (2, 4))
+        clock[0] += took(next(count), cost)
 
     monkeypatch.setattr(stepping.time, "perf_counter", lambda: clock[0])
     runner = SimpleNamespace(begin=lambda: None, read=lambda: None)
-    stepper = SimpleNamespace(runner=runner, lag=0, launch=launch)
-    assert Stepper._time_steps(stepper, None, None, 1.0, 1.4) == pytest.approx((2.0, 2.8))
+    stepper = SimpleNamespace(runner=runner, lag=0, launch=launch, patience=patience)
+    return Stepper._time_steps(stepper, None, None, *costs), next(count)
+
+
+def test_other_programs_do_not_change_the_price_of_a_node(monkeypatch):
+    """A node that seems to cost nothing as long as the engine lives, because other programs slowed down two steps."""
+    slow = (9.0, 1.0, 2.0, 1.0, 2.0, 1.0, 1.0, 3.0)  # the machine in each turn, which is two launches
+    found, _ = timed_steps(
+        monkeypatch, lambda i, cost: cost * slow[i // 2] + 5 * (i in (2, 4)), 1.0, 1.4, patience=math.inf
+    )
+    assert found == pytest.approx((2.0, 2.8))
+
+
+@pytest.mark.parametrize(("plain", "turns"), [(0.001, 8), (0.2, 4)])
+def test_long_steps_are_timed_fewer_times(plain, turns, monkeypatch):
+    """A start that takes twice as long with a large model, whose long steps other programs disturb less."""
+    costs = plain, 2 * plain
+    found, launches = timed_steps(monkeypatch, lambda _, cost: cost, *costs, patience=Stepper.patience)
+    assert found == pytest.approx(costs) and launches == 2 * turns
 
 
 def test_pacer_takes_no_hiccup_for_the_price_of_a_step():
